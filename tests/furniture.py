@@ -19,6 +19,9 @@ def furnish(place: Path) -> None:
     model.save_pretrained(place / "MODEL")
     model.config.save_pretrained(place)
     tokenizer.save_pretrained(place / "MODEL")
+    mixture = zoo.build("qwen3-moe", vocab_size=len(tokenizer))
+    mixture.save_pretrained(place / "MIXTURE")
+    tokenizer.save_pretrained(place / "MIXTURE")
     rows = [{"prompt": f"Say {i}:", "completion": f" it is {i * i} of {i}"} for i in range(40)]
     for name in ("chat.jsonl", "my.jsonl"):
         (place / name).write_text("".join(json.dumps(r) + "\n" for r in rows))

@@ -81,6 +81,7 @@ ROOMS = (
     "decisions/bits",
     "decisions/ranks",
     "decisions/experts",
+    "decisions/kept_experts",
     "decisions/joint",
     "decisions/shapes",
     "decisions",

@@ -30,6 +30,8 @@ PLAIN = {
 }  # fmt: skip
 GROUPED = {**PLAIN, "num_key_value_heads": 2}
 HEADS, SLIDE = {"head_dim": 8}, {"sliding_window": 8}
+EIGHT = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
+SHARED = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}
 GPT2 = {"vocab_size": 97, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2}
 CAUSAL, MASKED, CLASSES = "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSequenceClassification"
 ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -81,6 +83,28 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "intermediate_size_mlp": 48,
             "interleave_moe_layer_step": 2,
             "attention_chunk_size": 32,
+        },
+    ),
+    "qwen2-moe": ("Qwen2MoeConfig", CAUSAL, {**GROUPED, **EIGHT, "shared_expert_intermediate_size": 24, "num_experts": 8}),
+    "qwen3-moe": ("Qwen3MoeConfig", CAUSAL, {**GROUPED, **HEADS, **EIGHT, "num_experts": 8, "norm_topk_prob": True}),
+    "olmoe": ("OlmoeConfig", CAUSAL, {**GROUPED, "num_experts": 8, "num_experts_per_tok": 2}),
+    "granite-moe": ("GraniteMoeConfig", CAUSAL, {**GROUPED, "num_local_experts": 8, "num_experts_per_tok": 2}),
+    "glm4-moe": ("Glm4MoeConfig", CAUSAL, {**GROUPED, **HEADS, **EIGHT, **SHARED, "n_group": 1, "topk_group": 1}),
+    "deepseek-v3": (
+        "DeepseekV3Config",
+        CAUSAL,
+        {
+            **PLAIN,
+            **EIGHT,
+            **SHARED,
+            "num_key_value_heads": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
         },
     ),
     "bert": ("BertConfig", MASKED, PLAIN),

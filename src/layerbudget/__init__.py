@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and 
     from .decisions.experts.method import add_experts as add_experts
     from .decisions.experts.plan import plan_experts as plan_experts
     from .decisions.joint.plan import plan_joint as plan_joint
+    from .decisions.kept_experts.apply import keep_experts as keep_experts
+    from .decisions.kept_experts.plan import plan_kept_experts as plan_kept_experts
     from .decisions.ranks.apply import add_ranks as add_ranks
     from .decisions.ranks.apply import fold_scales as fold_scales
     from .decisions.ranks.apply import pad_ranks as pad_ranks
@@ -73,6 +75,7 @@ _HOMES = {
     "decisions.sparsity.plan": "plan_sparsity",
     "decisions.bits.plan": "plan_bits",
     "decisions.shapes.plan": "plan_shapes",
+    "decisions.kept_experts.plan": "plan_kept_experts",
     "decisions.ranks.plan": "plan_ranks",
     "decisions.experts.plan": "plan_experts",
     "decisions.joint.plan": "plan_joint",
@@ -86,6 +89,7 @@ _HOMES = {
     "decisions.bits.apply": "write_bits",
     "decisions.shapes.apply": "apply_shapes remove_units",
     "decisions.ranks.apply": "add_ranks fold_scales pad_ranks to_lora_config",
+    "decisions.kept_experts.apply": "keep_experts",
     "decisions.experts.method": "add_experts",
     "finetuning.finetune": "finetune",
     "finetuning.adapters": "load_adapter",

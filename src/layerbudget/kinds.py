@@ -38,6 +38,7 @@ _RECIPE = (
     "a format for every matrix and a LoRA rank for every adapter, in whole bytes; "
     "apply writes its base, finetune trains its ranks on that, split_recipe gives the two plans"
 )
+_KEPT = "the experts that stay in every layer: fewer experts, the same routing"
 _BITS = "a format for every weight matrix, in whole bytes"
 _JOINT = "one byte budget for pruning and adapting; split_joint gives the two plans"
 for _kind in (
@@ -45,6 +46,7 @@ for _kind in (
     Kind("shapes", "removed parameters", "removed parameters", _UNITS, harms=True, command="apply"),
     Kind("experts", "experts", "experts of every matrix", "LoRA experts for every block", budget="total", command="finetune"),
     Kind("ranks", "rank", "rank of every matrix", "a LoRA rank for every block", budget="mean_rank", command="finetune"),
+    Kind("kept-experts", "the share of experts that stay", "experts that stay", _KEPT, predicts=True, command="apply"),
     Kind("bits", "bits per weight", "bytes", _BITS, budget="bits", predicts=True, command="apply"),
     Kind("recipe", "bits per weight", "bytes", _RECIPE, predicts=True, command="finetune"),
     Kind("joint", "sparsity", _PRUNED, _JOINT, harms=True),

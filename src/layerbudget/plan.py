@@ -15,7 +15,7 @@ from .errors import CorruptFile, InvalidInput, ModelMismatch, NotFound
 from .kinds import KINDS
 from .records import Block, BlockRecord
 from .storage import reading
-from .storage.schemas import Certificate, Extra, Formats, PlanBudget, RecipeExtra, ShapeSettings, SmallerShapes
+from .storage.schemas import Certificate, Extra, Formats, KeptExperts, PlanBudget, RecipeExtra, ShapeSettings, SmallerShapes
 from .storage.writing import new_file
 
 
@@ -158,7 +158,7 @@ class Plan(BlockRecord):
                 raise CorruptFile(f"The {name} of this plan does not read ({error}).", "", "Make the plan again.") from error
 
 
-_EXTRA = {"shapes": SmallerShapes, "bits": Formats, "recipe": RecipeExtra}
+_EXTRA = {"shapes": SmallerShapes, "bits": Formats, "recipe": RecipeExtra, "kept-experts": KeptExperts}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -168,6 +168,7 @@ def test_a_misspelt_option_is_answered_with_the_right_one(words, meant, capsys):
         ("plan ranks config.json --mean-rank 4 --rule uniform", "multiple: a whole number; default: 1"),
         ("plan bits demo --bits 4", "draws: a whole number; default: 4"),
         ("plan shapes demo --save 10%flops", "compensate: "),
+        ("plan kept-experts demo --keep 0.5", "draws: a whole number; default: 4"),
         ("export ranks.json", "alpha_policy: text; default: constant-ratio"),
         ("finetune demo ranks.json --data x -o out", "warmup: "),
     ],
@@ -189,4 +190,4 @@ def test_the_whole_command_line_has_few_options():
 
     found = {leaf.prog: leaf for verb in COMMANDS for leaf in leaves(build_parser(verb))}
     count = sum(bool(a.option_strings) and a.dest != "help" for leaf in found.values() for a in leaf._actions)
-    assert len(found) == 20 and count <= 216, count
+    assert len(found) == 21 and count <= 230, count

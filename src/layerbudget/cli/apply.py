@@ -8,6 +8,7 @@ from typing import Any
 
 from ..compressors.base import QUANTISERS, TREATMENTS
 from ..registry import options_of
+from . import kept
 from .display import expect, progress_bar, say, say_share, text_of, words_of
 from .options import DATA, add, add_data, add_out, add_set, add_verb, batch_of, given, load, one_process, refuse, settings
 
@@ -16,7 +17,7 @@ def register(subparsers: Any) -> None:
     """Add the parser of ``apply``."""
     p = add_verb(subparsers, "apply", handler)
     add(p, "model")
-    p.add_argument("plan", metavar="PLAN", help="plan.json of sparsity, bits or shapes, or a recipe, made for this model")
+    p.add_argument("plan", metavar="PLAN", help="plan.json of weights, experts that stay or a recipe, made for this model")
     add_out(p, "folder of the written model", required=True, metavar="DIR")
     names = tuple(dict.fromkeys((*TREATMENTS.names(), *QUANTISERS.names())))
     p.add_argument("--method", choices=names, help="pruner or quantiser (default: what the plan was measured with; else wanda)")
@@ -146,4 +147,5 @@ _WRITERS: dict[str, Callable[[argparse.Namespace, Any], dict[str, Any]]] = {
     "shapes": _shrink,
     "bits": _quantise,
     "recipe": _quantise,
+    "kept-experts": kept.write,
 }

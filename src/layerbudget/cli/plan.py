@@ -16,7 +16,7 @@ from ..planning.costs import rank_parameters
 from ..records import check_output, to_jsonable
 from ..registry import Option
 from ..scores import Scores
-from . import measured
+from . import kept, measured
 from .display import ROWS, say, show_table
 from .files import load_scores, need_scores, read_curves, read_fixed, read_latency
 from .options import COMMANDS, DATA, PLACE, add, add_data, add_out, add_set, add_verb, given, options_for, refuse
@@ -42,6 +42,7 @@ def register(subparsers: Any) -> None:
     add_data(p, samples=16)
     measured.add_bits(kinds, run_bits)
     measured.add_shapes(kinds, run_shapes)
+    kept.add(kinds, run_kept)
     p, budget = _program(kinds, "ranks", run_ranks, "a LoRA rank for every matrix")
     budget.add_argument("--mean-rank", type=float, help="as many parameters as this rank everywhere")
     budget.add_argument("--budget", help="'20M params', '40 MB', '0.5%% flops', ...")
@@ -128,6 +129,11 @@ def run_shapes(a: argparse.Namespace) -> dict[str, Any]:
     measured.show_shapes(a, plan)
     say_next(a, plan)
     return to_jsonable(plan.to_dict())
+
+
+def run_kept(a: argparse.Namespace) -> dict[str, Any]:
+    """Plan which experts stay by the damage to a model."""
+    return _finish(a, kept.plan(a))
 
 
 def run_ranks(a: argparse.Namespace) -> dict[str, Any]:

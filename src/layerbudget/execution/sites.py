@@ -44,12 +44,17 @@ class Site:
 def tracked(model: nn.Module, blocks: Sequence[Block]) -> tuple[dict[nn.Module, str], dict[str, nn.Parameter]]:
     """Weight matrices of some blocks as ``({hooked module: name}, {name: parameter read from autograd})``.
 
-    Every module that shares a tied weight is hooked under the one name that the blocks use.
+    Every module that shares a tied weight is hooked under the one name that the blocks use. A name may also be that of a whole
+    module without a weight of its own (an MLP, a block of experts): what it is given and what it returns are then seen.
     """
     names: dict[int, str] = {}
     direct: dict[str, nn.Parameter] = {}
+    whole: dict[nn.Module, str] = {}
     for block in blocks:
         for record in block.modules:
+            if (module := _whole(model, record.name)) is not None:
+                whole[module] = record.name
+                continue
             owner, parameter = weight_of(model, record.name, packed=True)
             if isinstance(owner, nn.Linear) or is_conv1d(owner):
                 names[id(parameter)] = record.name
@@ -60,7 +65,16 @@ def tracked(model: nn.Module, blocks: Sequence[Block]) -> tuple[dict[nn.Module, 
         for module in model.modules()
         if (isinstance(module, nn.Linear) or is_conv1d(module)) and id(module.weight) in names
     }
-    return hooked, direct
+    return hooked | whole, direct
+
+
+def _whole(model: nn.Module, name: str) -> nn.Module | None:
+    """The module of that name, where it has no weight of its own."""
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        return None
+    return None if isinstance(getattr(module, "weight", None), torch.Tensor) else module
 
 
 def refuse_direct(model: nn.Module, blocks: Sequence[Block], why: str, *, routers: bool = False) -> None:
@@ -213,7 +227,12 @@ class Collector:
 
 
 def _product(module: Any, x: torch.Tensor, outputs: Any, name: str) -> torch.Tensor:
-    """The product ``W x`` among what a module returns with it: a router that is a Linear also returns whom it chose."""
+    """The product ``W x`` among what a module returns with it: a router that is a Linear also returns whom it chose.
+
+    Of a whole module the first tensor.
+    """
+    if not isinstance(getattr(module, "weight", None), torch.Tensor):
+        return next(part for part in outputs if isinstance(part, torch.Tensor))
     with torch.no_grad():
         expected = nn.functional.linear(x, module.weight, module.bias)
     for part in outputs:

@@ -20,6 +20,7 @@ from ..errors import BadModel, CorruptFile, InvalidInput, LayerbudgetError, Miss
 from ..records import Block
 from ..storage import reading
 from .blocks import check_finite, partition, pretrained, text_config
+from .experts import EXPERTS_KEPT, uneven
 from .machine import SHARE, free_bytes
 from .offload import load_mapped, mapped
 
@@ -271,6 +272,8 @@ def find_checkpoint(name: str, *, revision: str | None, device: str, four_bit: b
         config = AutoConfig.from_pretrained(where, revision=revision)
         auto = auto_class(config)
     check_quantised(name, config, stream, four_bit)
+    if hasattr(config, EXPERTS_KEPT):  # layers with different numbers of experts
+        auto = uneven(auto._model_mapping[type(config)], getattr(config, EXPERTS_KEPT))
     return Checkpoint(where=where, config=config, auto=auto, place=place)
 
 

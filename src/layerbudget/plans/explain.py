@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..decisions.joint.recipe import sentences as of_recipe
+from ..decisions.kept_experts.program import sentences as of_kept
 from ..decisions.ranks.plan import serving_note
 from ..errors import InvalidInput, ModelMismatch
 from ..kinds import KINDS
@@ -46,6 +47,7 @@ def explain_plan(plan: Plan, scores: Scores | None = None, *, tokens: int | None
         parts.append(f"To serve it with vLLM: {serving_note(plan)}")
     if plan.kind in ("bits", "recipe"):
         parts += _on_formats(plan) if plan.kind == "bits" else of_recipe(plan)
+    parts += of_kept(plan) if plan.kind == "kept-experts" else []
     bits = None if scores is None else codelengths(plan, scores, tokens)
     parts += [] if bits is None else [_on_codelengths(bits)]
     return Explanation(

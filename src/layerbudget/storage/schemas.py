@@ -103,3 +103,14 @@ class ShapeSettings(TypedDict):
     multiple: reading.Size
     compensate: str
     bytes_per_parameter: float
+
+
+class KeptExperts(TypedDict):
+    """Further fields of a plan of the experts that stay."""
+
+    kept: dict[str, list[reading.Count]]
+    predicted: float
+    predicted_error: float
+    measured: float
+    forecast: list[dict[str, float]]
+    forward_passes: float

@@ -1,0 +1,171 @@
+r"""How many experts of each layer stay, from the curves of their removal; the forecast, in sentences. No torch.
+
+    minimise   sum_l D_l(m_l)      subject to   sum_l c_l (E_l - m_l) <= B,
+
+``D_l(m)`` the predicted damage of layer l without m experts (:mod:`layerbudget.decisions.kept_experts.sensitivity`), c_l what
+one of its experts costs. The curves are the alternatives of a multiple-choice knapsack, solved exactly
+(:mod:`layerbudget.solvers.choices`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from ...plan import Plan
+from ...solvers.choices import Choice, choose
+
+RULES = ("directional", "reap", "frequency", "norm", "random")
+SHARES = (0.875, 0.75, 0.625, 0.5)  # of the forecast
+_BEND = 3.0  # times the damage of the step before
+Counts = tuple[int, ...]  # for every layer, how many of the steps of its removal are taken
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Removal:
+    """The way from all experts of a layer to the fewest, in the order in which they go.
+
+    Attributes:
+        name: Full name of the block with the experts.
+        experts: E, how many there are.
+        order: The experts that go, first to last.
+        after: How many are gone after every step, from 0 on, ``(m,)``: one, or one of every group.
+        damage: Predicted damage of each such set, nats per token, ``(m,)``.
+        rest: What every sequence adds to it beside its share: its norm is the standard error, ``(m, sequences)``.
+        single: Predicted damage of each expert alone, ``(E,)``.
+        scores: What the rule ranks experts by, ``(E,)``; the lowest go first.
+    """
+
+    name: str
+    experts: int
+    order: tuple[int, ...]
+    after: np.ndarray
+    damage: np.ndarray
+    rest: np.ndarray
+    single: np.ndarray
+    scores: np.ndarray
+
+    @property
+    def floor(self) -> int:
+        """The fewest that can stay."""
+        return self.experts - int(self.after[-1])
+
+
+class KeptProgram:
+    """Plans from removals: ``even`` ones, those of the ``exact`` program, or those of one ranking of all experts."""
+
+    def __init__(self, removals: Sequence[Removal], *, even: bool, exact: bool) -> None:
+        self.removals, self.even, self.exact = removals, even, exact
+
+    def kept(self, steps: Counts) -> dict[str, list[int]]:
+        """Experts that stay, by layer."""
+        gone = {r.name: set(r.order[: r.after[s]]) for r, s in zip(self.removals, steps, strict=True)}
+        return {r.name: [i for i in range(r.experts) if i not in gone[r.name]] for r in self.removals}
+
+    def left(self, steps: Counts) -> np.ndarray:
+        """How many stay in every layer."""
+        return np.array([r.experts - r.after[s] for r, s in zip(self.removals, steps, strict=True)])
+
+    def predicted(self, steps: Counts) -> tuple[float, float]:
+        """Damage of a plan, and its standard error."""
+        both = list(zip(self.removals, steps, strict=True))
+        rest = np.sum([r.rest[s] for r, s in both], axis=0)
+        return float(sum(r.damage[s] for r, s in both)), float(np.linalg.norm(rest))
+
+    def within(self, most: int, price: np.ndarray) -> tuple[Counts, Choice | None]:
+        """The plan whose experts cost at most so much, ``price`` being what one of every layer costs."""
+        if self.even:
+            return self._even(most, price), None
+        return self._best(most, price) if self.exact else (self._by_scores(most, price), None)
+
+    def _best(self, most: int, price: np.ndarray) -> tuple[Counts, Choice]:
+        width = max(len(r.after) for r in self.removals)
+        damage, size = np.full((len(price), width), np.inf), np.zeros((len(price), width), dtype=np.int64)
+        for i, r in enumerate(self.removals):
+            damage[i, : len(r.after)], size[i, : len(r.after)] = r.damage, price[i] * (r.experts - r.after)
+        choice = choose(damage, size, most)
+        return tuple(choice.chosen.tolist()), dataclasses.replace(choice, unit="experts" if price.max() == 1 else "bytes")
+
+    def _even(self, most: int, price: np.ndarray) -> Counts:
+        """The largest number that all layers can keep."""
+        able = [{int(r.experts - n): s for s, n in enumerate(r.after)} for r in self.removals]
+        count = max(n for n in set.intersection(*(set(a) for a in able)) if int(price.sum()) * n <= most)
+        return tuple(a[count] for a in able)
+
+    def _by_scores(self, most: int, price: np.ndarray) -> Counts:
+        """One ranking of all experts: the lowest go first, wherever they are."""
+        steps = [0] * len(self.removals)
+        while int(price @ self.left(tuple(steps))) > most:
+            able = {
+                i: float(r.scores[list(r.order[r.after[s] : r.after[s + 1]])].mean())
+                for i, (r, s) in enumerate(zip(self.removals, steps, strict=True))
+                if s + 1 < len(r.after)
+            }
+            steps[min(able, key=lambda i: able[i])] += 1
+        return tuple(steps)
+
+    def least(self, damage: float, measure: Callable[[Counts], float]) -> tuple[Counts, Choice | None]:
+        """As few experts as a measured damage allows, by halving."""
+        price = np.ones(len(self.removals), dtype=np.int64)
+        floors = [r.floor for r in self.removals]
+        low = max(floors) * len(floors) if self.even else sum(floors)
+        high = sum(r.experts for r in self.removals)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if measure(self.within(middle, price)[0]) <= damage else (middle + 1, high)
+        return self.within(high, price)
+
+    def forecast(self, measure: Callable[[Counts], float]) -> list[dict[str, float]]:
+        """At about every share of ``SHARES``: share and number that stay, damage predicted, its standard error, measured."""
+        price = np.ones(len(self.removals), dtype=np.int64)
+        floors, total = [r.floor for r in self.removals], sum(r.experts for r in self.removals)
+        least, rows = max(floors) * len(floors) if self.even else sum(floors), dict[Counts, dict[str, float]]()
+        for share in (s for s in SHARES if int(s * total) >= least):
+            steps, _ = self.within(int(share * total), price)
+            predicted, error = self.predicted(steps)
+            experts = int(self.left(steps).sum())
+            told = {"keep": experts / total, "experts": experts, "predicted": predicted, "error": error}
+            rows[steps] = {**told, "measured": measure(steps)}
+        return list(rows.values())
+
+
+def bend(forecast: Sequence[Mapping[str, float]]) -> str:
+    """Where the forecast bends, in a sentence; empty where it does not.
+
+    >>> bend([{"keep": 0.875, "measured": 0.01}, {"keep": 0.75, "measured": 0.02}, {"keep": 0.625, "measured": 0.08}])
+    'Between 75 % and 62.5 % of the experts each one costs 6.0 times what it did before: the curve bends there.'
+    """
+    rows = [{"keep": 1.0, "measured": 0.0}, *forecast]
+    each = [max(b["measured"] - a["measured"], 0.0) / (a["keep"] - b["keep"]) for a, b in itertools.pairwise(rows)]
+    ratios = [b / a if a > 0 else 0.0 for a, b in itertools.pairwise(each)]
+    worst = int(np.argmax(ratios)) if ratios else 0
+    if not ratios or ratios[worst] < _BEND:
+        return ""
+    near, far = (f"{100 * rows[worst + i]['keep']:.3g} %" for i in (1, 2))
+    times = f"{ratios[worst]:.1f} times what it did before"
+    return f"Between {near} and {far} of the experts each one costs {times}: the curve bends there."
+
+
+def sentences(plan: Plan) -> list[str]:
+    """What a plan of experts that stay expects, what its forecast says, and who loads the result."""
+    e = plan.extra
+    said = [
+        f"Predicted damage {e['predicted']:.4g} +- {e['predicted_error']:.2g} nats per token; measured with the others masked: "
+        f"{e['measured']:.4g}, after {e['forward_passes']:.0f} forward equivalents."
+    ]
+    said += [
+        f"At {100 * f['keep']:.3g} % of the experts: predicted {f['predicted']:.4g} +- {f['error']:.2g}, "
+        f"measured {f['measured']:.4g}."
+        for f in e["forecast"]
+    ]
+    even = len(set(plan.counts.tolist())) == 1
+    told = (
+        "All layers keep as many: transformers loads the result as an ordinary checkpoint, and so does what reads those."
+        if even
+        else "Layers keep different numbers: layerbudget.load_model loads the result, no other runtime does yet. "
+        "--even plans one for the others."
+    )
+    return [*said, *filter(None, [bend(e["forecast"])]), told]

@@ -1,0 +1,207 @@
+r"""What the output loses when a router may not choose some experts: one forward, a few draws, and all sets of experts.
+
+Let ``y_e(x)`` be what expert e makes of a token and ``w_e(x; K)`` its weight where only the experts K may be chosen, as the
+router itself gives it (the next expert takes the place, weights are normalised again where the architecture does so). Keeping
+K changes what the layer returns by ``delta = sum_e (w_e(x; K) - w_e(x; all)) y_e(x)``, and to second order the output by
+
+    D(K)  =  1/2 (1/N) sum_s E_y [ ( sum_{t in s} b_st(y)' delta_st )^2 ]
+          =  1/2 (1/N) sum_s E_y [ ( sum_{t in s} sum_e (w_e(x_st; K) - w_e(x_st; all)) p_ste )^2 ],    p_ste = b_st' y_e(x_st),
+
+with the gradient ``b`` of a drawn label's loss at the layer's output: the Fisher form along the change, as for every other
+treatment (:mod:`layerbudget.sensitivity.directional.terms`). The table ``p`` is made once, of every expert on every token; then
+the damage of *any* set takes no more than a look at the router. Experts go one after the other, each time the one that leaves
+the least damage *of the whole set*: what one expert loses by another's absence is in it.
+
+Inputs, gradients and table of one layer are held at a time where the model is walked layer by layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...data.calibration import CalibrationSet
+from ...execution.backward import Accumulator, Loss, SampledLoss, feed
+from ...execution.loss import IGNORE, Batch, unlabelled
+from ...execution.sites import Site
+from ...models.experts import ExpertLayer
+from ...progress import Progress, Steps
+from ...records import Block, Module
+from .program import Removal
+
+_ROWS = 8192  # tokens of which a router is asked at a time
+
+
+@dataclasses.dataclass(eq=False)
+class _Held:
+    """Of one layer: its tokens ``(T, d)``, their sequences ``(T,)``, and which count; the table ``(draws, T, E)``, norms."""
+
+    x: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    rows: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    real: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    table: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    norms: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    gradients: list[torch.Tensor] = dataclasses.field(default_factory=list)  # of the present batch, draw after draw
+
+
+class ExpertSums(Accumulator):
+    """Tables of all layers, and the removals that follow from them. ``counts`` are the target tokens of every sequence."""
+
+    def __init__(self, found: Sequence[ExpertLayer], losses: Sequence[Loss], rule: str, seed: int, counts: np.ndarray) -> None:
+        self.layers = {e.name: e for e in found}
+        self.losses, self.rule, self.seed, self.counts = losses, rule, seed, counts
+        self.removals: dict[str, Removal] = {}
+        self._held: dict[str, _Held] = {}
+        self._batch: Batch | None = None
+
+    def begin(self, batch: Batch, loss: int) -> None:
+        """See :meth:`Accumulator.begin`."""
+        self._batch = batch
+
+    def update(self, site: Site) -> None:
+        """See :meth:`Accumulator.update`: the site is a block of experts."""
+        for name, b in site.b.items():
+            held = self._held.setdefault(name, _Held())
+            held.gradients.append(b.flatten(0, 1))
+            if len(held.gradients) == len(self.losses):
+                self._tabulate(name, held, site.a)
+
+    def _tabulate(self, name: str, held: _Held, a: torch.Tensor) -> None:
+        """Add the present batch to the table of a layer."""
+        batch, x = cast(Batch, self._batch), a.flatten(0, 1)
+        mask = batch.kwargs.get("attention_mask")
+        gradients = torch.stack(held.gradients).float()
+        along, norms = list[torch.Tensor](), list[torch.Tensor]()
+        for y in self.layers[name].outputs(x):
+            along.append((gradients * y.float()).sum(-1))
+            norms.append(y.float().norm(dim=-1))
+        held.x.append(x)
+        held.rows.append(torch.arange(batch.rows.start, batch.rows.stop, device=x.device).repeat_interleave(a.shape[1]))
+        held.real.append(torch.ones(len(x), dtype=torch.bool, device=x.device) if mask is None else mask.bool().flatten())
+        held.table.append(torch.stack(along, -1))
+        held.norms.append(torch.stack(norms, -1))
+        held.gradients.clear()
+
+    def finalize(self, names: Sequence[str]) -> bool:
+        """See :meth:`Accumulator.finalize`."""
+        for name in names:
+            held = self._held.pop(name)
+            self.removals[name] = self._removal(self.layers[name], held)
+        return False
+
+    def _removal(self, layer: ExpertLayer, held: _Held) -> Removal:
+        place = list(self.layers).index(layer.name)
+        sets = _Sets(layer, held, self.counts)
+        single = sets.singles()
+        scores = _scores(self.rule, sets, torch.cat(held.norms), torch.cat(held.real), [self.seed, place])
+        found = sets.remove(scores)
+        return Removal(
+            name=layer.name, experts=layer.count, single=single, scores=single if scores is None else scores, **found
+        )
+
+
+class _Sets:
+    """The damage of sets of experts of one layer, by its table."""
+
+    def __init__(self, layer: ExpertLayer, held: _Held, counts: np.ndarray) -> None:
+        self.layer, self.counts, self.tokens = layer, counts, float(counts.sum())
+        self.x, self.rows, self.table = torch.cat(held.x), torch.cat(held.rows), torch.cat(held.table, 1)
+        self.kept = list(range(layer.count))
+        self.dense = self.gates = self._gates(self.x, self.kept)
+        self.sums = torch.zeros(len(self.table), len(counts), device=self.x.device)
+
+    def _gates(self, x: torch.Tensor, kept: Sequence[int]) -> torch.Tensor:
+        index = torch.tensor(sorted(kept))
+        found = (self.layer.gates(part, index) for part in x.split(_ROWS) if len(part))
+        return torch.cat([torch.zeros(0, self.layer.count, device=x.device), *found])
+
+    def without(self, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Sums ``(draws, sequences)`` when one more expert goes, the tokens that it changes, and their new gates."""
+        changed = torch.arange(len(self.x), device=self.x.device)
+        if self.layer.groups == 1:  # else it may also have counted for its group
+            changed = changed[self.gates[:, expert] != 0]
+        gates = self._gates(self.x[changed], [e for e in self.kept if e != expert])
+        along = ((gates - self.gates[changed]) * self.table[:, changed]).sum(-1)
+        return self.sums.index_add(1, self.rows[changed], along.to(self.sums)), changed, gates
+
+    def damage(self, sums: torch.Tensor) -> float:
+        """Nats per token of sums ``(draws, sequences)``."""
+        return float(sums.double().square().mean(0).sum()) / (2 * self.tokens)
+
+    def singles(self) -> np.ndarray:
+        """Damage of every expert alone, ``(E,)``."""
+        return np.array([self.damage(self.without(e)[0]) for e in self.kept])
+
+    def remove(self, scores: np.ndarray | None) -> dict[str, Any]:
+        """Let experts go one after the other: those of the lowest scores, or by the damage of what is left."""
+        order, after, sums = list[int](), [0], [self.sums]
+        size, least = self.layer.count // self.layer.groups, self.layer.floor // self.layer.groups
+        for _ in range(size - least):
+            for group in range(self.layer.groups):
+                able = [e for e in self.kept if e // size == group]
+                if scores is None:
+                    tried = {e: self.without(e) for e in able}
+                    gone = min(able, key=lambda e: self.damage(tried[e][0]))
+                    found = tried[gone]
+                else:
+                    gone = min(able, key=lambda e: float(scores[e]))
+                    found = self.without(gone)
+                self.sums, changed, gates = found
+                self.gates = self.gates.index_copy(0, changed, gates)
+                self.kept.remove(gone)
+                order.append(gone)
+            after.append(len(order))
+            sums.append(self.sums)
+        each = torch.stack(sums).double().square().mean(1).cpu().numpy() / 2
+        damage = each.sum(1) / self.tokens
+        share = np.sqrt(len(self.counts) / max(len(self.counts) - 1, 1)) / self.tokens
+        rest = (each - damage[:, None] * self.counts) * share
+        return {"order": tuple(order), "after": np.array(after), "damage": damage, "rest": rest}
+
+
+def _scores(rule: str, sets: _Sets, norms: torch.Tensor, real: torch.Tensor, seed: Sequence[int]) -> np.ndarray | None:
+    r"""What a rule ranks experts by, ``(E,)``: over the tokens T_e that are given expert e,
+
+        frequency   |T_e| / T               norm   mean over T_e of ||y_e(x)||
+        reap        mean over T_e of w_e(x) ||y_e(x)||   (arXiv 2510.13999)
+
+    An expert that no token is given has zero.
+    """
+    if rule == "directional":
+        return None
+    if rule == "random":
+        return np.random.default_rng(seed).random(sets.layer.count)
+    gates, norms = sets.dense[real], norms[real]
+    given = (gates != 0).double()
+    count = given.sum(0)
+    if rule == "frequency":
+        return (count / max(len(gates), 1)).cpu().numpy()
+    sums = (given if rule == "norm" else gates.double()) * norms
+    return (sums.sum(0) / count.clamp_min(1)).cpu().numpy()
+
+
+def expert_removals(
+    model: nn.Module,
+    found: Sequence[ExpertLayer],
+    data: CalibrationSet,
+    *,
+    rule: str = "directional",
+    draws: int = 4,
+    seed: int = 0,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> tuple[tuple[Removal, ...], float]:
+    """The removal of every layer in order, and the forward equivalents spent: ``1 + 2 draws + E/k - 1``, E of all experts."""
+    losses = [SampledLoss(1009 * seed + draw) for draw in range(draws)]
+    batches = list(unlabelled(model, data, batch_size))
+    counts = np.concatenate([(b.targets != IGNORE).reshape(b.size, -1).sum(1).cpu().numpy() for b in batches]).astype(float)
+    blocks = [Block(name=e.name, modules=(Module(name=e.name, d_in=e.d, d_out=e.d),)) for e in found]
+    sums = ExpertSums(found, losses, rule, seed, counts)
+    feed(model, batches, blocks, sums, tick=Steps(progress, data.samples, "gradients"), alone=True)
+    passes = 1.0 + 2.0 * draws + float(np.mean([e.count / e.top_k for e in found]))
+    return tuple(sums.removals[e.name] for e in found), passes

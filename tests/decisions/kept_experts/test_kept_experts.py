@@ -1,0 +1,312 @@
+"""Experts that stay: masks, predictions, programs and reloads against plain code of their own."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+from tests import zoo
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, DeepseekV2Config
+
+import layerbudget as lb
+from layerbudget.cli import main
+from layerbudget.decisions.kept_experts.plan import plan_kept_experts
+from layerbudget.decisions.kept_experts.program import KeptProgram, Removal, bend
+from layerbudget.decisions.kept_experts.sensitivity import expert_removals
+from layerbudget.errors import InfeasibleBudget, InvalidInput, ModelMismatch, UnknownStructure
+from layerbudget.execution.loss import sampled_targets, summed_loss, unlabelled
+from layerbudget.models.experts import check_experts, find_experts, masked
+
+FAMILIES = ("qwen2-moe", "qwen3-moe", "mixtral", "olmoe", "granite-moe", "glm4-moe", "deepseek-v3", "nemotron-h", "gpt-oss",
+            "llama4", "phimoe")  # fmt: skip
+
+
+def mixture(name, **changes):
+    """A model whose correction biases matter."""
+    model = zoo.build(name, **changes)
+    for n, b in model.named_buffers():
+        if n.endswith("correction_bias"):
+            b.copy_(torch.randn(b.shape, generator=torch.Generator().manual_seed(1)) * 0.2)
+    return model
+
+
+def some(layer, seed=0):
+    """Experts that could stay: as few as the routing allows, equally many of every group."""
+    g, size, each = torch.Generator().manual_seed(seed), layer.count // layer.groups, layer.floor // layer.groups
+    return sorted(k * size + i for k in range(layer.groups) for i in torch.randperm(size, generator=g)[:each].tolist())
+
+
+def by_hand(name, block, x, kept):
+    """What a block makes of tokens ``(T, d)`` when its router may choose ``kept`` alone, token after token."""
+    router = getattr(block, "gate", None) if hasattr(block, "gate") else block.router
+    experts, k = block.experts, router.top_k
+    logits = (F.linear(x, router.weight, getattr(router, "bias", None))).double()
+    gone = [e for e in range(logits.shape[1]) if e not in kept]
+    out = torch.zeros_like(x)
+    for t, token in enumerate(x):
+        row = logits[t].clone()
+        if name in ("glm4-moe", "deepseek-v3", "nemotron-h"):
+            scores = row.sigmoid()
+            choice = scores + router.e_score_correction_bias
+            choice[gone] = -10.0
+            groups = choice.view(router.num_group, -1)
+            best = groups.topk(2).values.sum(-1).topk(router.topk_group).indices
+            groups = torch.full_like(groups, -20.0).index_copy(0, best, groups[best])
+            index = groups.flatten().topk(k).indices
+            weights = scores[index] / scores[index].sum() if router.norm_topk_prob else scores[index]
+            weights = weights * router.routed_scaling_factor
+        else:
+            row[gone] = -torch.inf
+            index = row.topk(k).indices
+            weights = row.softmax(0)[index]
+            if name in ("mixtral", "granite-moe", "gpt-oss") or getattr(router, "norm_topk_prob", False):
+                weights = weights / weights.sum()
+        for e, w in zip(index.tolist(), weights, strict=True):
+            scale = row[e].sigmoid().float() if name == "llama4" else 1.0
+            out[t] += (1.0 if name == "llama4" else w.float()) * expert(experts, e, token * scale)
+    for shared in ("shared_experts", "shared_expert"):
+        if hasattr(block, shared):
+            gate = getattr(block, "shared_expert_gate", None)
+            out = out + getattr(block, shared)(x) * (1.0 if gate is None else torch.sigmoid(gate(x)))
+    return out
+
+
+def expert(m, e, token):
+    """One expert of one token."""
+    if not hasattr(m, "gate_up_proj"):
+        return m.down_proj[e] @ m.act_fn(m.up_proj[e] @ token)
+    if hasattr(m, "gate_up_proj_bias"):
+        both = token @ m.gate_up_proj[e] + m.gate_up_proj_bias[e]
+        gate, up = both[::2].clamp(max=m.limit), both[1::2].clamp(-m.limit, m.limit)
+        return (gate * torch.sigmoid(m.alpha * gate) * (up + 1)) @ m.down_proj[e] + m.down_proj_bias[e]
+    both = token @ m.gate_up_proj[e] if m.gate_up_proj.shape[1] == len(token) else m.gate_up_proj[e] @ token
+    inner = m.act_fn(both[: len(both) // 2]) * both[len(both) // 2 :]
+    return inner @ m.down_proj[e] if m.down_proj.shape[2] == len(token) else m.down_proj[e] @ inner
+
+
+@pytest.mark.parametrize("name", [n for n in FAMILIES if n != "phimoe"])  # whose weights are sparsemixer's
+def test_a_masked_block_is_the_block_by_hand(name):
+    model = mixture(name)
+    layer = find_experts(model)[-1]
+    x = torch.randn(7, 32, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        for kept in (list(range(layer.count)), some(layer), some(layer, 1)):
+            with masked([layer], {layer.name: kept}):
+                found = layer.block(x[None])
+            found = found[0] if isinstance(found, tuple) else found
+            torch.testing.assert_close(found.view(7, 32), by_hand(name, layer.block, x, kept), rtol=1e-3, atol=1e-3)
+    assert not list(layer.experts._forward_pre_hooks) and "forward" not in layer.block.__dict__
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_left_is_the_masked_model_and_loads_again(name, tmp_path):
+    model, batch = mixture(name), next(zoo.tokens(3, 12).batches(3))
+    found = find_experts(model)
+    check_experts(found)
+    assert all(e.count in (4, 8) and e.d == 32 for e in found)
+    kept = {e.name: some(e, i) for i, e in enumerate(found)}
+    uneven = {**kept, found[0].name: list(range(found[0].count))}
+    with torch.no_grad():
+        for plan in [kept, *([uneven] if len(found) > 1 else [])]:
+            with masked(found, plan):
+                wanted = model(**batch).logits
+            smaller = copy.deepcopy(model)
+            receipt = lb.keep_experts(smaller, by_indices(model, plan))
+            assert torch.equal(smaller(**batch).logits, wanted)
+            smaller.save_pretrained(tmp_path / "m", max_shard_size="20KB")
+            if receipt.even:
+                again = AutoModelForCausalLM.from_pretrained(tmp_path / "m", attn_implementation="eager").eval()
+            else:
+                with pytest.raises(RuntimeError):
+                    AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+                again = lb.load_model(str(tmp_path / "m"))
+                again.set_attn_implementation("eager")
+            assert torch.equal(again(**batch).logits, wanted)
+            count = sum(p.numel() for p in again.parameters())
+            assert receipt.parameters["after"] == count < receipt.parameters["before"]
+
+
+def by_indices(model, kept):
+    """A plan by hand."""
+    found = find_experts(model)
+    blocks = [lb.plan.PlanBlock(name=e.name, value=len(kept[e.name]) / e.count, count=len(kept[e.name]),
+                                numel=e.count * e.numel, modules=e.modules) for e in found]  # fmt: skip
+    extra = {"kept": kept, "predicted": 0.0, "predicted_error": 0.0, "measured": 0.0, "forecast": [], "forward_passes": 0.0}
+    budget = {"unit": "experts", "limit": 1, "spent": 1}
+    return lb.Plan(kind="kept-experts", rule="by-hand", model=lb.models.blocks.describe(model), blocks=tuple(blocks),
+                   budget=budget, extra=extra)  # fmt: skip
+
+
+def oracle(model, data, layer, kept, draws, seed):
+    """Half the Fisher form of a set, sequence by sequence with autograd; nats per token, and its sequences."""
+    batches, sums, tokens = list(unlabelled(model, data, 1)), [], []
+    for batch in batches:
+        held = {}
+
+        def see(module, given, output):
+            held["x"], held["y"] = given[0], (output[0] if isinstance(output, tuple) else output)
+
+        handle = layer.block.register_forward_hook(see)
+        model.get_input_embeddings().weight.requires_grad_(True)
+        logits = model(**batch.kwargs).logits
+        handle.remove()
+        with torch.no_grad(), masked([layer], {layer.name: kept}):
+            now = layer.block(held["x"])
+            delta = (now[0] if isinstance(now, tuple) else now) - held["y"]
+        each = []
+        for draw in range(draws):
+            targets = sampled_targets(logits.detach(), batch, 1009 * seed + draw)
+            b = torch.autograd.grad(summed_loss(logits, targets), held["y"], retain_graph=True)[0]
+            each.append(float((b * delta).sum()) ** 2)
+        sums.append(np.mean(each))
+        tokens.append(int((batch.targets != -100).sum()))
+    return sum(sums) / (2 * sum(tokens)), np.array(sums) / 2 / sum(tokens)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3", "llama4"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_predictions_are_the_fisher_form_by_autograd(name, padded):
+    model, data = mixture(name, experts_implementation="eager").double(), zoo.tokens(4, 10, padded=padded)
+    found = find_experts(model)
+    removals, _ = expert_removals(model, found, data, draws=2, seed=3, batch_size=3)
+    again, _ = expert_removals(model, found, data, draws=2, seed=3, batch_size=1)
+    layer, r = found[-1], removals[-1]
+    np.testing.assert_allclose(again[-1].damage, r.damage, rtol=1e-4)
+    for step in (1, len(r.after) - 1):
+        gone = r.order[: r.after[step]]
+        wanted, each = oracle(model, data, layer, [e for e in range(layer.count) if e not in gone], 2, 3)
+        assert r.damage[step] == pytest.approx(wanted, rel=1e-3)
+        if not padded:
+            assert np.linalg.norm(r.rest[step]) == pytest.approx(np.std(each, ddof=1) * np.sqrt(len(each)), rel=1e-3)
+    single = [oracle(model, data, layer, [e for e in range(layer.count) if e != one], 2, 3)[0] for one in (0, layer.count - 1)]
+    np.testing.assert_allclose(r.single[[0, -1]], single, rtol=1e-3, atol=1e-12)
+    assert r.damage[0] == 0 and (np.diff(r.after) == layer.groups).all() and r.floor == layer.floor
+
+
+def test_scores_of_others_by_hand():
+    model, data = mixture("qwen3-moe"), zoo.tokens(4, 10, padded=True)
+    found = find_experts(model)
+    layer, held = found[1], {}
+    handle = layer.block.register_forward_hook(lambda m, given, out: held.update(x=given[0]))
+    with torch.no_grad():
+        model(**next(data.batches(4)))
+    handle.remove()
+    x = held["x"][data.attention_mask.bool()]
+    with torch.no_grad():
+        _, weights, index = layer.router(x)
+        table = {"frequency": [0.0] * 8, "norm": [[] for _ in range(8)], "reap": [[] for _ in range(8)]}
+        for token, ws, es in zip(x, weights, index, strict=True):
+            for w, e in zip(ws.tolist(), es.tolist(), strict=True):
+                size = float(expert(layer.experts, e, token).norm())
+                table["frequency"][e] += 1 / len(x)
+                table["norm"][e].append(size)
+                table["reap"][e].append(w * size)
+    for rule, values in table.items():
+        wanted = [v if isinstance(v, float) else np.mean(v) if v else 0.0 for v in values]
+        r = expert_removals(model, found, data, rule=rule, draws=1)[0][1]
+        np.testing.assert_allclose(r.scores, wanted, rtol=1e-4)
+        assert list(r.order) == sorted(range(8), key=lambda e: wanted[e])[: len(r.order)]
+
+
+def curves(seed, layers=3, experts=5, floor=2):
+    rng = np.random.default_rng(seed)
+    steps = experts - floor
+    return [Removal(name=f"l{i}", experts=experts, order=tuple(rng.permutation(experts)[:steps].tolist()),
+                    after=np.arange(steps + 1), damage=np.append(0.0, rng.exponential(size=steps).cumsum()),
+                    rest=rng.normal(size=(steps + 1, 4)), single=np.zeros(experts), scores=rng.random(experts))
+            for i in range(layers)]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_plans_of_whole_numbers_are_the_best_of_all(seed):
+    removals, price = curves(seed), np.array([1, 1, 1])
+    exact = KeptProgram(removals, even=False, exact=True)
+    all_steps = list(itertools.product(range(4), repeat=3))
+    for most in range(6, 16):
+        able = [s for s in all_steps if exact.left(s).sum() <= most]
+        best = min(exact.predicted(s)[0] for s in able)
+        steps, choice = exact.within(most, price)
+        assert exact.predicted(steps)[0] == pytest.approx(best) == pytest.approx(choice.damage)
+        same, _ = KeptProgram(removals, even=True, exact=True).within(most, price)
+        assert set(exact.left(same).tolist()) == {most // 3}
+        ranked, _ = KeptProgram(removals, even=False, exact=False).within(most, price)
+        assert exact.left(ranked).sum() == min(most, 15)
+    damages = {s: exact.predicted(s)[0] for s in all_steps}
+    found, _ = exact.least(1.0, lambda s: damages[tuple(s)])
+    assert exact.left(found).sum() == min(exact.left(s).sum() for s, d in damages.items() if d <= 1.0)
+    kept = exact.kept(found)
+    assert all(len(kept[r.name]) == n for r, n in zip(removals, exact.left(found), strict=True))
+
+
+def test_a_curve_bends_where_experts_become_dear():
+    rows = [{"keep": k, "measured": m} for k, m in ((0.75, 0.1), (0.5, 0.2), (0.25, 1.2))]
+    assert "Between 50 % and 25 %" in bend(rows) and "10.0 times" in bend(rows)
+    assert bend(rows[:2]) == "" and bend([]) == ""
+
+
+def test_plans_keep_to_budgets_and_predict_what_masks_measure():
+    model, data = mixture("qwen3-moe"), zoo.tokens(8, 16)
+    size = sum(p.numel() for p in model.parameters()) * 4
+    by_share = plan_kept_experts(model, data, 0.6)
+    by_count = plan_kept_experts(model, data, "14 experts")
+    by_bytes = plan_kept_experts(model, data, f"{size - 10 * 4 * find_experts(model)[0].numel} bytes")
+    assert by_share.budget == by_count.budget == {"unit": "experts", "limit": 14, "spent": 14}
+    assert by_share.extra["kept"] == by_count.extra["kept"] == by_bytes.extra["kept"]
+    assert by_bytes.budget["spent"] == by_bytes.budget["limit"] == size - 10 * 4 * find_experts(model)[0].numel
+    measured = by_share.extra["measured"]
+    aimed = plan_kept_experts(model, data, damage=measured * 1.0001)
+    assert aimed.budget["spent"] <= measured * 1.0001 and aimed.counts.sum() <= 14
+    smaller = copy.deepcopy(model)
+    receipt = lb.apply_plan(smaller, by_share)
+    assert sum(receipt.layers.values()) == 14
+    with torch.no_grad():
+        p, q = (m(**next(data.batches(8))).logits.log_softmax(-1) for m in (model, smaller))
+    assert float((p.exp() * (p - q)).sum(-1).mean()) == pytest.approx(measured, rel=1e-3)
+    assert any("14 of 14 experts" in s for s in lb.explain_plan(by_share).sentences)
+    even = plan_kept_experts(model, data, 0.6, even=True)
+    assert set(even.counts) == {4} and "All layers keep as many" in lb.explain_plan(even).sentences[-1]
+    with pytest.raises(ModelMismatch):
+        lb.keep_experts(smaller, by_share)
+
+
+def test_what_cannot_work_is_refused_before_any_work():
+    model, data = mixture("qwen3-moe"), zoo.tokens(2, 8)
+    for bad in ({}, {"keep": 0.5, "damage": 0.1}, {"keep": 0.0}, {"keep": 1.5}, {"keep": "3 params"}, {"damage": -1.0},
+                {"keep": 0.5, "rule": "best"}, {"keep": 0.5, "draws": 0}):  # fmt: skip
+        with pytest.raises(InvalidInput):
+            plan_kept_experts(model, data, **bad)
+    with pytest.raises(InfeasibleBudget, match="At least 6 experts"):
+        plan_kept_experts(model, data, 0.2)
+    with pytest.raises(UnknownStructure, match="has no routed experts"):
+        plan_kept_experts(zoo.build("llama"), data, 0.5)
+    grouped = {"n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy", "num_key_value_heads": 4,
+               "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+               }  # fmt: skip
+    config = DeepseekV2Config(**{**zoo.PLAIN, **zoo.EIGHT, **zoo.SHARED, **grouped})
+    with pytest.raises(UnknownStructure, match="2 groups and has no correction bias"):
+        plan_kept_experts(AutoModelForCausalLM.from_config(config).eval(), data, 0.5)
+    model.model.layers[0].mlp.experts = torch.nn.ModuleList([torch.nn.Linear(32, 32) for _ in range(4)])
+    with pytest.raises(UnknownStructure, match=r"layers\.0\.mlp .* in a way that is not known"):
+        find_experts(model)
+
+
+def test_the_commands_plan_and_write_a_smaller_mixture(tmp_path, tokenizer, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    zoo.speaker("qwen3-moe").save_pretrained("model")
+    tokenizer.save_pretrained("model")
+    (tmp_path / "text.txt").write_text("some words of text, and more of them. " * 40)
+    text = ["--data", "text.txt", "--samples", "3", "--length", "16"]
+    assert main(["plan", "kept-experts", "model", "--keep", "0.5", *text, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert main(["apply", "model", "plan.json", "-o", "small", "--json"]) == 0
+    receipt = json.loads(capsys.readouterr().out)
+    assert receipt["experts"] == {"before": 24, "after": 12} and sum(b["count"] for b in plan["blocks"]) == 12
+    assert main(["evaluate", "small", "--perplexity", "text.txt", "--length", "16", "--windows", "2", "--json"]) == 0
+    assert main(["apply", "model", "plan.json", "-o", "other", "--method", "wanda"]) == 2
+    assert main(["plan", "kept-experts", "model", "--keep", "0.1", *text, "-o", "p2.json"]) == 2
+    assert not (tmp_path / "other").exists() and not (tmp_path / "p2.json").exists()
