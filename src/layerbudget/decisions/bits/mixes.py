@@ -18,7 +18,7 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 
-from ...compressors.formats import find_format
+from ...compressors.formats import TYPES
 from ...errors import InvalidInput
 
 MIXES = {  # base type of every mix, the smallest first
@@ -28,6 +28,7 @@ MIXES = {  # base type of every mix, the smallest first
     "MXFP4_MOE": "MXFP4", "Q4_K_S": "Q4_K", "Q4_K_M": "Q4_K", "Q4_1": "Q4_1", "Q5_0": "Q5_0", "Q5_K_S": "Q5_K",
     "Q5_K_M": "Q5_K", "Q5_1": "Q5_1", "Q6_K": "Q6_K", "Q8_0": "Q8_0",
 }  # fmt: skip
+_TYPES = {t.name: t for t in TYPES}
 _ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 _NEED_MATRIX = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS")  # types, except of embedding and head
 _SEVENTY = (("llama", 80), ("qwen2", 80), ("deci", 80), ("olmo", 80), ("jais2", 68))  # "70B": architecture and layers
@@ -113,6 +114,7 @@ _RULES = (
     ("v", "Q2_K Q2_K_S IQ3_XXS IQ3_XS IQ3_S", "shared keys", "Q4_K"),
     ("v", "Q2_K Q3_K_S IQ3_M Q3_K_M Q4_K_S", "70B", "Q5_K"),
     ("v", "Q2_K", "always", "Q3_K"),
+    ("v", "IQ3_XXS", "no imatrix", "IQ3_S"),
     ("v", "Q3_K_M", "first 2", "Q5_K"),
     ("v", "IQ3_M Q3_K_M", "always", "Q4_K"),
     ("v", "Q3_K_L", "always", "Q5_K"),
@@ -128,6 +130,8 @@ _RULES = (
     ("down", _TINY, "eighth", "Q2_K"),
     ("down", "Q2_K", "always", "Q3_K"),
     ("down", "Q2_K_S", "eighth", "Q4_K"),
+    ("down", "IQ3_XXS", "no imatrix, eighth", "Q4_K"),
+    ("down", "IQ3_XXS", "no imatrix", "Q3_K"),
     ("down", "Q3_K_M", "sixteenth", "Q5_K"),
     ("down", "Q3_K_M", "not falcon", "Q4_K"),
     ("down", "Q3_K_M", "often", "Q4_K"),
@@ -208,14 +212,15 @@ def types_of(mix: str, model: LlamaModel, tensors: Sequence[Tensor]) -> list[str
     return types
 
 
-def needs_matrix(mix: str) -> bool:
-    """Whether llama.cpp refuses to make a mix without an importance matrix."""
-    return MIXES[mix] in _NEED_MATRIX or mix in ("IQ3_XS", "Q2_K_S")
+def needs_matrix(mix: str, tensors: Sequence[Tensor], types: Sequence[str]) -> bool:
+    """Whether llama.cpp refuses to make a mix of these types without an importance matrix."""
+    inside = [kind for t, kind in zip(tensors, types, strict=True) if t.name not in (*_EMBEDDINGS, "output.weight")]
+    return any(kind in _NEED_MATRIX or (mix == "Q2_K_S" and kind == "Q2_K") for kind in inside)
 
 
 def _type(mix: str, part: str, tensor: Tensor, case: _Case) -> str:
     """The type by the rules, whether or not its blocks divide the rows."""
-    if part == "head" and not find_format(MIXES[mix]).fits(tensor.d_in):
+    if part == "head" and not _TYPES[MIXES[mix]].fits(tensor.d_in):
         return "Q8_0"
     if mix == "MXFP4_MOE" and part != "head":
         return "MXFP4" if tensor.copies > 1 else "Q8_0"
@@ -233,7 +238,7 @@ def _rules(mix: str, part: str) -> list[tuple[list[Callable[[_Case], bool]], str
 def _fitting(kind: str, tensor: Tensor) -> str:
     """The type, or the one with smaller blocks that llama.cpp takes in its place."""
     for name in (kind, _FALLBACK.get(kind, kind)):
-        if find_format(name).fits(tensor.d_in):
+        if _TYPES[name].fits(tensor.d_in):
             return name
     return "F16"
 

@@ -158,10 +158,10 @@ class Limits:
 
     def restrict(self, table: Table) -> Table:
         """Return the table without the formats that may not be used."""
-        gone = {find_format(f).name for name in self.forbid for f in SLOW.get(name, (name,))}
+        gone = {find_format(f, table.family).name for name in self.forbid for f in SLOW.get(name, (name,))}
         has = table.has & np.array([f not in gone for f in table.formats])
         for pattern, kind in self.keep.items():
-            has[_matching(table, pattern)] &= np.array([f == find_format(kind).name for f in table.formats])
+            has[_matching(table, pattern)] &= np.array([f == find_format(kind, table.family).name for f in table.formats])
         if (empty := np.flatnonzero(~has.any(axis=1))).size:
             raise InvalidInput(
                 f"{table.blocks[empty[0]].name} may not have any format that it can have.",
@@ -349,17 +349,21 @@ def mix_of(table: Table, mix: str) -> tuple[int, np.ndarray | None]:
     for name, m in parts:
         copies = m.copies + (tensors[name].copies if name in tensors else 0)
         tensors[name] = Tensor(name=name, d_out=m.d_out, d_in=m.d_in, copies=copies)
-    types = dict(zip(tensors, types_of(mix, table.llama, list(tensors.values())), strict=True))
-    size = sum(find_format(types[name]).bytes(m.d_out, m.d_in, m.copies) for name, m in parts)
+    whole = list(tensors.values())
+    found = types_of(mix, table.llama, whole)
+    refused = not table.llama.imatrix and needs_matrix(mix, whole, found)
+    if refused:  # the bytes are still those of the mix as people know it
+        found = types_of(mix, dataclasses.replace(table.llama, imatrix=True), whole)
+    types = dict(zip(tensors, found, strict=True))
+    size = sum(find_format(types[name], GGUF).bytes(m.d_out, m.d_in, m.copies) for name, m in parts)
     chosen, has = np.zeros(len(table.blocks), dtype=np.int64), table.has
-    possible = table.llama.imatrix or not needs_matrix(mix)
     for i, names in enumerate(table.stored):
         own = {types[name] for name in names}
         allowed = [j for j in np.flatnonzero(has[i]) if {table.formats[j]} == own or has[i].sum() == 1]
         if not allowed:
             return size, None
         chosen[i] = allowed[0]
-    return size, chosen if possible else None
+    return size, None if refused else chosen
 
 
 def best_mix(table: Table, limit: int, like: str | None = None) -> tuple[str | None, np.ndarray | None]:
