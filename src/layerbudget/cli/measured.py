@@ -86,7 +86,7 @@ def add_bits(kinds: Any, handler: Any) -> argparse.ArgumentParser:
     p.add_argument("source", metavar="MODEL|SCORES", help="a model, or what --save-scores wrote before")
     budget = p.add_mutually_exclusive_group(required=True)
     budget.add_argument("--bits", type=float, help="mean bits per weight, scales and padding counted: 3.5")
-    budget.add_argument("--budget", help="bytes of all tensors of the file: '1.2 GiB'")
+    budget.add_argument("--budget", help="bytes of the whole GGUF file, else of all tensors: '1.2 GiB'")
     budget.add_argument("--like", metavar="MIX", help="the bytes of a mix of llama.cpp: Q4_K_M, IQ3_XS, ... (GGUF)")
     p.add_argument("--format", dest="family", choices=FAMILIES, help=f"what is written (default: {PACKED})")
     p.add_argument("--runtime", choices=tuple(RUNTIMES), help="vllm: q/k/v, gate/up and experts agree, 4 and 8 bits only")
@@ -140,7 +140,7 @@ def plan_bits(a: argparse.Namespace) -> Plan:
         raise InvalidInput(f"check is {count}.", "It is a number of sequences; 0 checks nothing.", "Leave it out.")
     samples = a.data_defaults["samples"] if a.samples is None else a.samples
     a.samples, a.dtype = samples + count, a.dtype or "float32"  # damages of eight bits are below the noise of bfloat16
-    model, _, text = load(a)
+    model, tokenizer, text = load(a)
     decides = max(1, text.samples * samples // (samples + count))  # of a short text both parts shrink alike
     data, check = text.select(slice(0, decides)), text.select(slice(decides, None)) if decides < text.samples else None
     if check is not None and mapped(model) is not None and not any(word.startswith("check=") for word in a.set):
@@ -150,7 +150,9 @@ def plan_bits(a: argparse.Namespace) -> Plan:
     expect(a, words_of("damages of formats", data), model, parts)
     with progress_bar(a, "measuring formats") as progress:
         batch = batch_of(a, model, data)
-        plan = plan_bits(model, data, check, batch_size=batch, progress=progress, overwrite=a.overwrite, **own)
+        plan = plan_bits(
+            model, data, check, tokenizer=tokenizer, batch_size=batch, progress=progress, overwrite=a.overwrite, **own
+        )
     return _save(a, plan)
 
 

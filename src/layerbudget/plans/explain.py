@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..compressors.formats import GGUF
 from ..decisions.joint.recipe import sentences as of_recipe
 from ..decisions.kept_experts.program import sentences as of_kept
 from ..decisions.ranks.plan import serving_note
@@ -137,7 +138,7 @@ def _on_formats(plan: Plan) -> list[str]:
     rows = (f"{n} {r['predicted']:.4g} in {r['spent']} bytes" for n, r in e["baselines"].items() if n != plan.rule)
     others = f" (without a program: {', '.join(rows)})" if e["baselines"] else ""
     said.append(
-        f"{e['bits']:.4f} bits per weight, {plan.budget['spent'] + e['fixed_bytes']} bytes with what stays as it is. "
+        f"{e['bits']:.4f} bits per weight, {plan.budget['file']} bytes with the tensors that stay as they are. "
         f"Damages of single blocks add up to {e['predicted']:.4g} +- {e['predicted_error']:.1g} nats per token{others}."
     )
     if kept := e.get("unwritten"):
@@ -152,7 +153,26 @@ def _on_formats(plan: Plan) -> list[str]:
             f"{len(ties)}{' or more' if len(ties) >= 20 else ''} single changes cannot be told from the plan within the noise"
         )
         said.append(f"{many}, for example {ties[0]['instead']} for {ties[0]['chosen']} in {ties[0]['block']}.")
-    return [*said, e["check"]["verdict"]] if "check" in e else said
+    said += [e["check"]["verdict"]] if "check" in e else []
+    return [*said, _on_file(plan)] if e["family"] == GGUF else said
+
+
+def _on_file(plan: Plan) -> str:
+    """The bytes of the GGUF file, and the mix of llama.cpp that it is to be compared with."""
+    e, mix = plan.extra, plan.extra.get("mix")
+    beside = e["fixed_bytes"] + e.get("head_bytes", 0)
+    what = "The file takes" if e.get("head_bytes") else "Its tensors take"
+    said = f"{what} {plan.budget['spent'] + beside:,} bytes"
+    if mix is None:
+        return f"{said}; no mix of llama.cpp fits in types that were measured and are allowed."
+    row, own = e["baselines"]["mix"], e["predicted"]
+    if plan.rule == "mix":
+        return f"{said}: the plan is llama.cpp's {mix}."
+    less = f" ({1 - own / row['predicted']:.0%} less)" if row["predicted"] > own > 0 else ""
+    return (
+        f"{said}. At that size llama.cpp has {mix} ({row['spent'] + beside:,} bytes): predicted KL {row['predicted']:.4g}, "
+        f"of the plan {own:.4g}{less}."
+    )
 
 
 def codelengths(plan: Plan, scores: Scores, tokens: int | None = None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ mix's base type. ``LAYERBUDGET_LLAMA_QUANTIZE=PATH LAYERBUDGET_WRITE=1 pytest`` 
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import re
@@ -14,9 +15,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests import zoo
 
+import layerbudget as lb
+from layerbudget.decisions.bits.apply import write_bits
 from layerbudget.decisions.bits.mixes import MIXES, LlamaModel, Tensor, find_mix, needs_matrix, types_of
-from layerbudget.errors import InvalidInput
+from layerbudget.decisions.bits.plan import plan_bits
+from layerbudget.errors import InfeasibleBudget, InvalidInput
+from layerbudget.plans.explain import explain_plan
 
 GOLDEN = Path(__file__).parent / "llama_mixes.txt"
 PROGRAM = os.environ.get("LAYERBUDGET_LLAMA_QUANTIZE")
@@ -116,7 +122,13 @@ def written(case, folder):
 def quantised(folder, model, matrix, mix):
     """Types of the tensors in llama-quantize's file; lattices take it minutes, of them it says what it would write."""
     gguf, out, dry = pytest.importorskip("gguf"), folder / "out.gguf", mix.startswith("IQ")
-    words = [PROGRAM, *(["--dry-run"] if dry else []), *(["--imatrix", matrix] if matrix else []), model, *([] if dry else [out])]
+    words = [
+        PROGRAM,
+        *(["--dry-run"] if dry else []),
+        *(["--imatrix", matrix] if matrix else []),
+        model,
+        *([] if dry else [out]),
+    ]
     done = subprocess.run([*map(str, words), mix, "1"], capture_output=True, text=True)
     said = done.stdout + done.stderr
     if done.returncode or "will require an imatrix" in said:
@@ -145,3 +157,25 @@ def test_names_of_mixes():
     assert find_mix("q4_k") == "Q4_K_M" and find_mix("IQ3_xs") == "IQ3_XS"
     with pytest.raises(InvalidInput, match="no mix 'Q9'.*IQ1_S, .*Q8_0"):
         find_mix("Q9")
+
+
+def test_a_budget_is_of_the_whole_file_and_a_mix_is_the_mix(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    model, tokenizer = zoo.build("llama-tied", intermediate_size=64, hidden_size=64, vocab_size=96), lb.load_tokenizer("demo")
+    data = zoo.tokens(2, 12, vocabulary=96)
+    own = {"family": "gguf", "draws": 1, "tokenizer": tokenizer, "formats": ["Q4_0", "Q5_0", "Q5_1", "Q8_0"]}
+    with pytest.raises(InfeasibleBudget, match=r"(\d+) with what stays") as refused:
+        plan_bits(model, data, budget="20 kB", **own)
+    least = int(re.search(r"(\d+) with what stays", str(refused.value)).group(1))
+    for budget in (least, least + 20000):
+        plan = plan_bits(model, data, budget=f"{budget} bytes", **own)
+        size = plan.budget["file"] + plan.extra["head_bytes"]
+        assert least <= size <= budget and f"{size:,} bytes" in explain_plan(plan)["sentences"][-1]
+        write_bits(copy.deepcopy(model), plan, tmp_path / str(budget), data, tokenizer=tokenizer)
+        assert (tmp_path / str(budget) / "model.gguf").stat().st_size == size
+    plan = plan_bits(model, data, like="Q4_K_M", rule="mix", **own)
+    assert explain_plan(plan)["sentences"][-1].endswith("the plan is llama.cpp's Q4_K_M.")
+    write_bits(model, plan, tmp_path / "mix", data)
+    types = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "mix" / "model.gguf").tensors}
+    assert types["token_embd.weight"] == "Q8_0" and types["blk.0.attn_q.weight"] == "Q5_0"
+    assert {types[f"blk.{i}.ffn_down.weight"] for i in range(3)} == {"Q8_0", "Q5_0"}

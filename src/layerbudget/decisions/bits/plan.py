@@ -28,7 +28,8 @@ from ...scores import Scores
 from ...storage.parts import Parts
 from .apply import request_of
 from .blocks import formats_table
-from .program import Limits, other_plan, plan_from_table
+from .gguf import head_bytes
+from .program import Limits, other_plan, plan_from_table, types_like
 from .sensitivity import DenseOutput, mean_and_error, rounding_damage
 
 BESIDE = ("uniform", "mix")
@@ -44,6 +45,7 @@ def plan_bits(
     like: str | None = None,
     forbid: Sequence[str] = (),
     keep: Mapping[str, str] | None = None,
+    tokenizer: Any = None,
     rule: str = "choices",
     batch_size: int = 8,
     resume: Path | str | None = None,
@@ -60,10 +62,11 @@ def plan_bits(
         data: Calibration tokens, where a model is given.
         check: Held-out tokens; without them nothing is checked.
         bits: Mean bits per weight of the blocks, scales and padding counted.
-        budget: Bytes of all tensors of the file instead, such as ``"1.2 GiB"``.
+        budget: Bytes of the file instead, such as ``"1.2 GiB"``: all of a GGUF file, the tensors of others.
         like: A mix of llama.cpp instead, such as ``"Q4_K_M"``: its bytes for this model, for a GGUF file.
         forbid: Formats that are not used, or classes of slow ones: ``slow-cpu``, ``slow-gpu``.
         keep: Formats of some matrices, by regular expressions that are searched in their names: ``{"lm_head": "Q8_0"}``.
+        tokenizer: The one that goes into the GGUF file: its vocabulary counts.
         rule: ``choices`` (the exact program), ``uniform`` (one format for all, what is left is spread evenly), ``ends`` (a
             better format for the first and last layers) or, for GGUF, ``mix`` (the mix of llama.cpp that ``like`` names, else
             the best one that fits).
@@ -101,7 +104,11 @@ def plan_bits(
     options |= {"unwritten": unwritten} | ({} if like is None or "family" in options else {"family": GGUF})
     own = options_of(formats_table)
     table = formats_table(source, **{k: v for k, v in options.items() if k in own})
-    limits.bytes(limits.restrict(table))
+    if like is not None and options.get("formats") is None:  # also what the menu leaves out, such as IQ1_S
+        options["formats"] = types_like(table, like)
+        table = formats_table(source, **{k: v for k, v in options.items() if k in own})
+    head = head_bytes(source, tokenizer) if table.llama is not None else 0
+    limits.bytes(dataclasses.replace(limits.restrict(table), head=head))
     held = {"data": data.digest, "check": None if check is None else check.digest}
     parts = Parts(resume, {**request_of(source, computing=True), **held, "options": {"batch_size": batch_size, **options}})
 
@@ -110,6 +117,7 @@ def plan_bits(
         return to_jsonable(found.to_dict())
 
     scores = Scores.from_dict(parts.json("damages", measure))
+    scores = dataclasses.replace(scores, extra={**scores.extra, "choices": {**scores.extra["choices"], "head": head}})
     if save_scores is not None:
         scores.save(save_scores, overwrite=overwrite)
     plan = plan_from_table(scores, rule=rule, **asked)

@@ -39,7 +39,8 @@ class Table:
         size: Bytes, ``(K, m)``; where a block does not have a format its damage is infinite.
         damage: Nats per token, ``(K, m)``, with the standard errors ``error``.
         rest: What every sequence adds to a damage beside its share, ``(K, m, sequences)``, of norm ``error``.
-        fixed: Bytes of what no plan changes.
+        fixed: Bytes of tensors that no plan changes.
+        head: Bytes of the file that are no tensors (metadata, vocabulary); 0 where they are not counted.
         unwritten: Matrices that stay in 16 bits because no file holds them in fewer, with the reason.
         llama: What the rules of llama.cpp's mixes read of the model; None where it has none, as for other files than GGUF.
         stored: Names of every block's matrices in the GGUF file.
@@ -58,6 +59,7 @@ class Table:
     unwritten: Mapping[str, str] = dataclasses.field(default_factory=dict)
     llama: LlamaModel | None = None
     stored: Sequence[Sequence[str]] = ()
+    head: int = 0
 
     @classmethod
     def of(cls, scores: Scores) -> Table:
@@ -81,6 +83,7 @@ class Table:
             unwritten=held.get("unwritten", {}),
             llama=LlamaModel(**held["llama"]) if held.get("llama") else None,
             stored=held.get("stored", ()),
+            head=held.get("head", 0),
             **{k: held[k] for k in ("fixed", "family", "runtime", "method")},
         )
 
@@ -92,7 +95,7 @@ class Table:
             return [[None if np.isnan(v) else float(v) for v in row] for row in shown]
 
         rest = [[[float(f"{v:.4g}") for v in each] for each in row] for row in self.rest]
-        own = {k: getattr(self, k) for k in ("fixed", "family", "runtime", "method")}
+        own = {k: getattr(self, k) for k in ("fixed", "head", "family", "runtime", "method")}
         values = {"size": rows(self.size), "damage": rows(self.damage), "error": rows(self.error)}
         found = {"formats": list(self.formats), **values, **own, "rest": rest, **_unwritten(self)}
         if self.llama is not None:
@@ -112,6 +115,11 @@ class Table:
     def numel(self) -> int:
         """Weights that are decided about."""
         return sum(b.numel for b in self.blocks)
+
+    @property
+    def beside(self) -> int:
+        """Bytes of the file beside the blocks."""
+        return self.fixed + self.head
 
     @property
     def smallest(self) -> np.ndarray:
@@ -181,15 +189,15 @@ class Limits:
             if wanted.unit != "bytes" or wanted.relative:
                 told = f"A budget of {self.budget} is not in bytes."
                 raise UnknownUnit(told, "The file's size is planned.", "Write '1.2 GiB'.")
-            limit = int(wanted.amount) - table.fixed
+            limit = int(wanted.amount) - table.beside
         least, given = int(table.smallest.sum()), max(limit, 0)
         if limit < least:
             others = "allow smaller formats" if not (self.forbid or self.keep) else "forbid and keep less"
             raise InfeasibleBudget(
                 f"{given} bytes for {len(table.blocks)} blocks ({8 * given / table.numel:.3f} bits per weight) are too few.",
-                f"The smallest plan takes {least} bytes ({8 * least / table.numel:.4f} bits per weight), {least + table.fixed} "
-                "with what stays as it is.",
-                f"Raise the budget to that (--bits {_bits_up(least, table.numel):g}, or --budget {least + table.fixed}), "
+                f"The smallest plan takes {least} bytes ({8 * least / table.numel:.4f} bits per weight), "
+                f"{least + table.beside} with what stays as it is.",
+                f"Raise the budget to that (--bits {_bits_up(least, table.numel):g}, or --budget {least + table.beside}), "
                 f"or {others}.",
             )
         return limit
@@ -298,7 +306,7 @@ def extra_of(table: Table, chosen: np.ndarray) -> dict[str, Any]:
     """Return what every plan with formats carries beside its blocks."""
     formats = {m.name: table.formats[j] for b, j in zip(table.blocks, chosen, strict=True) for m in b.modules}
     own = {k: getattr(table, k) for k in ("family", "runtime", "method")}
-    error = {"fixed_bytes": table.fixed, "predicted_error": table.error_of(chosen)}
+    error = {"fixed_bytes": table.fixed, "head_bytes": table.head, "predicted_error": table.error_of(chosen)}
     return {"formats": formats, **own, **error, **_unwritten(table)}
 
 
@@ -339,31 +347,45 @@ def mix_of(table: Table, mix: str) -> tuple[int, np.ndarray | None]:
     There is no choice where llama.cpp refuses the mix for want of an importance matrix, or where the table does not have its
     types. A block that can have one format only has that.
     """
-    if table.llama is None:
-        why = f"This table is for {table.family}." if table.family != GGUF else "llama.cpp's name of the model is not known."
-        raise InvalidInput(f"The bytes of {mix} cannot be counted.", why, "Plan for --format gguf, or give --budget.")
-    parts = [
-        (name, m) for b, names in zip(table.blocks, table.stored, strict=True) for name, m in zip(names, b.modules, strict=True)
-    ]
-    tensors: dict[str, Tensor] = {}
-    for name, m in parts:
-        copies = m.copies + (tensors[name].copies if name in tensors else 0)
-        tensors[name] = Tensor(name=name, d_out=m.d_out, d_in=m.d_in, copies=copies)
-    whole = list(tensors.values())
-    found = types_of(mix, table.llama, whole)
-    refused = not table.llama.imatrix and needs_matrix(mix, whole, found)
-    if refused:  # the bytes are still those of the mix as people know it
-        found = types_of(mix, dataclasses.replace(table.llama, imatrix=True), whole)
-    types = dict(zip(tensors, found, strict=True))
+    refused, types = _mixed(table, mix)
+    own = zip(table.blocks, table.stored, strict=True)
+    parts = [(name, m) for block, names in own for name, m in zip(names, block.modules, strict=True)]
     size = sum(find_format(types[name], GGUF).bytes(m.d_out, m.d_in, m.copies) for name, m in parts)
     chosen, has = np.zeros(len(table.blocks), dtype=np.int64), table.has
     for i, names in enumerate(table.stored):
-        own = {types[name] for name in names}
-        allowed = [j for j in np.flatnonzero(has[i]) if {table.formats[j]} == own or has[i].sum() == 1]
+        kinds = {types[name] for name in names}
+        allowed = [j for j in np.flatnonzero(has[i]) if {table.formats[j]} == kinds or has[i].sum() == 1]
         if not allowed:
             return size, None
         chosen[i] = allowed[0]
     return size, None if refused else chosen
+
+
+def _mixed(table: Table, mix: str) -> tuple[bool, dict[str, str]]:
+    """Whether llama.cpp refuses a mix for want of an importance matrix, and the type of every tensor (then as with one)."""
+    if table.llama is None:
+        why = f"This table is for {table.family}." if table.family != GGUF else "llama.cpp's name of the model is not known."
+        raise InvalidInput(f"The bytes of {mix} cannot be counted.", why, "Plan for --format gguf, or give --budget.")
+    tensors: dict[str, Tensor] = {}
+    for block, names in zip(table.blocks, table.stored, strict=True):
+        for name, m in zip(names, block.modules, strict=True):
+            copies = m.copies + (tensors[name].copies if name in tensors else 0)
+            tensors[name] = Tensor(name=name, d_out=m.d_out, d_in=m.d_in, copies=copies)
+    whole = list(tensors.values())
+    types = types_of(mix, table.llama, whole)
+    refused = not table.llama.imatrix and needs_matrix(mix, whole, types)
+    if refused:
+        types = types_of(mix, dataclasses.replace(table.llama, imatrix=True), whole)
+    return refused, dict(zip(tensors, types, strict=True))
+
+
+def types_like(table: Table, mix: str) -> list[str]:
+    """Return the formats of a table and those of a mix, where the table's quantiser can round to them."""
+    if table.llama is None:
+        return list(table.formats)
+    types = [find_format(name, GGUF) for name in _mixed(table, find_mix(mix))[1].values()]
+    known = (f.name for f in types if table.llama.imatrix or not f.needs_inputs)
+    return list(dict.fromkeys((*table.formats, *known)))
 
 
 def best_mix(table: Table, limit: int, like: str | None = None) -> tuple[str | None, np.ndarray | None]:
