@@ -45,10 +45,20 @@ TASKS = (
     "measure",
     "perplexity",
     "plan-bits",
+    "plan-gguf-3",
+    "plan-gguf",
+    "plan-gguf-gptq",
     "quantize-rtn",
     "quantize-gptq",
 )
-BITS = ("plan-bits", "quantize-rtn", "quantize-gptq")  # computed in float32, as their commands do by default
+BITS = (
+    "plan-bits",
+    "plan-gguf-3",
+    "plan-gguf",
+    "plan-gguf-gptq",
+    "quantize-rtn",
+    "quantize-gptq",
+)  # computed in float32, as their commands do by default
 
 FORECAST = {
     "fisher-gram": "fisher-gram", "rank-gain": "rank-gain", "kfac": "kfac", "measure": "directional", "wanda": "norms",
@@ -177,6 +187,10 @@ def bits_task(name: str, model: Any, data: CalibrationSet, batch_size: int, fold
 
     if name == "plan-bits":
         return lambda: lb.plan_bits(model, data, bits=4.5, group=32, draws=2, batch_size=batch_size)
+    if name.startswith("plan-gguf"):  # the menu of all types, or of three
+        given: dict[str, Any] = {"formats": ["Q3_K", "Q4_K", "Q6_K"]} if name.endswith("3") else {}
+        given |= {"method": "gptq"} if name.endswith("gptq") else {}
+        return lambda: lb.plan_bits(model, data, bits=4.5, family="gguf", draws=2, batch_size=batch_size, **given)
     table = formats_table(model, formats=("w3-g32", "w4-g32"))
     limit = int(table.size[:, :2].sum(0).mean())
     chosen = uniform(table, limit)

@@ -182,6 +182,10 @@ class Quantiser(Treatment):
         data = chosen.in_ggml(weight, prepared, form)
         return Rounded(weight=torch.from_numpy(ggml.dequantise(data, form.name)).to(weight.device), data=data)
 
+    def weigh(self, errors: torch.Tensor, prepared: Any) -> torch.Tensor:
+        """Squared error of every row as it counts for the output, ``(rows,)``: ``sum_j h_j e_j^2`` by a diagonal."""
+        return errors.square() @ prepared.to(errors)
+
     @abc.abstractmethod
     def onto(self, weight: torch.Tensor, prepared: Any, form: Format) -> Rounded:
         """The matrix on the grid of a format of compressed-tensors that is none of plain numbers and divides it."""
@@ -260,6 +264,11 @@ class GPTQ(Quantiser):
     def prepare(self, moment: torch.Tensor, *, parity: bool = False) -> torch.Tensor:
         """The factor of the damped inverse."""
         return inverse_factor(moment, self.damping)[0]
+
+    def weigh(self, errors: torch.Tensor, prepared: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Quantiser.weigh`: ``e (X X' + damping) e'``, from the factor of the inverse."""
+        outputs = torch.linalg.solve_triangular(prepared.to(errors), errors, upper=True, left=False)
+        return outputs.square().sum(1)
 
     def onto(self, weight: torch.Tensor, prepared: torch.Tensor, form: Format) -> Rounded:
         """See :meth:`Quantiser.onto`."""

@@ -21,6 +21,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,10 +61,11 @@ class SampledLoss:
 class Accumulator:
     """A consumer of :func:`feed`. It must override :meth:`update`.
 
-    :meth:`start` names the matrices that are about to come: all of them in the whole graph, one layer's in a walk. Then, for
-    every batch and every loss that the accumulator :meth:`needs`: :meth:`begin`, :meth:`update` for every site, :meth:`direct`
-    for every parameter that no Linear owns, :meth:`finish`. When all batches have been there, :meth:`finalize` is told so, and
-    may ask for one more pass over the same matrices.
+    :meth:`start` names the matrices that are about to come: all of them in the whole graph, one layer's in a walk. One that is
+    :meth:`watching` sees them run on all batches first. Then, for every batch and every loss that the accumulator
+    :meth:`needs`: :meth:`begin`, :meth:`update` for every site, :meth:`direct` for every parameter that no Linear owns,
+    :meth:`finish`. When all batches have been there, :meth:`finalize` is told so, and may ask for one more pass over the same
+    matrices.
     """
 
     losses: Sequence[Loss] = (data_loss,)
@@ -74,6 +76,10 @@ class Accumulator:
 
     def start(self, names: Sequence[str]) -> None:
         """These matrices are about to come."""
+
+    def watching(self, batch: Batch) -> contextlib.AbstractContextManager[Any] | None:
+        """A context for a forward without gradients of these matrices, before any loss; None where nobody looks."""
+        return None
 
     def begin(self, batch: Batch, loss: int) -> None:
         """Sites of this batch and loss are about to come. A walk says so once per layer."""
@@ -160,7 +166,8 @@ def feed(
             most = min(*fits, -(-data.samples // group.size))
             runs = list(batches(model, data, 1 if collector.direct else most))
         runs = group.shard(runs)
-        way = _chosen_way(model, collector.names, runs, walk, consumer.bytes(blocks))
+        inside = [name for name in collector.names if name not in collector.ends]
+        way = _chosen_way(model, inside, runs, walk, consumer.bytes(blocks))
         if group.gather(way) != [way] * group.size:
             way = "layers"  # memory differs between the processes, the order of layers must not
         feeding = (_Whole if way == "whole" else _Layers)(model, runs, collector, consumer, tick or (lambda n: None), group)
@@ -230,11 +237,25 @@ class _Whole:
         """Which losses are wanted of some matrices, for as many passes as the accumulator asks for."""
         more = True
         self.consumer.start(names)
+        self.look()
         while more:
             yield [i for i in range(len(self.consumer.losses)) if self.consumer.needs(i)]
             if self.group.size > 1:
                 self.consumer.share(names, self.group)
             more = self.consumer.finalize(names)
+
+    def look(self) -> None:
+        """Run what is about to come once without gradients, for an accumulator that is watching."""
+        for j, batch in enumerate(self.runs):
+            context = self.consumer.watching(batch)
+            if context is None:
+                return
+            with torch.no_grad(), context:
+                self.forward(j, batch)
+
+    def forward(self, j: int, batch: Batch) -> None:
+        """One batch through what is about to come."""
+        logits_of(self.model, batch)
 
     def hand_over(
         self, output: torch.Tensor, batch: Batch, loss: int, *, retain: bool, gradient: torch.Tensor | None = None
@@ -252,7 +273,8 @@ class _Whole:
 class _Layers(_Whole):
     """The walk: forwards once, then backwards with one layer's graph at a time.
 
-    Stored are inputs by (layer, batch), and gradients at a layer's *output* by (layer, batch, loss).
+    Stored are inputs by (layer, batch), and gradients at a layer's *output* by (layer, batch, loss). The gradients of a head
+    that is asked for come with those of the last layer's output, those of an embedding behind the first layer's.
     """
 
     def run(self) -> float:
@@ -260,15 +282,38 @@ class _Layers(_Whole):
         self.count, self.losses = len(self.replay.layers), len(self.consumer.losses)
         names = [[n for n in self.collector.names if n.startswith(f"{layer}.")] for layer, _ in self.replay.layers]
         # nothing below the first layer with a matrix that is asked for is walked backwards
-        lowest = min((i for i in range(self.count) if names[i]), default=0)
+        lookups = [n for n in self.collector.ends if isinstance(weight_of(self.model, n)[0], nn.Embedding)]
+        heads = [n for n in self.collector.ends if n not in lookups]
+        lowest = 0 if lookups else min((i for i in range(self.count) if names[i]), default=0)
         self.units = max(self.count + 2 * (self.count - lowest), 1)
         with contextlib.closing(Store(room_for(self.model, self.runs, self.count + 1 + 2 * self.losses))) as self.store:
             with torch.no_grad():
                 self._forward()
+            if self.collector.ends:
+                self.consumer.start(self.collector.ends)
             total = self._head()
+            if heads:
+                self.consumer.finalize(heads)
             for index in range(self.count - 1, lowest - 1, -1):
-                self._layer(index, names[index], propagate=index > lowest)
+                self._layer(index, names[index], propagate=index > lowest or bool(lookups))
+            if lookups:
+                self._lookup()
+                self.consumer.finalize(lookups)
         return total
+
+    def forward(self, j: int, batch: Batch) -> None:
+        """See :meth:`_Whole.forward`: the layer that comes next."""
+        with self.replay.begin(self.index, self.store.get((self.index, j))), self.replay.end(self.index):
+            self.replay.run(batch.kwargs)
+
+    def _lookup(self) -> None:
+        """From the gradients at the first layer's input to those of the embedding."""
+        for j, batch in enumerate(self.runs):
+            hidden = self.replay.first_inputs(batch.kwargs)
+            for i in range(self.losses):
+                gradient = self.store.get((-1, j, i)).to(hidden.device, hidden.dtype)
+                self.hand_over(hidden, batch, i, retain=i < self.losses - 1, gradient=gradient)
+                self.store.drop((-1, j, i))
 
     def _forward(self) -> None:
         self.replay.probe(self.runs[0].kwargs)
@@ -291,13 +336,18 @@ class _Layers(_Whole):
                 loss = function(logits, batch)
                 value = _checked(loss, batch)
                 total += value if i == 0 else 0.0
-                gradient = torch.autograd.grad(loss, hidden, retain_graph=i < self.losses - 1)[0]
-                self.store.put((self.count - 1, j, i), gradient)
+                retain, hidden.grad = i < self.losses - 1, None
+                if self.collector.ends:
+                    self.hand_over(loss, batch, i, retain=retain)
+                else:
+                    torch.autograd.backward(loss, retain_graph=retain, inputs=[hidden])
+                self.store.put((self.count - 1, j, i), torch.zeros_like(hidden) if hidden.grad is None else hidden.grad)
             self.store.drop((self.count, j))
         return total
 
     def _layer(self, index: int, names: Sequence[str], *, propagate: bool) -> None:
         """One layer's passes; the first of them leaves the gradients at its input."""
+        self.index = index
         for turn, wanted in enumerate(self.passes(names) if names else [[]]):
             for j, batch in enumerate(self.runs):
                 self._batch(index, j, batch, wanted, propagate=propagate and not turn)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..errors import CoverageError
-from ..models.blocks import is_conv1d, pretrained, weight_of
+from ..models.blocks import end_modules, is_conv1d, layer_lists, pretrained, weight_of
 from ..records import Block
 from .modes import prepared
 
@@ -28,7 +28,7 @@ class Site:
     """Weight matrices that were given the same input in one forward pass (q, k and v; gate and up).
 
     Attributes:
-        a: Inputs ``(B, T, d_in)``.
+        a: Inputs ``(B, T, d_in)``; of an embedding the rows that are looked up, ``(B, T, 1)``, which are whole numbers.
         names: Weight matrices in order of their call.
         b: Output gradients by name, ``(B, T, d_out)``, as they arrive.
         open: By name, the calls of this forward pass that are still to come: a matrix used twice has its gradient whole at 0.
@@ -56,14 +56,14 @@ def tracked(model: nn.Module, blocks: Sequence[Block]) -> tuple[dict[nn.Module, 
                 whole[module] = record.name
                 continue
             owner, parameter = weight_of(model, record.name, packed=True)
-            if isinstance(owner, nn.Linear) or is_conv1d(owner):
+            if isinstance(owner, nn.Linear | nn.Embedding) or is_conv1d(owner):
                 names[id(parameter)] = record.name
             else:
                 direct[record.name] = parameter
     hooked: dict[nn.Module, str] = {
         module: names[id(module.weight)]
         for module in model.modules()
-        if (isinstance(module, nn.Linear) or is_conv1d(module)) and id(module.weight) in names
+        if (isinstance(module, nn.Linear | nn.Embedding) or is_conv1d(module)) and id(module.weight) in names
     }
     return hooked | whole, direct
 
@@ -104,6 +104,7 @@ class Collector:
     Attributes:
         direct: Parameters that are read from autograd, by name; they need batches of one sequence.
         names: All matrices, each once.
+        ends: Those of them that are embedding or head.
         seen: Those that have run.
         quiet: Run backwards without handing anything over.
     """
@@ -112,6 +113,10 @@ class Collector:
         self.model, self.consume = model, consume
         self.hooked, self.direct = tracked(model, blocks)
         self.names = [*dict.fromkeys(self.hooked.values()), *self.direct]
+        stacks = tuple(f"{name}." for name, _ in layer_lists(model))
+        outside = [name for name in self.names if not name.startswith(stacks)]
+        known = {m.name for m in end_modules(model)} if outside else set()
+        self.ends = [name for name in outside if name in known]
         self.seen: set[str] = set()
         self.quiet = False
         self._open: dict[str, int] = {}
@@ -171,12 +176,14 @@ class Collector:
             last = self._pending[-1] if self._pending else None
             site = last if last is not None and last.source is source and name not in last.names else None
             if site is None:
-                site = Site(a=source.detach(), source=source, names=[], b={})
+                seen = source.detach() if source.is_floating_point() else source[..., None]
+                site = Site(a=seen, source=source, names=[], b={})
                 self._pending.append(site)
             site.names.append(name)
             self._open[name] = self._open.get(name, 0) + 1
             place = weakref.ref(output)
-            output.register_hook(lambda grad: self._arrive(site, name, grad, place))
+            factor = 1.0 if source.is_floating_point() else _factor(module, source, output)
+            output.register_hook(lambda grad: self._arrive(site, name, grad * factor if factor != 1.0 else grad, place))
             return given.clone() if given is output and output.is_leaf else None  # Falcon adds to it in place: not to a leaf
 
         return forward
@@ -244,6 +251,14 @@ def _product(module: Any, x: torch.Tensor, outputs: Any, name: str) -> torch.Ten
         "A Linear returns W x, alone or among other tensors.",
         f"Leave it out: --exclude '{name.split('.')[-1]}$' (exclude= in Python).",
     )
+
+
+def _factor(module: Any, rows: torch.Tensor, output: torch.Tensor) -> float:
+    """What an embedding multiplies the rows with that it looks up (Gemma's)."""
+    with torch.no_grad():
+        own = nn.functional.embedding(rows, module.weight).double()
+        factor = float((own * output).sum() / own.square().sum())
+    return 1.0 if abs(factor - 1.0) < 1e-3 else factor
 
 
 def _require_grad(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:

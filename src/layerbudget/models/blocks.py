@@ -201,6 +201,18 @@ def partition(
     return tuple(Block(name=k, modules=tuple(groups[k])) for k in sorted(groups, key=natural_key))
 
 
+def end_modules(model: nn.Module) -> list[Module]:
+    """Return embedding and head as matrices; a head that is tied to the embedding is no matrix of its own."""
+    found: dict[int, Module] = {}
+    names = {id(m): name for name, m in model.named_modules()}
+    for read in ("get_input_embeddings", "get_output_embeddings"):
+        owner = getattr(pretrained(model), read)() if hasattr(model, read) else None
+        weight = getattr(owner, "weight", None)
+        if weight is not None and weight.ndim == 2:
+            found.setdefault(id(weight), Module(name=names[id(owner)], d_in=weight.shape[1], d_out=weight.shape[0]))
+    return list(found.values())
+
+
 def left_out(model: nn.Module, blocks: Sequence[Any]) -> dict[str, int]:
     """Matrices that no block of a model or plan holds, embeddings and the output head aside: weights by full name, in order."""
     held = {m if isinstance(m, str) else m.name for b in blocks for m in b.modules}

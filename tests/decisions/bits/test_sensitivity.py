@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
 import torch
 from tests import zoo
 
+import layerbudget as lb
 from layerbudget.compressors.base import Level, find_quantiser
 from layerbudget.compressors.formats import RUNTIMES
 from layerbudget.decisions.bits import sensitivity as R
 from layerbudget.decisions.bits.apply import apply_bits
-from layerbudget.decisions.bits.blocks import blocks_of, end_modules
+from layerbudget.decisions.bits.blocks import blocks_of
 from layerbudget.decisions.bits.plan import check_plan, plan_bits
 from layerbudget.decisions.bits.program import Table
 from layerbudget.decisions.bits.sensitivity import DenseOutput, mean_and_error, mean_and_rest, rounding_damage
 from layerbudget.errors import InvalidInput
-from layerbudget.models.blocks import describe, weight_of
+from layerbudget.models.blocks import describe, end_modules, weight_of
 from layerbudget.scores import Scores
+from layerbudget.sensitivity.directional.terms import quadratic_terms
 
 pytest.importorskip("gguf")
 
@@ -53,20 +56,23 @@ def measured(model, data, table, i, j):
     return mean_and_error(DenseOutput(model, data).rows_of(model, formats, data, table.method)[:, :2])[0]
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied"])
-def test_the_damage_of_the_ends_is_that_of_a_plain_loop(name):
-    data = answers(zoo.tokens(4, 12)) if name == "llama-tied" else zoo.tokens(4, 12, padded=True)
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gemma3"])
+@pytest.mark.parametrize("walk", ["whole", "layers"])
+def test_the_damage_of_the_ends_is_that_of_a_plain_loop(name, walk, monkeypatch):
+    """Embedding, head, and both in one matrix: its two effects add up before they are squared."""
+    data = answers(zoo.tokens(24, 12)) if name == "llama-tied" else zoo.tokens(24, 12, padded=True)
     model, dense = zoo.build(name), zoo.build(name)
     before = describe(model)
-    table = Table.of(rounding_damage(model, data, family="gguf", draws=1, batch_size=3))
+    monkeypatch.setattr(R, "quadratic_terms", functools.partial(quadratic_terms, walk=walk))
+    table = Table.of(rounding_damage(model, data, family="gguf", draws=32, batch_size=5))
     assert describe(model) == before
     ends = [i for i, b in enumerate(table.blocks) if "layers" not in b.name]
-    assert len(ends) == (1 if name == "llama-tied" else 2)
+    assert len(ends) == (2 if name == "llama" else 1)
     for i in ends:
-        changed = zoo.build(name)
+        changed, j = zoo.build(name), table.formats.index("Q8_0")
         weight = weight_of(changed, table.blocks[i].name)[1].data
-        weight.copy_(find_quantiser("rtn").apply(weight, None, Level(format=table.formats[0])))
-        assert table.damage[i, 0] == pytest.approx(kl(changed, dense, data), rel=1e-3, abs=1e-7)
+        weight.copy_(find_quantiser("rtn").apply(weight, None, Level(format="Q8_0")))
+        assert table.damage[i, j] == pytest.approx(kl(changed, dense, data), rel=0.15)
 
 
 @pytest.mark.parametrize("method", ["rtn", "weighted", "gptq"])
@@ -81,17 +87,32 @@ def test_the_fisher_form_along_the_rounding_error_predicts_what_is_measured(meth
     assert (error > 0).all() and np.median(error / predicted[there]) < 0.5
 
 
-def test_errors_made_again_are_errors_kept(monkeypatch):
-    """Large models keep nothing and round some rows at a time; a matrix that a format does not divide has no error there."""
-    found = []
-    for keep, cached in ((1 << 30, R.CACHED), (0, 100)):
-        monkeypatch.setattr(R, "KEEP_BYTES", keep)
-        monkeypatch.setattr(R, "CACHED", cached)
-        found.append(
-            Table.of(rounding_damage(zoo.build("mixtral"), zoo.tokens(4, 8), formats=["w3-g32", "w4-channel"], draws=1))
-        )
-    assert all(np.allclose(found[0].damage, other.damage, rtol=1e-5) for other in found[1:])
-    assert np.isinf(found[0].damage).any()
+@pytest.mark.parametrize(("name", "method"), [("llama", "rtn"), ("llama", "gptq"), ("mixtral", "weighted")])
+def test_damages_from_some_rows_are_those_of_all_rows(name, method):
+    model, data = zoo.build(name, hidden_size=128, intermediate_size=128, num_hidden_layers=2), zoo.tokens(4, 16)
+    options = {"family": "gguf", "formats": ["Q4_0", "IQ4_NL", "Q5_1"], "method": method, "draws": 2}
+    some, every = (Table.of(rounding_damage(model, data, rows=rows, **options)) for rows in (16, 10**6))
+    inside = [i for i, b in enumerate(some.blocks) if "layers" in b.name]
+    off = np.log(some.damage[inside, :3] / every.damage[inside, :3])
+    spread = [
+        np.sqrt(np.maximum(t.error**2 - (t.rest**2).sum(-1), 0.0))[inside, :3] / t.damage[inside, :3] for t in (some, every)
+    ]
+    assert np.abs(off).max() < 0.3 and off.std() < 0.1
+    assert (np.abs(off) < 2 * spread[0]).mean() > 0.8, "the error of the sample says how far it is off"
+    assert spread[1].max() < 0.03, "no row was left out; a record rounds what sequences add"
+
+
+def test_streamed_models_and_batches_of_any_size_give_the_same(tmp_path):
+    model, data = zoo.build("llama", hidden_size=64, intermediate_size=64), zoo.tokens(6, 12, padded=True)
+    model.save_pretrained(tmp_path / "model")
+    streamed = lb.load_model(tmp_path / "model", stream=True)
+    options = {"family": "gguf", "formats": ["Q4_0", "Q5_1"], "draws": 2}
+    for method in ("weighted", "gptq"):
+        one = Table.of(rounding_damage(model, data, method=method, batch_size=6, **options)).damage
+        other = Table.of(rounding_damage(streamed, data, method=method, batch_size=2, **options)).damage
+        off = np.abs(np.log(one / other))[np.isfinite(one)]
+        assert off.max() < (0.1 if method == "weighted" else 0.3), "a code at a tie of two changes all behind it"
+        assert np.median(off) < (0.005 if method == "weighted" else 0.02)
 
 
 def test_runtimes_say_what_must_agree():
@@ -212,7 +233,7 @@ def test_the_error_of_a_plan_is_that_of_its_damage_by_sequence(monkeypatch):
     plan, table = plan_bits(scores, bits=5.0), Table.of(scores)
     k, chosen = np.arange(len(table.blocks)), [table.formats.index(plan.extra["formats"][b.name]) for b in table.blocks]
     assert len(set(chosen)) > 1
-    np.testing.assert_allclose(np.linalg.norm(table.rest, axis=-1), table.error, rtol=1e-3)
+    np.testing.assert_allclose(np.linalg.norm(table.rest, axis=-1)[:, :2], table.error[:, :2], rtol=1e-3)
     monkeypatch.setattr(R, "pooled", lambda damage, error, norm: (damage, 1.0))
     alone = [Table.of(rounding_damage(model, data.select([s]), formats=["w3-g32", "w4-g32"])).damage for s in range(5)]
     tokens = (data.labels[:, 1:] != -100).sum(1).numpy()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from layerbudget.sensitivity.directional.terms import pooled
+from layerbudget.sensitivity.directional.terms import interpolated, pooled
 
 
 def table(noise, own, seed=0, shape=(60, 6)):
@@ -45,3 +45,12 @@ def test_scale_and_order_do_not_matter_and_gaps_stay_gaps():
 def test_a_table_without_anything_to_share_stays():
     one = np.array([[1.0], [2.0]])
     assert pooled(one, 0.1 * one, one)[0] is one
+
+
+def test_formats_between_measured_ones_are_interpolated_in_their_squared_error():
+    norm, damage = np.array([[8.0, 2.0, 1.0]] * 3), np.array([[16.0, 2.0, np.inf], [np.inf] * 3, [0.0, 4.0, 2.0]])
+    wanted = np.array([[8.0, 2.0, 4.0, 80.0, 0.2]] * 3)
+    found, shares = interpolated(damage, norm, wanted)
+    assert found[0] == pytest.approx([16, 2, 4 * 2**0.5, 160, 0.2]), "half way in the logarithm, constant beyond the ends"
+    assert shares[0, 2] == pytest.approx([0.5, 0.5, 0.0]) and not found[1].any()
+    assert found[2] == pytest.approx(2 * wanted[2])

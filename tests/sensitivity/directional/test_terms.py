@@ -14,7 +14,7 @@ from layerbudget.errors import InvalidInput, LengthMismatch, UnknownBlock
 from layerbudget.execution import loss as L
 from layerbudget.models.blocks import weight_of
 from layerbudget.sensitivity.directional import terms as D
-from layerbudget.sensitivity.directional.directions import Nested, Written
+from layerbudget.sensitivity.directional.directions import InBytes, Nested, Written
 
 NAMES = {
     "mistral": ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "model.layers.2.mlp.up_proj"],
@@ -263,3 +263,21 @@ def test_what_cannot_be_is_refused():
         Along(model, data, {n: d * (1 + i) for i, (n, d) in enumerate(moves.items())})
     with pytest.raises(LengthMismatch):
         Along(model, data, {NAMES["mistral"][0]: [torch.zeros(2, 2), torch.zeros(2, 3)]})
+
+
+def test_a_byte_per_entry_is_enough():
+    """Pieces of rows, a candidate that changes nothing, gradients whole and as products, tokens one by one, rows looked up."""
+    generator = torch.Generator().manual_seed(0)
+    delta = [torch.randn(9, 40, generator=generator) * s for s in (1e-8, 3.0)]
+    a, b = torch.randn(2, 7, 40, generator=generator), torch.randn(2, 7, 9, generator=generator)
+    held = InBytes([[delta[0][rows], None, delta[1][rows]] for rows in (slice(0, 4), slice(4, 9))])
+    exact = Written([delta[0], torch.zeros(9, 40), delta[1]])
+
+    def near(found, whole):
+        return float((found - whole).norm() / whole.norm()) < 0.03
+
+    for found, whole in ((held.along(b.mT @ a), exact.along(b.mT @ a)), (held.between(a, b), exact.between(a, b))):
+        assert near(found[..., 0], whole[..., 0]) and near(found[..., 2], whole[..., 2]) and not found[..., 1].any()
+    assert near(held.by_token(a, b).sum(1).double(), held.between(a, b)[:, 0])
+    places, g = torch.randint(9, (2, 7), generator=generator), torch.randn(2, 7, 40, generator=generator)
+    assert near(held.looked_up(places, g)[:, 0, 2], (delta[1][places] * g).sum((1, 2)).double())

@@ -28,7 +28,7 @@ from ...compressors.formats import (
     need_gguf,
 )
 from ...errors import InvalidInput, UnknownBlock
-from ...models.blocks import config_of, layers, partition, pretrained, text_config, weight_of
+from ...models.blocks import config_of, end_modules, layers, partition, pretrained, text_config, weight_of
 from ...records import Block, Module, natural_key
 from .gguf import architecture, tensor_names
 from .mixes import LlamaModel
@@ -120,18 +120,6 @@ def _bytes(block: Block, form: Format) -> int:
     if not all(form.fits(m.d_in) for m in block.modules):
         return 0
     return sum(form.bytes(m.d_out, m.d_in, m.copies) for m in block.modules)
-
-
-def end_modules(model: nn.Module) -> list[Module]:
-    """Return embedding and head as matrices; a head that is tied to the embedding is no matrix of its own."""
-    found: dict[int, Module] = {}
-    names = {id(m): name for name, m in model.named_modules()}
-    for read in ("get_input_embeddings", "get_output_embeddings"):
-        owner = getattr(pretrained(model), read)() if hasattr(model, read) else None
-        weight = getattr(owner, "weight", None)
-        if weight is not None and weight.ndim == 2:
-            found.setdefault(id(weight), Module(name=names[id(owner)], d_in=weight.shape[1], d_out=weight.shape[0]))
-    return list(found.values())
 
 
 def blocks_of(model: nn.Module, runtime: Runtime, by: str = "linear") -> tuple[Block, ...]:

@@ -103,8 +103,14 @@ class Table:
         return found
 
     def error_of(self, chosen: np.ndarray) -> float:
-        """Standard error of the summed damages of a choice, ``(K,)``; blocks share sequences, so these are summed first."""
-        return float(np.linalg.norm(self.rest[np.arange(len(self.blocks)), chosen].sum(0)))
+        """Standard error of the summed damages of a choice, ``(K,)``; blocks share sequences, so these are summed first.
+
+        What of an error the sequences do not have is that of a sample of rows, which no two blocks share.
+        """
+        k = np.arange(len(self.blocks))
+        rest = self.rest[k, chosen]
+        rows = np.maximum(self.error[k, chosen] ** 2 - (rest**2).sum(-1), 0.0)
+        return float(np.sqrt((rest.sum(0) ** 2).sum() + rows.sum()))
 
     @property
     def has(self) -> np.ndarray:

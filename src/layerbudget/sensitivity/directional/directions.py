@@ -16,12 +16,16 @@ levels of all lines.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
 from ...compressors.select import ranked
 from ...errors import LengthMismatch
+
+_CHUNK = 64 << 20  # entries of the gradients of single sequences at a time
+_PIECE = 1 << 17  # of these, entries of one sequence that are met while they lie in the processor's cache
 
 
 class Directions(abc.ABC):
@@ -33,6 +37,19 @@ class Directions(abc.ABC):
     @abc.abstractmethod
     def along(self, gradient: torch.Tensor) -> torch.Tensor:
         """``<S, Delta>`` of every gradient ``(B, d_out, d_in)``, for every group and level: ``(B, groups, levels)`` float64."""
+
+    def between(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """The same of ``S = sum_t b_t a_t'``, with inputs ``(B, T, d_in)`` and output gradients ``(B, T, d_out)``."""
+        size = max(1, _CHUNK // (a.shape[2] * b.shape[2]))
+        return torch.cat([self.along(b[i : i + size].mT @ a[i : i + size]) for i in range(0, len(a), size)])
+
+    def looked_up(self, rows: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """The same where the inputs ``(B, T)`` are rows of the matrix (an embedding), with gradients ``(B, T, d_in)``."""
+        raise NotImplementedError
+
+    def by_token(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """What every token adds to :meth:`between`, ``(B, T, levels)``."""
+        raise NotImplementedError
 
 
 def _groups(rows: int, size: int | None) -> int:
@@ -69,6 +86,72 @@ class Written(Directions):
         """See :meth:`Directions.along`."""
         each = [torch.einsum("boi,oi->bo", gradient, d.to(gradient)).double() for d in self.deltas]
         return _sum_groups(torch.stack(each, -1), self.rows)
+
+
+class InBytes(Directions):
+    """Candidates that are written down in one byte per entry, under one scale per row: what that rounds off is noise.
+
+    ``pieces`` hold rows of the matrix, one piece below the other: treated minus present weights ``(rows, d_in)`` of every
+    candidate, None for no change.
+    """
+
+    groups = 1
+
+    def __init__(self, pieces: Iterable[Sequence[torch.Tensor | None]]) -> None:
+        rows = [[None if d is None else self._bytes(d) for d in piece] for piece in pieces]
+        self.held = [None if each[0] is None else self._below(each) for each in zip(*rows, strict=True)]
+        self.levels = len(self.held)
+
+    @staticmethod
+    def _bytes(delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = delta.abs().amax(1, keepdim=True).to(torch.float32).clamp_min(torch.finfo(torch.float32).tiny) / 127
+        return (delta / scale).round_().to(torch.int8), scale
+
+    @staticmethod
+    def _below(pieces: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, scales = zip(*pieces, strict=True)
+        return torch.cat(codes), torch.cat(scales)
+
+    def along(self, gradient: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Directions.along`."""
+        return self._meet(gradient, lambda rows: gradient[:, rows])
+
+    def between(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Directions.between`; of the gradients some rows at a time are made."""
+        return self._meet(a, lambda rows: b[..., rows].mT @ a)
+
+    def looked_up(self, rows: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Directions.looked_up`."""
+        found = b.new_zeros(len(b), 1, self.levels, dtype=torch.float64)
+        for level, held in enumerate(self.held):
+            if held is not None:
+                found[:, 0, level] = (held[0][rows].to(b) * held[1][rows].to(b) * b).sum(-1).double().sum(-1)
+        return found
+
+    def by_token(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Directions.by_token`."""
+        found = a.new_zeros(*a.shape[:2], self.levels, dtype=torch.float32)
+        size = max(1, _PIECE // a.shape[2])
+        for level, held in enumerate(self.held):
+            if held is None:
+                continue
+            for start in range(0, b.shape[2], size):
+                rows = slice(start, start + size)
+                found[..., level] += ((a @ (held[0][rows] * held[1][rows]).to(a).T) * b[..., rows]).sum(-1)
+        return found
+
+    def _meet(self, like: torch.Tensor, piece: Callable[[slice], torch.Tensor]) -> torch.Tensor:
+        found = like.new_zeros(len(like), 1, self.levels, dtype=torch.float64)
+        there = [(level, *held) for level, held in enumerate(self.held) if held is not None]
+        if not there:
+            return found
+        count, width = there[0][1].shape
+        size, levels = max(1, _PIECE // width), [level for level, _, _ in there]
+        for start in range(0, count, size):
+            rows = slice(start, start + size)
+            deltas = torch.stack([(codes[rows] * scale[rows]).flatten() for _, codes, scale in there])
+            found[:, 0, levels] += (piece(rows).to(deltas).flatten(1) @ deltas.T).double()
+        return found
 
 
 class Nested(Directions):

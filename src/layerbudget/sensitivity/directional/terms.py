@@ -19,7 +19,9 @@ A forward costs one pass, a backward two: ``3 + 2 draws`` with the first term, `
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,14 +32,13 @@ from ...execution.backward import Accumulator, Loss, SampledLoss, feed
 from ...execution.loss import IGNORE, Batch, Data, unlabelled
 from ...execution.processes import process_group, shard
 from ...execution.sites import Site, tracked
-from ...models.blocks import layer_lists, partition
+from ...models.blocks import end_modules, layer_lists, partition
 from ...progress import Progress, Steps
 from ...records import Block
 from .directions import Directions
 
 Clean = Callable[[int], torch.Tensor]
 Listen = Callable[[Site, Batch], None]
-_CHUNK = 64 << 20  # entries of the gradients of single sequences at a time
 _SWEEPS = 50
 
 
@@ -73,11 +74,26 @@ class QuadraticTerms:
         return np.linalg.norm(self.rest, axis=-1)
 
 
+class Watch:
+    """What somebody who makes directions sees of a run: one layer's matrices after the other, or all of them at once."""
+
+    def start(self, names: Sequence[str]) -> None:
+        """These matrices are about to come."""
+
+    def watching(self, batch: Batch) -> AbstractContextManager[Any] | None:
+        """See :meth:`Accumulator.watching`."""
+        return None
+
+    def settle(self, names: Sequence[str]) -> None:
+        """All gradients of these matrices have been there."""
+
+
 class DirectionalSums(Accumulator):
     """Derivatives along directions, added up batch by batch from the inputs and output gradients of every matrix.
 
     The first ``gradients`` losses (0 or 1) are divergences, whose gradient is the first term. The others are draws of labels:
-    their derivatives are squared, sequence by sequence. ``places`` says which of all ``sequences`` this process has.
+    their derivatives are squared, sequence by sequence. ``places`` says which of all ``sequences`` this process has,
+    ``ends`` which matrices are embedding and head: a tied one has both damages, as if they were of two matrices.
     """
 
     def __init__(
@@ -91,7 +107,10 @@ class DirectionalSums(Accumulator):
         listen: Listen | None,
         places: Sequence[int],
         sequences: int,
+        ends: Collection[str] = (),
+        watch: Watch | None = None,
     ) -> None:
+        self.ends, self.watch = ends, watch or Watch()
         self.units, self.make, self.losses, self.gradients = units, directions, losses, gradients
         self.listen, self.places = listen, places
         self.sums = np.zeros((2, *shape))  # first derivatives, squares of draws
@@ -99,8 +118,17 @@ class DirectionalSums(Accumulator):
         self._directions: dict[str, Directions] = {}
         self._held: dict[int, torch.Tensor] = {}  # (B, groups, levels) by first unit: calls and matrices of one unit add up
         self._draws: list[dict[int, torch.Tensor]] = []
+        self._squares: dict[int, torch.Tensor] = {}
         self._batch: Batch | None = None
         self._loss = 0
+
+    def start(self, names: Sequence[str]) -> None:
+        """See :meth:`Accumulator.start`."""
+        self.watch.start(names)
+
+    def watching(self, batch: Batch) -> AbstractContextManager[Any] | None:
+        """See :meth:`Accumulator.watching`."""
+        return self.watch.watching(batch)
 
     def begin(self, batch: Batch, loss: int) -> None:
         """See :meth:`Accumulator.begin`."""
@@ -112,20 +140,23 @@ class DirectionalSums(Accumulator):
         for name, b in site.b.items():
             if name not in self.units:
                 continue
-            if self._loss < self.gradients:
-                self._add(name, self._along(name, (b.flatten(0, 1).T @ a.flatten(0, 1))[None]))
-                continue
-            size = max(1, _CHUNK // (a.shape[2] * b.shape[2]))
-            found = [self._along(name, b[i : i + size].mT @ a[i : i + size]) for i in range(0, len(a), size)]
-            self._add(name, torch.cat(found))
+            directions = self._of(name)
+            if not a.is_floating_point():
+                self._add(name, directions.looked_up(a[..., 0], b))
+            elif name in self.ends:  # the labels of tokens are drawn apart, so the sum of squares has the same mean
+                self._squares[self.units[name]] = directions.by_token(a, b).double().square().sum(1)[:, None]
+            elif self._loss < self.gradients:
+                self._add(name, directions.along((b.flatten(0, 1).T @ a.flatten(0, 1))[None]))
+            else:
+                self._add(name, directions.between(a, b))
         if self.listen is not None and self._loss == 0 and self._batch is not None:
             self.listen(site, self._batch)
 
     def direct(self, name: str, gradient: torch.Tensor) -> None:
         """See :meth:`Accumulator.direct`: experts below each other, one sequence per batch."""
-        self._add(name, self._along(name, gradient.flatten(0, 1)[None]))
+        self._add(name, self._of(name).along(gradient.flatten(0, 1)[None]))
 
-    def _along(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+    def _of(self, name: str) -> Directions:
         if name not in self._directions:
             made = self._directions[name] = self.make(name)
             if made.levels != self.sums.shape[2]:
@@ -134,7 +165,7 @@ class DirectionalSums(Accumulator):
                     f"Every matrix needs {self.sums.shape[2]}.",
                     "Repeat a candidate where one has less.",
                 )
-        return self._directions[name].along(gradient)
+        return self._directions[name]
 
     def _add(self, name: str, along: torch.Tensor) -> None:
         first = self.units[name]
@@ -147,8 +178,10 @@ class DirectionalSums(Accumulator):
             for first, along in self._held.items():
                 self.sums[0, first : first + along.shape[1]] += along.sum(0).cpu().numpy()
         else:
-            self._draws.append({first: along.square() for first, along in self._held.items()})
+            squares = {first: along.square() for first, along in self._held.items()}
+            self._draws.append(squares | {f: s + squares[f] if f in squares else s for f, s in self._squares.items()})
         self._held.clear()
+        self._squares.clear()
         if loss == len(self.losses) - 1:
             self._end(self.places[batch.rows])
 
@@ -162,6 +195,7 @@ class DirectionalSums(Accumulator):
 
     def finalize(self, names: Sequence[str]) -> bool:
         """See :meth:`Accumulator.finalize`."""
+        self.watch.settle(names)
         for name in names:
             self._directions.pop(name, None)
         return False
@@ -184,6 +218,7 @@ def quadratic_terms(
     batch_size: int = 8,
     progress: Progress | None = None,
     listen: Listen | None = None,
+    watch: Watch | None = None,
     walk: str = "auto",
 ) -> QuadraticTerms:
     """Both terms of the damage along all directions, from one forward and ``[1 +] draws`` backwards.
@@ -193,8 +228,8 @@ def quadratic_terms(
     and of levels of each. ``directions`` makes the changes of a matrix when its gradient is there; they are dropped behind its
     layer. ``clean`` gives the dense model's log-probabilities ``(B, T, V)`` of a batch of this process, padding behind the
     tokens; at the dense point it is None, and the first term vanishes. Every sequence draws labels by its own content and the
-    seed; no ``draws`` leave the second term out. ``listen`` is called with every site and batch once. Draws along units that
-    span layers need the whole graph.
+    seed; no ``draws`` leave the second term out. ``listen`` is called with every site and batch once, ``watch`` sees
+    how the run goes. Draws along units that span layers need the whole graph.
     """
     if draws < 0 or batch_size < 1 or (draws == 0 and clean is None):
         raise InvalidInput(
@@ -219,6 +254,8 @@ def quadratic_terms(
         listen=listen,
         places=places,
         sequences=samples if draws else 0,
+        ends={m.name for m in end_modules(model)},
+        watch=watch,
     )
     way = "whole" if draws and _spanning(model, units) else walk
     fed = feed(model, batches, blocks, sums, walk=way, tick=Steps(progress, own.samples, "gradients"), alone=True)
@@ -260,7 +297,7 @@ def _divergence_from(clean: Clean, size: int) -> Loss:
 
 def _blocks(model: nn.Module, names: Mapping[str, int]) -> list[Block]:
     """One block per matrix."""
-    known = {m.name: m for b in partition(model, "linear") for m in b.modules}
+    known = {m.name: m for b in partition(model, "linear") for m in b.modules} | {m.name: m for m in end_modules(model)}
     missing = [name for name in names if name not in known]
     if missing:
         raise UnknownBlock(f"The model has no matrix {missing[0]!r}.", f"It has {', '.join(list(known)[:3])}, ...", "")
@@ -302,3 +339,26 @@ def pooled(damage: np.ndarray, error: np.ndarray, norm: np.ndarray) -> tuple[np.
     noise = float(np.mean((error[there] / damage[there]) ** 2))
     kept = max(0.0, 1.0 - noise / scatter) if scatter > 0 else 1.0
     return np.where(there, safe * np.exp((kept - 1.0) * rest), damage), kept
+
+
+def interpolated(damage: np.ndarray, norm: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Damages of formats that were not measured, from those of :func:`pooled` formats of the same matrix.
+
+    The damage per squared error of a matrix is interpolated in the logarithm of the squared error, and is that of the nearest
+    measured format beyond the last one. ``damage`` and ``norm`` are ``(K, m)`` of measured formats (infinite or zero: not
+    there), ``wanted`` ``||Delta_ij||^2`` of n others. With the damages ``(K, n)`` come the shares ``(K, n, m)`` that measured
+    formats have in them: the derivatives of the logarithms.
+    """
+    shares = np.zeros((*wanted.shape, damage.shape[1]))
+    there = np.isfinite(damage) & (damage > 0) & (norm > 0)
+    for i, known in enumerate(there):
+        places = np.flatnonzero(known)[np.argsort(norm[i, known], kind="stable")]
+        if not len(places):
+            continue
+        at = np.log(norm[i, places])
+        x = np.log(np.maximum(wanted[i], np.finfo(float).tiny))
+        for k, place in enumerate(places):
+            shares[i, :, place] = np.interp(x, at, np.eye(len(places))[k])
+    log = np.log(np.where(there, damage / np.where(there, norm, 1.0), 1.0))
+    found = np.where(shares.sum(-1) > 0, wanted * np.exp(np.einsum("inm,im->in", shares, log)), 0.0)
+    return found, shares

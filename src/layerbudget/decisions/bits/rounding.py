@@ -1,0 +1,186 @@
+r"""How far rounding moves a matrix: the errors along which damage is measured, and the squared errors of every format.
+
+ggml takes as long for the types of a menu as for a hundred passes of a small text. But the damage of a matrix per squared error
+is nearly one number. So few formats, the *anchors*, are rounded whole, once per matrix, and their errors kept in one byte per
+weight while gradients come. Of every format some rows are rounded, the same rows for all: what one row has more of, it has
+more of in every format, and of what is needed, a ratio, it leaves little. Of an embedding these are rows of tokens of the text.
+
+Squared errors are weighted as the quantiser weighs them, by the second moments of the inputs
+(:meth:`layerbudget.compressors.quantisers.Quantiser.weigh`): with error feedback, what counts is the error of the output.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...compressors.base import Level
+from ...compressors.formats import GGUF, PLAIN, Format, find_format
+from ...compressors.quantisers import Quantiser
+from ...compressors.treating import Treating, matrices
+from ...data.calibration import CalibrationSet
+from ...execution.inputs import InputMoments, InputStatistics, moments_of_sites, share_statistics
+from ...execution.loss import Batch
+from ...execution.sites import Site
+from ...models.blocks import weight_of
+from ...models.offload import mapped
+from ...records import Block, Module
+from ...sensitivity.directional.directions import InBytes
+from ...sensitivity.directional.terms import Watch
+from .blocks import layers_of, peaks
+
+_PIECE = 1 << 20  # weights that are rounded together: their errors take 4 MB
+_ANCHORS = ("MXFP4", "Q5_0", "Q8_0")  # of GGUF: quick in ggml, any rows, and far from each other
+
+
+def anchors_of(formats: Sequence[str], family: str) -> tuple[str, ...]:
+    """Return the formats along whose errors damage is measured: three that span a menu, then plain numbers."""
+    if family == GGUF:
+        return (*_ANCHORS, PLAIN[GGUF].name)
+    small = [f for f in formats if not find_format(f).plain]
+    return (*dict.fromkeys(small[k * (len(small) - 1) // 2] for k in range(3 if small else 0)), PLAIN[family].name)
+
+
+class RoundingErrors(Watch):
+    """The errors of blocks in all formats, made while their gradients are measured.
+
+    ``has`` says which of ``formats`` a block has, ``(K, m)``. ``rows`` of every matrix are sampled. Afterwards ``sampled`` has
+    for every matrix the weighted squared errors of its sampled rows, ``(rows, m + anchors)``, which add up to an estimate for
+    the matrix, and the share of its rows that were not sampled.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: CalibrationSet,
+        quantiser: Quantiser,
+        blocks: Sequence[Block],
+        formats: Sequence[str],
+        has: np.ndarray,
+        *,
+        family: str,
+        rows: int,
+        seed: int,
+    ) -> None:
+        self.model, self.data, self.quantiser, self.rows, self.seed = model, data, quantiser, rows, seed
+        self.treating, self.offloaded = Treating(model, quantiser), mapped(model)
+        self.formats, self.anchors = tuple(formats), anchors_of(formats, family)
+        self.modules = {m.name: m for b in blocks for m in b.modules}
+        menu = [[f if held else None for f, held in zip(formats, row, strict=True)] for row in has]
+        self.names = {m.name: [*menu[i], *self._fitting(b.modules)] for i, b in enumerate(blocks) for m in b.modules}
+        self.sampled: dict[str, tuple[np.ndarray, float]] = {}
+        self._found: dict[str, list[InputMoments]] = {}
+        self._statistics: InputStatistics | None = None
+        self._made: dict[InputMoments, Any] = {}
+        self.lookups = {n for n in self.modules if isinstance(weight_of(model, n)[0], nn.Embedding)}
+        self.ends = {n for n, layer in layers_of(model, self.modules).items() if layer is None}
+        self.peaks = peaks(model, dict.fromkeys(self.modules, "nvfp4")) if "nvfp4" in {*formats, *self.anchors} else {}
+        self._add = moments_of_sites(self._found, "diagonal")
+
+    def _fitting(self, members: Sequence[Module]) -> list[str | None]:
+        """The anchors of a block; plain numbers only where it has no other."""
+        forms: list[Format] = [find_format(n) for n in self.anchors]
+        fits = [not f.plain and all(f.fits(m.d_in) for m in members) for f in forms]
+        return [f.name if held or (f.plain and not any(fits)) else None for f, held in zip(forms, fits, strict=True)]
+
+    def start(self, names: Sequence[str]) -> None:
+        """See :meth:`Watch.start`."""
+        inside = [self.modules[n] for n in names if n not in self.ends]  # ends are rounded to nearest
+        if self.quantiser.statistic != "none":
+            self._statistics = InputStatistics(self.model, inside, self.quantiser.statistic)
+
+    def watching(self, batch: Batch) -> AbstractContextManager[Any] | None:
+        """See :meth:`Watch.watching`: the inputs that the quantiser reads."""
+        if self._statistics is None:
+            return None
+        mask = batch.kwargs.get("attention_mask")
+        return self._statistics.listening(None if mask is None or bool(mask.all()) else mask.bool())
+
+    def listen(self, site: Site, batch: Batch) -> None:
+        """Where the quantiser reads no inputs they are no more than weights of the errors, and come with the gradients."""
+        if self.quantiser.statistic == "none" and self.lookups.isdisjoint(site.names):
+            self._add(site, batch)
+
+    def of(self, name: str) -> InBytes:
+        """The errors of a matrix in the anchors, made from all its rows."""
+        self._take()
+        return InBytes(self._pieces(name, self.names[name][len(self.formats) :]))
+
+    def settle(self, names: Sequence[str]) -> None:
+        """See :meth:`Watch.settle`: sample the matrices, and forget their inputs."""
+        self._take()
+        if self.quantiser.statistic == "none":
+            share_statistics({name: self._found[name] for name in names if name in self._found})
+        for name in names:
+            self.sampled[name] = self._sample(name)
+            self._found.pop(name, None)
+        self._made.clear()
+
+    def _take(self) -> None:
+        """Take the statistics that are complete, from all processes."""
+        found = self._statistics
+        if found is not None:
+            share_statistics(found.found)
+            self._found.update(found.found)
+            self._statistics = None
+
+    def _views(self, name: str) -> Iterator[tuple[torch.Tensor, InputMoments | None]]:
+        views, found = matrices(*weight_of(self.model, name)), self._found.get(name)
+        for i, view in enumerate(views):
+            yield view.detach(), found[i] if found is not None else None
+
+    def _errors(self, name: str, rows: torch.Tensor, prepared: Any, form: str | None) -> torch.Tensor | None:
+        """What rounding some rows to a format changes, float32; of offloaded weights, of what layers compute with."""
+        if form is None:
+            return None
+        held = rows if self.offloaded is None else rows.to(self.offloaded.device, self.offloaded.dtype)
+        return self.quantiser.quantise(held, prepared, Level(format=form, peak=self.peaks.get(name))).weight - held.to(
+            torch.float32
+        )
+
+    def _prepared(self, found: InputMoments | None) -> Any:
+        return None if self.quantiser.statistic == "none" else self.treating.prepared(found, self._made)
+
+    def _pieces(self, name: str, formats: Sequence[str | None]) -> Iterator[list[torch.Tensor | None]]:
+        for view, found in self._views(name):
+            prepared = self._prepared(found)
+            size = len(view) if self.quantiser.statistic == "gram" else max(1, _PIECE // view.shape[1])
+            for rows in view.split(size):
+                yield [self._errors(name, rows, prepared, f) for f in formats]
+
+    def _sample(self, name: str) -> tuple[np.ndarray, float]:
+        views = list(self._views(name))
+        if any(found is not None for _, found in views):  # experts that no token reached have no part in the damage
+            views = [(view, found) for view, found in views if found is not None and found.value is not None]
+        chosen, total = self._chosen(name, [len(view) for view, _ in views])
+        parts = []
+        for (view, statistics), places in zip(views, chosen, strict=True):
+            if len(places):
+                rows, prepared = view[torch.from_numpy(places)], self._prepared(statistics)
+                given = statistics.value if statistics is not None and statistics.kind == "diagonal" else prepared
+                errors = (self._errors(name, rows, prepared, f) for f in self.names[name])
+                none = np.zeros(len(places))
+                parts.append(np.stack([none if e is None else self._weighed(e, given) for e in errors], 1))
+        found = np.concatenate(parts)
+        return found * (total / len(found)), max(0.0, 1.0 - len(found) / total)
+
+    def _weighed(self, errors: torch.Tensor, given: Any) -> np.ndarray:
+        plain = errors.square().sum(1) if given is None else self.quantiser.weigh(errors, given)
+        return np.asarray(plain.double().cpu().numpy())
+
+    def _chosen(self, name: str, sizes: Sequence[int]) -> tuple[list[np.ndarray], int]:
+        """Places of the sampled rows in every copy of a matrix, and the number of those that they are drawn from."""
+        generator = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
+        if name in self.lookups:
+            ids, mask = self.data.input_ids, self.data.attention_mask
+            seen = (ids if mask is None else ids[mask.bool()]).flatten().cpu().numpy()
+            return [np.sort(generator.choice(seen, min(len(seen), 4 * self.rows), replace=False))], len(seen)
+        total, ends = sum(sizes), np.cumsum([0, *sizes])
+        chosen = np.sort(generator.choice(total, min(total, self.rows), replace=False))
+        return [chosen[(chosen >= a) & (chosen < b)] - a for a, b in zip(ends[:-1], ends[1:], strict=True)], total
