@@ -22,7 +22,7 @@ from layerbudget.decisions.bits import apply as A
 from layerbudget.decisions.bits import packed
 from layerbudget.decisions.bits.apply import QuantisationReceipt, apply_bits, write_bits
 from layerbudget.decisions.bits.export import auto_round, llama_cpp, mlx
-from layerbudget.decisions.bits.gguf import GgufWriter, file_bytes, head_bytes
+from layerbudget.decisions.bits.gguf import GgufWriter, Stored
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.errors import AlreadyExists, CoverageError, InvalidInput, MissingDependency, ModelMismatch
@@ -173,22 +173,6 @@ def test_models_in_half_precision(tmp_path):
     assert files[0] == files[1]
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied"])
-def test_the_size_of_a_file_is_known_before_it_is_written(tmp_path, name):
-    """Metadata, vocabulary, template, padding: to the byte, whatever the types."""
-    model, tokenizer = wide(name), lb.load_tokenizer("demo")
-    tokenizer.chat_template = "{{ messages[0].content }}"
-    plan = planned(model, "gguf", 5.3)
-    known = file_bytes(model, plan.extra["formats"], tokenizer), head_bytes(model, tokenizer) + plan.budget["file"]
-    write_bits(model, plan, tmp_path / "out", tokenizer=tokenizer)
-    file = tmp_path / "out" / "model.gguf"
-    assert known == (file.stat().st_size,) * 2
-    fields = gguf.GGUFReader(file).fields
-    assert fields["tokenizer.chat_template"].contents() == tokenizer.chat_template
-    most = max(gguf.LlamaFileType, key=lambda t: t.value == fields["general.file_type"].contents()).name
-    assert most.removeprefix("MOSTLY_") in set(plan.extra["formats"].values())
-
-
 def test_llama_cpp_computes_the_same(tmp_path):
     """The embedded model in mixed types, in llama.cpp itself: next-token probabilities of the rounded model."""
     llama = pytest.importorskip("xllamacpp")
@@ -249,7 +233,7 @@ def test_nothing_half_written(tmp_path, monkeypatch):
         patch.setattr(A, "recount_gguf", lambda file: {t.name: 1 for t in gguf.GGUFReader(file).tensors})
         write_bits(wide("llama"), plan, out)
     with monkeypatch.context() as patch, pytest.raises(CoverageError, match="reads back as other weights"):
-        patch.setattr(GgufWriter, "_turned", lambda self, name, t, turn: t + 0.01 if t.is_floating_point() else t)
+        patch.setattr(Stored, "take", lambda self, tensor: tensor + 0.01 if tensor.is_floating_point() else tensor)
         write_bits(wide("llama"), plan, out)
     assert not list(tmp_path.iterdir())
     out.mkdir()

@@ -25,12 +25,12 @@ from ...compressors.formats import (
     Runtime,
     find_format,
     find_runtime,
-    need_gguf,
 )
 from ...errors import InvalidInput, UnknownBlock
 from ...models.blocks import config_of, end_modules, layers, partition, pretrained, text_config, weight_of
 from ...records import Block, Module, natural_key
-from .gguf import architecture, tensor_names
+from .gguf import fixed_bytes, stored_tensors
+from .gguf_names import ROUTERS, architecture, find_architecture, find_names, split_stacks
 from .mixes import LlamaModel
 from .program import Table
 
@@ -96,10 +96,9 @@ def _llama(model: nn.Module, blocks: Sequence[Block], target: Runtime, method: s
     """What llama.cpp's mixes depend on, and the names in the file; nothing for other files and other architectures."""
     if target.family != GGUF:
         return {}
-    config, names = text_config(config_of(model)), [[f"{m.name}.weight" for m in b.modules] for b in blocks]
+    config = text_config(config_of(model))
     try:
-        arch = architecture(config)
-        known = tensor_names(need_gguf(), arch, config.num_hidden_layers, [n for own in names for n in own])
+        arch, known = find_architecture([m.name for b in blocks for m in b.modules], config.model_type)
     except InvalidInput:
         return {}
     heads = config.num_attention_heads
@@ -112,14 +111,18 @@ def _llama(model: nn.Module, blocks: Sequence[Block], target: Runtime, method: s
         experts=next((n for n in counts if n), 0),
         imatrix=find_quantiser(method).statistic != "none",
     )
-    return {"llama": rules, "stored": tuple(tuple(known[n] for n in own) for own in names)}
+    first = {m: f"{tensors[0]}.weight" for m, tensors in known.items()}  # the rules give gate and up the same
+    return {"llama": rules, "stored": tuple(tuple(first[m.name] for m in b.modules) for b in blocks)}
 
 
 def _bytes(block: Block, form: Format) -> int:
     """Bytes of a block in a format; 0 where one of its matrices cannot be stored in it."""
     if not all(form.fits(m.d_in) for m in block.modules):
         return 0
-    return sum(form.bytes(m.d_out, m.d_in, m.copies) for m in block.modules)
+    if form.family != GGUF:
+        return sum(form.bytes(m.d_out, m.d_in, m.copies) for m in block.modules)
+    apart = [(m, split_stacks(m.name, m.copies)) for m in block.modules]
+    return sum(n * form.bytes(m.d_out // n, m.d_in, m.copies) for m, n in apart)
 
 
 def blocks_of(model: nn.Module, runtime: Runtime, by: str = "linear") -> tuple[Block, ...]:
@@ -132,7 +135,20 @@ def blocks_of(model: nn.Module, runtime: Runtime, by: str = "linear") -> tuple[B
             groups.setdefault(block.name if by == "layer" else runtime.together(module.name), []).append(module)
     if runtime.ends:
         groups |= {m.name: [m] for m in end_modules(model)}
+    if runtime.family == GGUF:
+        routers = _routers(model, [m.name for modules in groups.values() for m in modules])
+        left = {k: [m for m in modules if m.name not in routers] for k, modules in groups.items()}
+        groups = {k: modules for k, modules in left.items() if modules}
     return tuple(Block(name=k, modules=tuple(groups[k])) for k in sorted(groups, key=natural_key))
+
+
+def _routers(model: nn.Module, names: Sequence[str]) -> set[str]:
+    """Matrices that choose experts: llama.cpp keeps them in 32 bits."""
+    try:
+        found = find_names(names, text_config(config_of(model)).model_type)
+    except InvalidInput:
+        return set()
+    return {m for m, tensors in found.items() if ROUTERS.search(tensors[0])}
 
 
 def modules_by_name(model: nn.Module, names: Iterable[str]) -> dict[str, Module]:
@@ -165,8 +181,13 @@ def peaks(model: nn.Module, formats: Mapping[str, str]) -> dict[str, float]:
 
 def _fixed_bytes(model: nn.Module, blocks: Iterable[Block], family: str) -> int:
     """Bytes of the tensors that no plan changes: 16 bits per number, vectors of GGUF 32, with its padding."""
-    seen = {id(weight_of(model, m.name)[1]) for b in blocks for m in b.modules}
-    total = 0
+    names = [m.name for b in blocks for m in b.modules]
+    if family == GGUF:
+        try:
+            return fixed_bytes(model, names)
+        except InvalidInput:
+            pass  # another tool writes the file: about as many
+    seen, total = {id(weight_of(model, name)[1]) for name in names}, 0
     for parameter in model.parameters():
         if id(parameter) not in seen:
             seen.add(id(parameter))
@@ -181,9 +202,8 @@ def _fixed_bytes(model: nn.Module, blocks: Iterable[Block], family: str) -> int:
 def unwritable(model: nn.Module, names: Sequence[str], target: Runtime) -> dict[str, str]:
     """Return the matrices that no file for a runtime holds in fewer than 16 bits, with the reason."""
     if target.family == GGUF:
-        config, parameters = config_of(model), [n for n, _ in model.named_parameters()]
         try:
-            tensor_names(need_gguf(), architecture(config), config.num_hidden_layers, parameters)
+            find_names(names, text_config(config_of(model)).model_type)
         except InvalidInput as error:
             return dict.fromkeys(names, error.what.rstrip("."))
         return {}
@@ -214,7 +234,8 @@ def _split(model: nn.Module, blocks: Sequence[Block], target: Runtime, what: str
     if free and what == "16-bit":
         return tuple(sorted((*free, *kept), key=lambda b: natural_key(b.name))), reasons
     share = sum(b.numel for b in kept) / sum(m.numel for m in matrices)
-    other = f"plan for a tool that writes them (--unwritten plan, then export --to {_tool(target)})"
+    other = "plan for a tool that writes them (--unwritten plan, then export --to auto-round)"
+    other = "plan for compressed-tensors (--format compressed-tensors)" if target.family == GGUF else other
     raise InvalidInput(
         f"No file holds {len(kept)} of {len(matrices)} matrices ({share:.0%} of the weights) in fewer than 16 bits, first "
         f"{kept[0].name}: {reasons[kept[0].name]}.",
@@ -226,20 +247,19 @@ def _split(model: nn.Module, blocks: Sequence[Block], target: Runtime, what: str
 def check_writable(model: nn.Module, formats: Mapping[str, str], target: Runtime) -> None:
     """Refuse a plan that gives formats to matrices which no file holds in them."""
     small = [n for n, form in formats.items() if not find_format(form).plain]
+    if target.family == GGUF:
+        config = text_config(config_of(model))
+        stored_tensors(config, {n: p.shape for n, p in model.named_parameters()}, architecture(config))
     reasons = unwritable(model, small, target)
     if reasons:
         first = next(iter(reasons))
-        plan = f"the plan for a tool that writes them (layerbudget export PLAN --to {_tool(target)})"
+        plan = "the plan for a tool that writes them (layerbudget export PLAN --to auto-round)"
         raise InvalidInput(
             f"No file holds {len(reasons)} of {len(small)} matrices in the formats of this plan, first {first}: "
             f"{reasons[first]}.",
             "Nothing was done.",
             f"Plan again with --unwritten 16-bit, or export {plan}." if len(reasons) < len(small) else f"Export {plan}.",
         )
-
-
-def _tool(target: Runtime) -> str:
-    return "tensor-types" if target.family == GGUF else "auto-round"
 
 
 @torch.no_grad()

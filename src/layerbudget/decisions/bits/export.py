@@ -6,20 +6,21 @@ import json
 import re
 from typing import Any
 
-from ...compressors.formats import GGUF, PACKED, Format, find_format, need_gguf
+from ...compressors.formats import GGUF, PACKED, Format, find_format
 from ...errors import InvalidInput
 from ...plan import Plan
+from .gguf_names import find_names
 from .program import formats_of_plan
 
 _MLX_BITS, _MLX_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
-_FIRST = ("llama", "qwen2", "qwen3")  # architectures whose names are tried first
 
 
 def llama_cpp(plan: Plan) -> str:
     """Return lines ``regular expression=type``, for ``llama-quantize --tensor-type-file``."""
     found = _formats(plan, GGUF)
-    names = _gguf_names(list(found))
-    return "".join(f"^{re.escape(names[n])}\\.weight={f.name.lower()}\n" for n, f in found.items())
+    names = find_names(found)
+    lines = {t: f.name.lower() for n, f in found.items() for t in names[n]}
+    return "".join(f"^{re.escape(t)}\\.weight={kind}\n" for t, kind in lines.items())
 
 
 def auto_round(plan: Plan) -> str:
@@ -60,16 +61,3 @@ def _formats(plan: Plan, family: str) -> dict[str, Format]:
     if any(f.family != family for f in found.values()):
         raise InvalidInput(f"This plan holds no {family} formats.", "", f"Plan with --format {family}.")
     return found
-
-
-def _gguf_names(modules: list[str]) -> dict[str, str]:
-    """Names in a GGUF file, from the names of the matrices alone: the first architecture that has them all."""
-    gguf = need_gguf()
-    layers = 1 + max((int(n) for m in modules for n in re.findall(r"\.(\d+)\.", m)), default=0)
-    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-    for arch in (*_FIRST, *kinds):
-        known = gguf.get_tensor_name_map(kinds[arch], layers)
-        found = {m: known.get_name(m) for m in modules}
-        if all(found.values()):
-            return {m: str(name) for m, name in found.items()}
-    raise InvalidInput("GGUF has no architecture with all of these matrices.", f"The first is {modules[0]}.", "")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import statistics
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,46 +18,14 @@ from torch import nn
 from ...compressors.formats import find_format, need_gguf
 from ...compressors.quantisers import Rounded
 from ...errors import CoverageError, InvalidInput
-from ...models.blocks import config_of, layers
+from ...models.blocks import config_of, layers, text_config
 from ...models.offload import mapped
+from .gguf_names import CONVERT, ROUTERS, Architecture, Names, add_numbers, architecture, rope_factors
 
 GGUF_FILE = "model.gguf"
-# transformers' model types, and the architecture of llama.cpp that computes the same.
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-_PERMUTED = ("llama",)  # rotary embeddings of neighbours: rows of q and k change places
 _NORMAL, _CONTROL, _UNUSED = 1, 3, 5
 # What splits a text before the merges, by the regular expression that tokenizers.json holds.
 _SPLITS = {"{1,3}| ?[^\\s": "llama-bpe", "\\p{N}| ?[^\\s": "qwen2"}
-
-
-def architecture(config: Any) -> str:
-    """Return llama.cpp's name of a model's architecture; one that is not written here or computed otherwise is refused."""
-    kind = str(config.model_type)
-    rope = dict(getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    odd = [f" with rope_type = {rope}"] if rope not in ("default", None) else []
-    odd += [f" with sliding_window = {window}"] if window is not None else []
-    if kind not in ARCHITECTURES or odd:
-        raise InvalidInput(
-            f"A {kind} model{odd[0] if odd else ''} is not written as GGUF here.",
-            f"Written are {', '.join(ARCHITECTURES)}, with plain rotary embeddings and whole attention.",
-            "Plan with --unwritten plan and export it (--to tensor-types): llama.cpp converts and quantises by that; or "
-            "plan for compressed-tensors.",
-        )
-    return ARCHITECTURES[kind]
-
-
-def tensor_names(gguf: Any, arch: str, layers: int, names: Sequence[str]) -> dict[str, str]:
-    """Return the names in the file by full parameter name."""
-    known = gguf.get_tensor_name_map({name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch], layers)
-    found: dict[str, str] = {}
-    for name in names:
-        stem, _, ending = name.rpartition(".")
-        other = known.get_name(stem)
-        if other is None:
-            raise InvalidInput(f"GGUF's {arch} has no tensor for {name}.", "", "Plan for compressed-tensors.")
-        found[name] = f"{other}.{ending}"
-    return found
 
 
 def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -67,6 +36,50 @@ def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
 def unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """Return them the other way round."""
     return weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stored:
+    """A tensor of the file: some rows of a parameter, in the order of the file.
+
+    Attributes:
+        name: In the file.
+        part: Which of ``parts`` equal runs of rows of every matrix.
+        heads: Of how many heads the halves become neighbours, as llama.cpp's rotary embedding reads them; 0 leaves them.
+    """
+
+    name: str
+    part: int = 0
+    parts: int = 1
+    heads: int = 0
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return its rows of a parameter, of a stack of matrices, or of their bytes."""
+        axis = max(0, tensor.ndim - 2)
+        rows = tensor.chunk(self.parts, axis)[self.part]
+        return permute(rows, self.heads) if self.heads else rows
+
+    def put(self, parameter: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write them back into the parameter."""
+        turned = unpermute(rows, self.heads) if self.heads else rows
+        parameter.chunk(self.parts, max(0, parameter.ndim - 2))[self.part].copy_(turned)
+
+
+def stored_tensors(config: Any, shapes: Mapping[str, Sequence[int]], arch: Architecture) -> dict[str, tuple[Stored, ...]]:
+    """Return the tensors of the file by full parameter name."""
+    names, found = Names(arch.name, config.num_hidden_layers), {}
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads} if arch.permuted else {}
+    for name, shape in shapes.items():
+        stack = len(shape) == 3
+        stem, ending = (name, "weight") if stack else name.rsplit(".", 1)
+        tensors = names.find(stem)
+        if not tensors:
+            raise InvalidInput(
+                f"GGUF's {arch.name} has no tensor for {name}.", "", f"{CONVERT} Or plan for compressed-tensors."
+            )
+        turn = heads.get(stem.rpartition(".")[2], 0)
+        found[name] = tuple(Stored(name=f"{t}.{ending}", part=i, parts=len(tensors), heads=turn) for i, t in enumerate(tensors))
+    return found
 
 
 class GgufHead:
@@ -80,37 +93,44 @@ class GgufHead:
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any, formats: Mapping[str, str], file: Path) -> None:
-        self.gguf, self.config, self.formats = need_gguf(), config_of(model), dict(formats)
+        self.gguf, self.config, self.formats = need_gguf(), text_config(config_of(model)), dict(formats)
         self.arch = architecture(self.config)
         self.parameters = dict(model.named_parameters())  # each once: a tied head is the embedding
-        self.stored = tensor_names(self.gguf, self.arch, self.config.num_hidden_layers, list(self.parameters))
+        self.stored = stored_tensors(self.config, {n: p.shape for n, p in self.parameters.items()}, self.arch)
         inside = {p: [n for n in self.parameters if n.startswith(f"{p}.")] for p, _ in layers(model)}
         known = {n for names in inside.values() for n in names}
         self.pieces = {"": [n for n in self.parameters if n not in known], **inside}
-        self.writer = self.gguf.GGUFWriter(file, self.arch)
+        self.writer = self.gguf.GGUFWriter(file, self.arch.name)
         self.writer.add_name(Path(str(getattr(self.config, "_name_or_path", "") or "model")).name)
         self.writer.add_file_type(file_type(self.gguf, self.formats.values()))
         self.writer.add_quantization_version(self.gguf.GGML_QUANT_VERSION)
-        _add_numbers(self.writer, self.config)
+        add_numbers(self.writer, self.config, self.arch)
         self.notes = _add_vocabulary(self.writer, tokenizer, self.config.vocab_size)
+        factors = rope_factors(self.config)
+        self.extra = {} if factors is None else {"rope_freqs.weight": torch.from_numpy(factors)}
+        for name, tensor in self.extra.items():
+            self._add_tensor(name, self.gguf.GGMLQuantizationType.F32, tensor.shape)
         for name in (n for names in self.pieces.values() for n in names):
-            self._add_tensor(name)
+            shape = self.parameters[name].shape
+            for each in self.stored[name]:
+                kept = shape if len(shape) < 2 else (*shape[:-2], shape[-2] // each.parts, shape[-1])
+                self._add_tensor(each.name, self.kind(name), _squeezed(each.name, kept))
 
-    def _add_tensor(self, name: str) -> None:
-        kind, shape = self.kind(name), self.parameters[name].shape
+    def _add_tensor(self, name: str, kind: Any, shape: Sequence[int]) -> None:
         number = {"F32": np.float32, "F16": np.float16}.get(kind.name, np.uint8)
         per, size = self.gguf.GGML_QUANT_SIZES[kind]
         stored = tuple(shape) if number is not np.uint8 else (*shape[:-1], shape[-1] // per * size)
         count = math.prod(shape) // per * size
-        self.writer.add_tensor_info(self.stored[name], stored, np.dtype(number), count, raw_dtype=kind)
+        self.writer.add_tensor_info(name, stored, np.dtype(number), count, raw_dtype=kind)
 
     def kind(self, name: str) -> Any:
         """Return the type of a parameter in the file: of planned matrices their format, of others 16 bits, of vectors 32."""
         kinds = self.gguf.GGMLQuantizationType
-        if self.parameters[name].ndim < 2:
-            return kinds.F32
-        form = self.formats.get(name.rpartition(".")[0], "F16") if name.endswith(".weight") else "F16"
-        return kinds[find_format(form).name]
+        form = self.formats.get(name.removesuffix(".weight"))
+        if form is not None:
+            return kinds[find_format(form).name]
+        exact = self.parameters[name].ndim < 2 or ROUTERS.search(self.stored[name][0].name.removesuffix(".weight"))
+        return kinds.F32 if exact else kinds.F16
 
     def write(self) -> None:
         """Write all of it; tensors come next."""
@@ -118,11 +138,21 @@ class GgufHead:
         self.writer.write_kv_data_to_file()
         self.writer.write_ti_data_to_file()
 
+    def bytes_of(self, name: str) -> int:
+        """Return the bytes of a parameter's tensors, padding included."""
+        infos, pad = self.writer.tensors[0], self.writer.data_alignment
+        return sum(-(-infos[t.name].nbytes // pad) * pad for t in self.stored[name])
+
     @property
     def tensor_bytes(self) -> int:
         """Bytes of all tensors, padding included."""
         pad = self.writer.data_alignment
         return sum(-(-info.nbytes // pad) * pad for info in self.writer.tensors[0].values())
+
+
+def _squeezed(name: str, shape: Sequence[int]) -> Sequence[int]:
+    """Shape in the file: a router with one output is a vector."""
+    return shape[1:] if name.endswith("_shexp.weight") and len(shape) == 2 and shape[0] == 1 else shape
 
 
 def file_type(gguf: Any, formats: Collection[str]) -> Any:
@@ -154,6 +184,13 @@ def file_bytes(model: nn.Module, formats: Mapping[str, str], tokenizer: Any = No
 def head_bytes(model: nn.Module, tokenizer: Any = None) -> int:
     """Return the bytes of what is not tensors in a GGUF file; with ``plan.budget["file"]`` they are :func:`file_bytes`."""
     return _sizes(model, {}, tokenizer)[0]
+
+
+def fixed_bytes(model: nn.Module, planned: Collection[str]) -> int:
+    """Return the bytes of the tensors that are no planned matrices, padding included; other architectures are refused."""
+    head, names = GgufHead(model, None, {}, Path(GGUF_FILE)), set(planned)
+    rest = [n for n in head.parameters if n not in names and n.removesuffix(".weight") not in names]
+    return sum(head.bytes_of(n) for n in rest) + sum(-(-t.nbytes // 32) * 32 for t in head.extra.values())
 
 
 def _sizes(model: nn.Module, formats: Mapping[str, str], tokenizer: Any) -> tuple[int, int]:
@@ -191,37 +228,44 @@ class GgufWriter:
 
     def tensors(self, piece: str, rounded: Mapping[str, Sequence[Rounded]]) -> dict[str, torch.Tensor]:
         """Return what the file holds of a layer (outside the layers: of ``""``) whose weights are at hand."""
-        made = {f"{n}.weight": torch.from_numpy(r[0].data) for n, r in rounded.items() if r[0].data is not None}
-        return {self.head.stored[n]: torch.from_numpy(self._data(n, made.get(n))) for n in self.head.pieces[piece]}
+        found = dict(self.head.extra) if not piece else {}
+        for name in self.head.pieces[piece]:
+            made, values = self._made(name, rounded), self.head.parameters[name].detach()
+            found |= {t.name: torch.from_numpy(self._data(name, t, values, made)) for t in self.head.stored[name]}
+        return found
 
-    def _data(self, name: str, made: torch.Tensor | None) -> np.ndarray:
+    def _made(self, name: str, rounded: Mapping[str, Sequence[Rounded]]) -> torch.Tensor | None:
+        """The bytes that the quantiser made of a parameter, of all its copies; None where it is written as numbers."""
+        data = [r.data for r in rounded.get(name.removesuffix(".weight"), ()) if r.data is not None]
+        if not data:
+            return None
+        return torch.from_numpy(data[0] if self.head.parameters[name].ndim < 3 else np.stack(data))
+
+    def _data(self, name: str, stored: Stored, tensor: torch.Tensor, made: torch.Tensor | None) -> np.ndarray:
         """Content of a tensor in the file: the bytes that the quantiser made, or plain numbers."""
-        kind, tensor = self.head.kind(name), self._turned(name, self.head.parameters[name].detach(), permute)
-        values = tensor.to(torch.float32).cpu().contiguous().numpy()
+        kind, arch = self.head.kind(name), self.head.arch
+        values = stored.take(tensor.to(torch.float32).cpu()).contiguous().numpy()
         if kind.name == "F32":
-            return values
-        data: np.ndarray = self.head.gguf.quantize(values, kind) if made is None else self._turned(name, made, permute).numpy()
-        if name.rpartition(".")[0] in self.head.formats and not np.array_equal(self.head.gguf.dequantize(data, kind), values):
+            values = values + np.float32(arch.norm) if name.endswith("norm.weight") else values
+            return values.reshape(_squeezed(stored.name, values.shape))
+        gguf = self.head.gguf
+        data: np.ndarray = gguf.quantize(values, kind) if made is None else stored.take(made).contiguous().numpy()
+        planned = name.removesuffix(".weight") in self.head.formats
+        if planned and not np.array_equal(gguf.dequantize(data, kind), values):
             raise CoverageError(f"{name} reads back as other weights than were planned.", "", "Report this; nothing is kept.")
         return data
 
-    def _turned(self, name: str, tensor: torch.Tensor, turn: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
-        """Rows of q and k in the order of the file, or back."""
-        if self.head.arch not in _PERMUTED or ".self_attn." not in name:
-            return tensor
-        if ".q_proj." in name:
-            return turn(tensor, self.head.config.num_attention_heads)
-        return turn(tensor, self.head.config.num_key_value_heads) if ".k_proj." in name else tensor
-
     def restore(self, names: Collection[str], tensors: Mapping[str, torch.Tensor]) -> None:
         """Put matrices that were written before into the model again."""
-        for name in (f"{n}.weight" for n in names):
-            values = self.head.gguf.dequantize(tensors[self.head.stored[name]].numpy(), self.head.kind(name))
-            self.head.parameters[name].data.copy_(self._turned(name, torch.from_numpy(values), unpermute))
+        for name in (n if n in self.head.parameters else f"{n}.weight" for n in names):
+            for each in self.head.stored[name]:
+                values = self.head.gguf.dequantize(tensors[each.name].numpy(), self.head.kind(name))
+                each.put(self.head.parameters[name].data, torch.from_numpy(values))
 
     def names(self) -> dict[str, list[str]]:
         """Return the names in the file of every planned matrix's weights."""
-        return {n: [self.head.stored[f"{n}.weight"]] for n in self.head.formats}
+        known = self.head.parameters
+        return {n: [t.name for t in self.head.stored[n if n in known else f"{n}.weight"]] for n in self.head.formats}
 
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write the tensors of a piece."""
@@ -233,27 +277,6 @@ class GgufWriter:
         self.head.writer.flush()
         self.head.writer.close()
         return self.head.notes
-
-
-_NUMBERS = {  # field of the file: of the configuration
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    "head_count": "num_attention_heads",
-    "head_count_kv": "num_key_value_heads",
-}
-
-
-def _add_numbers(writer: Any, config: Any) -> None:
-    for field, name in _NUMBERS.items():
-        getattr(writer, f"add_{field}")(getattr(config, name))
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    for field in ("key_length", "value_length", "rope_dimension_count"):
-        getattr(writer, f"add_{field}")(head_dim)
-    writer.add_rope_freq_base(float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)))
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
 
 
 def _add_vocabulary(writer: Any, tokenizer: Any, size: int) -> list[str]:

@@ -21,9 +21,9 @@ from torch import nn
 from ...compressors.formats import need_gguf
 from ...errors import InvalidInput
 from ...execution.inputs import InputMoments
-from ...models.blocks import config_of, layers
+from ...models.blocks import config_of, layers, text_config
 from ...records import Module
-from .gguf import architecture, tensor_names
+from .gguf_names import find_names
 
 IMATRIX_FILE = "imatrix.gguf"
 _SUMS, _COUNTS = ".in_sum2", ".counts"
@@ -97,9 +97,9 @@ def importances(file: Path | str, model: nn.Module, modules: Iterable[Module]) -
         raise _other(file, f"it has a layer {deepest}, the model has {len(layers(model))} of them")
     members: dict[str, list[Module]] = {}  # experts may be a stack, or one matrix each
     chosen = {m.name: m for m in modules}
-    for name, tensors in _names(model, chosen).items():
+    for name, tensors in find_names(chosen, text_config(config_of(model)).model_type).items():
         for tensor in tensors:
-            members.setdefault(tensor, []).append(chosen[name])
+            members.setdefault(f"{tensor}.weight", []).append(chosen[name])
     for tensor, own in members.items():
         if tensor not in held:
             continue
@@ -118,12 +118,6 @@ def importances(file: Path | str, model: nn.Module, modules: Iterable[Module]) -
     if not found:
         raise _other(file, "it names none of the model's matrices")
     return found
-
-
-def _names(model: nn.Module, modules: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    config, wanted = config_of(model), [f"{name}.weight" for name in modules]
-    found = tensor_names(need_gguf(), architecture(config), config.num_hidden_layers, wanted)
-    return {n.removesuffix(".weight"): (t,) for n, t in found.items()}
 
 
 def _other(file: Path | str, why: str) -> InvalidInput:

@@ -1,0 +1,288 @@
+"""What a model is in llama.cpp's words: the table of architectures, numbers of the header, names of tensors. No torch.
+
+An architecture that the table has is written here. One that it lacks can still be planned if the package ``gguf`` has names for
+its matrices: llama.cpp's own converter writes the file, and :mod:`layerbudget.decisions.bits.requantise` gives it the types.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ...compressors.formats import need_gguf
+from ...errors import InvalidInput
+
+CONVERT = (
+    "Convert it by llama.cpp's convert_hf_to_gguf.py with --outtype f16, then give that file its types: "
+    "layerbudget apply model-f16.gguf PLAN -o planned.gguf."
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """An architecture that llama.cpp computes as transformers does.
+
+    Attributes:
+        name: llama.cpp's name.
+        permuted: It rotates neighbours, not halves of a head: rows of q and k change places.
+        norm: Is added to the weights of norms.
+        windows: It computes sliding windows.
+        expects: The one value of a field of the configuration that it computes, or a function of the configuration that gives
+            it; a field that is missing has it.
+    """
+
+    name: str
+    permuted: bool = False
+    norm: float = 0.0
+    windows: bool = False
+    expects: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def against(self, config: Any) -> list[str]:
+        """Return what a configuration has that is computed otherwise, as ``field = value``."""
+        wanted = {k: v(config) if callable(v) else v for k, v in {"hidden_act": "silu", **self.expects}.items()}
+        odd = [f"{k} = {getattr(config, k)}" for k, v in wanted.items() if getattr(config, k, v) != v]
+        ropes = rope_of(config)
+        odd += [f"rope_type = {r['rope_type']}" for r in ropes.values() if r.get("rope_type", "default") not in ROPES]
+        if not self.windows and (window := window_of(config)):
+            odd.append(f"sliding_window = {window}")
+        return odd
+
+
+def _scale(wide: int) -> Callable[[Any], Any]:
+    """Gemma's divisor of attention scores: the width of a head, but for the model of so many layers."""
+    return lambda c: c.hidden_size // c.num_attention_heads if c.num_hidden_layers == wide else c.head_dim
+
+
+_TANH = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+_CAPS = {
+    "attn_logit_softcapping": lambda c: c.attn_logit_softcapping or 50.0,
+    "final_logit_softcapping": lambda c: c.final_logit_softcapping or 30.0,
+}
+_EVERY_LAYER = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+# transformers' model types. What is not said in the file is what llama.cpp always does.
+ARCHITECTURES = {
+    "llama": Architecture(name="llama", permuted=True),
+    "mistral": Architecture(name="llama", permuted=True),
+    "mixtral": Architecture(name="llama", permuted=True),
+    "smollm3": Architecture(
+        name="smollm3",
+        permuted=True,
+        expects={"no_rope_layers": lambda c: [int((i + 1) % 4 != 0) for i in range(c.num_hidden_layers)]},
+    ),
+    "granite": Architecture(name="granite", permuted=True),
+    "granitemoe": Architecture(name="granitemoe", permuted=True),
+    "qwen2": Architecture(name="qwen2"),
+    "qwen3": Architecture(name="qwen3"),
+    "qwen2_moe": Architecture(name="qwen2moe", expects={**_EVERY_LAYER, "norm_topk_prob": False}),
+    "qwen3_moe": Architecture(name="qwen3moe", expects={**_EVERY_LAYER, "norm_topk_prob": True}),
+    "olmo2": Architecture(name="olmo2"),
+    "olmo3": Architecture(name="olmo2", windows=True),
+    "olmoe": Architecture(
+        name="olmoe",
+        expects={"norm_topk_prob": False, "clip_qkv": None, "num_key_value_heads": lambda c: c.num_attention_heads},
+    ),
+    "gemma": Architecture(name="gemma", norm=1.0, expects=_TANH),
+    "gemma2": Architecture(
+        name="gemma2", norm=1.0, windows=True, expects={**_TANH, **_CAPS, "query_pre_attn_scalar": _scale(46)}
+    ),
+    "gemma3_text": Architecture(
+        name="gemma3",
+        norm=1.0,
+        windows=True,
+        expects={**_TANH, "attn_logit_softcapping": None, "query_pre_attn_scalar": _scale(62)},
+    ),
+    "phi3": Architecture(name="phi3"),
+    "starcoder2": Architecture(name="starcoder2", expects={"hidden_act": "gelu_pytorch_tanh"}),
+    "stablelm": Architecture(name="stablelm", expects={"qk_layernorm": False, "use_parallel_residual": False}),
+}
+ROPES = ("default", "linear", "llama3", None)
+
+
+def architecture(config: Any) -> Architecture:
+    """Return what a model is in llama.cpp's words; one that is not written here, or is computed otherwise, is refused."""
+    kind = str(config.model_type)
+    odd = ARCHITECTURES[kind].against(config) if kind in ARCHITECTURES else []
+    if kind not in ARCHITECTURES or odd:
+        raise InvalidInput(
+            f"A {kind} model{f' with {odd[0]}' if odd else ''} is not written as GGUF here.",
+            f"Written are {', '.join(ARCHITECTURES)}, as llama.cpp computes them.",
+            f"{CONVERT} Or plan for compressed-tensors.",
+        )
+    return ARCHITECTURES[kind]
+
+
+# ---- numbers of the header
+
+
+_NUMBERS: tuple[
+    tuple[str, tuple[str, ...]], ...
+] = (  # method of the writer: fields of the configuration, the first that is set
+    ("context_length", ("max_position_embeddings",)),
+    ("embedding_length", ("hidden_size",)),
+    ("block_count", ("num_hidden_layers",)),
+    ("feed_forward_length", ("intermediate_size",)),
+    ("head_count", ("num_attention_heads",)),
+    ("head_count_kv", ("num_key_value_heads",)),
+    ("layer_norm_rms_eps", ("rms_norm_eps",)),
+    ("layer_norm_eps", ("layer_norm_eps", "norm_epsilon")),
+    ("vocab_size", ("vocab_size",)),
+    ("expert_count", ("num_local_experts", "num_experts")),
+    ("expert_used_count", ("num_experts_per_tok",)),
+    ("expert_feed_forward_length", ("moe_intermediate_size",)),
+    ("expert_shared_feed_forward_length", ("shared_expert_intermediate_size",)),
+    ("attn_logit_softcapping", ("attn_logit_softcapping",)),
+    ("final_logit_softcapping", ("final_logit_softcapping",)),
+    ("attention_scale", ("attention_multiplier",)),
+    ("embedding_scale", ("embedding_multiplier",)),
+    ("residual_scale", ("residual_multiplier",)),
+    ("logit_scale", ("logits_scaling",)),
+    ("parallel_residual", ("use_parallel_residual",)),
+)
+
+
+def add_numbers(writer: Any, config: Any, arch: Architecture) -> None:
+    """Add the numbers of a configuration to a header."""
+    for method, fields in _NUMBERS:
+        value = next((v for f in fields if (v := getattr(config, f, None)) is not None), None)
+        if value is not None:
+            getattr(writer, f"add_{method}")(value)
+    width = head_width(config)
+    writer.add_key_length(width)
+    writer.add_value_length(width)
+    ropes = rope_of(config)
+    full = ropes["full"]
+    writer.add_rope_dimension_count(int(width * float(full.get("partial_rotary_factor") or 1.0)))
+    writer.add_rope_freq_base(float(full.get("rope_theta") or 10000.0))
+    if full.get("rope_type") == "linear":
+        writer.add_rope_scaling_type(need_gguf().RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(float(full["factor"]))
+    if arch.windows:
+        if getattr(config, "sliding_window", None):
+            writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+        if "sliding" in ropes:
+            writer.add_rope_freq_base_swa(float(ropes["sliding"].get("rope_theta") or 10000.0))
+
+
+def head_width(config: Any) -> int:
+    """Return the channels of an attention head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def rope_of(config: Any) -> dict[str, dict[str, Any]]:
+    """Return the rotary embeddings of a model: ``full``, and ``sliding`` where layers with windows have their own."""
+    held = dict(getattr(config, "rope_parameters", None) or {})
+    if isinstance(held.get("full_attention"), Mapping):
+        return {"full": dict(held["full_attention"]), "sliding": dict(held.get("sliding_attention") or {})}
+    return {"full": held}
+
+
+def window_of(config: Any) -> int | None:
+    """Return the window of attention that a configuration asks for; None where it sees everything."""
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    kinds = getattr(config, "layer_types", None)
+    if not window or (kinds and "sliding_attention" not in kinds):
+        return None
+    return int(window)
+
+
+def rope_factors(config: Any) -> np.ndarray | None:
+    """Return what llama.cpp divides the frequencies by, ``(channels / 2,)`` float32: Llama 3 stretches slow ones alone."""
+    rope = rope_of(config)["full"]
+    if rope.get("rope_type") != "llama3":
+        return None
+    width, base, factor = head_width(config), float(rope.get("rope_theta") or 10000.0), float(rope["factor"])
+    low, high, length = (float(rope[k]) for k in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"))
+    turns = length / (2 * math.pi * base ** (np.arange(0, width, 2) / width))  # of every frequency within the length
+    share = np.clip((turns - low) / (high - low), 0.0, 1.0)  # of the frequency as it is
+    found: np.ndarray = (1.0 / ((1.0 - share) / factor + share)).astype(np.float32)
+    return found
+
+
+# ---- names of tensors
+
+
+_ALIASES = (  # names of transformers, and names that the package knows
+    (re.compile(r"^model\.language_model\."), "model."),
+    (re.compile(r"\.block_sparse_moe\.experts\."), ".mlp.experts."),
+    (re.compile(r"\.block_sparse_moe\.router$"), ".block_sparse_moe.router.layer"),
+    (re.compile(r"\.experts\.\d+\."), ".experts."),
+    (re.compile(r"^model\.layers\.(\d+)\.mixer\."), r"backbone.layers.\1.mixer."),
+)
+_GATE_UP = ".experts.gate_up_proj"
+ROUTERS = re.compile(r"\.ffn_gate_inp(_shexp)?$")  # llama.cpp keeps them in 32 bits
+
+
+class Names:
+    """Names in the files of one architecture, by names of matrices in transformers.
+
+    Args:
+        arch: llama.cpp's name of it.
+        layers: How many it has.
+    """
+
+    def __init__(self, arch: str, layers: int) -> None:
+        gguf = need_gguf()
+        kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+        if arch not in kinds:
+            raise InvalidInput(f"The package gguf knows no architecture {arch}.", "", "Install a later version of it.")
+        own = {"block_mappings_cfg": dict(gguf.TensorNameMap.block_mappings_cfg)}  # Arctic's map writes into the class's (0.19)
+        self.arch, self.known = arch, type("Map", (gguf.TensorNameMap,), own)(kinds[arch], layers)
+
+    def find(self, matrix: str) -> tuple[str, ...]:
+        """Return the tensors of a matrix: none, one, or gate and up of experts that are one stack in transformers.
+
+        >>> Names("qwen3moe", 2).find("model.layers.1.mlp.experts.gate_up_proj")
+        ('blk.1.ffn_gate_exps', 'blk.1.ffn_up_exps')
+        """
+        for pattern, name in _ALIASES:
+            matrix = pattern.sub(name, matrix)
+        if matrix.endswith(_GATE_UP):
+            stem = matrix.removesuffix("gate_up_proj")
+            found = tuple(self.known.get_name(f"{stem}{part}_proj") for part in ("gate", "up"))
+            return found if all(found) else ()
+        name = self.known.get_name(matrix)
+        return (name,) if name else ()
+
+
+_map = functools.cache(Names)
+
+
+def find_architecture(matrices: Iterable[str], kind: str = "") -> tuple[str, dict[str, tuple[str, ...]]]:
+    """Return the first architecture of llama.cpp that has some matrices, and the tensors of every one of them.
+
+    Args:
+        matrices: Names in transformers.
+        kind: transformers' model type, where it is known: that architecture comes first.
+
+    Raises:
+        InvalidInput: No architecture has them all.
+    """
+    wanted = list(matrices)
+    layers = 1 + max((int(n) for m in wanted for n in re.findall(r"\.(\d+)\.", m)), default=0)
+    own = [ARCHITECTURES[kind].name] if kind in ARCHITECTURES else []
+    every = need_gguf().MODEL_ARCH_NAMES.values()
+    near = [name for name in every if kind and name.replace("-", "") == kind.replace("_", "")]
+    for arch in dict.fromkeys((*own, *near, *(a.name for a in ARCHITECTURES.values()), *every)):
+        names = _map(arch, layers)
+        found = {m: names.find(m) for m in wanted}
+        if all(found.values()):
+            return arch, found
+    what = f"GGUF has no architecture with all of these matrices, {wanted[0]} among them."
+    raise InvalidInput(what, "", "Plan for compressed-tensors.")
+
+
+def find_names(matrices: Iterable[str], kind: str = "") -> dict[str, tuple[str, ...]]:
+    """Return the tensors of every matrix: see :func:`find_architecture`."""
+    return find_architecture(matrices, kind)[1]
+
+
+def split_stacks(matrix: str, copies: int) -> int:
+    """Return how many tensors of a file a matrix becomes: gate and up of a stack of experts are apart."""
+    return 2 if copies > 1 and matrix.endswith(_GATE_UP) else 1
