@@ -16,9 +16,9 @@ from .options import DATA, add, add_data, add_out, add_set, add_verb, batch_of, 
 def register(subparsers: Any) -> None:
     """Add the parser of ``apply``."""
     p = add_verb(subparsers, "apply", handler)
-    add(p, "model")
+    add(p, "model", help="demo, a local folder, a hub id (owner/name[@revision]), or a .gguf file that gets a plan's types")
     p.add_argument("plan", metavar="PLAN", help="plan.json of weights, experts that stay or a recipe, made for this model")
-    add_out(p, "folder of the written model", required=True, metavar="DIR")
+    add_out(p, "folder of the written model, or planned.gguf", required=True, metavar="DIR")
     names = tuple(dict.fromkeys((*TREATMENTS.names(), *QUANTISERS.names())))
     p.add_argument("--method", choices=names, help="pruner or quantiser (default: what the plan was measured with; else wanda)")
     p.add_argument("--pattern", metavar="N:M", help="zero n of every m inputs; n:8 with a literal n lets each block differ")
@@ -118,6 +118,8 @@ def _quantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     refuse(a, ("pattern",), f"a plan of kind {plan.kind}")
     plan = bits_of(plan)
     formats_of_plan(plan)
+    if a.model.endswith(".gguf"):
+        return _requantise(a, plan)
     a.method = a.method or str(plan.extra["method"])
     quantiser = QUANTISERS.find(a.method)
     own = settings(a, write_bits, options_of(quantiser)) | given(a, "method", "resume", "overwrite")
@@ -133,6 +135,21 @@ def _quantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     with progress_bar(a, f"quantise by {a.method}") as progress:
         own |= {"tokenizer": tokenizer, "batch_size": batch_of(a, model, data), "progress": progress}
         receipt = write_bits(model, plan, a.out, data, **own)
+    return _say_receipt(a, receipt)
+
+
+def _requantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
+    """Give a GGUF file the types of a plan."""
+    from ..decisions.bits.requantise import requantise
+
+    refuse(a, (*DATA, "dtype", "device", "stream", "resume"), "a GGUF file")
+    own = settings(a, requantise) | given(a, "method")
+    with progress_bar(a, "requantise, tensors") as progress:
+        receipt = requantise(a.model, plan, a.out, overwrite=a.overwrite, progress=progress, **own)
+    return _say_receipt(a, receipt)
+
+
+def _say_receipt(a: argparse.Namespace, receipt: Any) -> dict[str, Any]:
     say(
         a,
         f"Recounted {receipt.bytes} bytes (planned {receipt.planned}), {receipt.bits:.4f} bits per weight; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import string
 
@@ -12,12 +13,16 @@ import transformers
 from tests import zoo
 
 import layerbudget as lb
-from layerbudget.decisions.bits.apply import write_bits
+from layerbudget.cli import main
+from layerbudget.compressors import ggml
+from layerbudget.decisions.bits.apply import QuantisationReceipt, write_bits
 from layerbudget.decisions.bits.blocks import formats_table
+from layerbudget.decisions.bits.card import model_card
 from layerbudget.decisions.bits.gguf import file_bytes, head_bytes
 from layerbudget.decisions.bits.gguf_names import ARCHITECTURES, architecture
 from layerbudget.decisions.bits.program import extra_of, plan_blocks
-from layerbudget.errors import InvalidInput
+from layerbudget.decisions.bits.requantise import requantise
+from layerbudget.errors import CorruptFile, InvalidInput, ModelMismatch
 from layerbudget.models.blocks import describe
 
 gguf = pytest.importorskip("gguf")
@@ -79,7 +84,7 @@ def planned(model, formats):
     blocks = plan_blocks(table, chosen)
     spent = sum(b.count for b in blocks)
     budget = {"unit": "bytes", "limit": spent, "spent": spent, "file": spent + table.fixed}
-    extra = {**extra_of(table, chosen), "bits": 8 * spent / table.numel}
+    extra = {**extra_of(table, chosen), "bits": 8 * spent / table.numel, "predicted": 0.0, "baselines": {}, "near_ties": []}
     return lb.Plan(kind="bits", rule="choices", model=describe(model), blocks=blocks, budget=budget, extra=extra)
 
 
@@ -182,3 +187,127 @@ def test_an_architecture_that_is_not_written_is_planned_all_the_same(tmp_path):
     with pytest.raises(InvalidInput, match="gpt_neox model is not written"):
         write_bits(model, plan, tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+def types_and_bytes(file):
+    return {t.name: (t.tensor_type.name, t.data.tobytes()) for t in gguf.GGUFReader(file).tensors}
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory, letters):
+    """Files in 16 bits with metadata that nobody knows: of a model with permuted rows, and of one with experts."""
+    place = tmp_path_factory.mktemp("converted")
+    for kind in ("llama", "qwen3_moe"):
+        model = build(kind)
+        write_bits(model, planned(model, ["F16"]), place / kind, tokenizer=letters)
+        reader = gguf.GGUFReader(place / kind / "model.gguf")
+        writer = gguf.GGUFWriter(place / f"{kind}.gguf", reader.fields["general.architecture"].contents())
+        for key, f in reader.fields.items():
+            if not key.startswith("GGUF.") and key not in ("general.architecture", "general.quantization_version"):
+                writer.add_key_value(key, f.contents(), f.types[0], f.types[-1] if len(f.types) > 1 else None)
+        writer.add_array("own.words", ["a", "\u00e4\u4e2d", ""])
+        writer.add_array("own.numbers", [1.5, -2.0])
+        writer.add_uint64("own.large", 2**40)
+        writer.add_int8("own.small", -3)
+        writer.add_bool("own.yes", True)
+        writer.add_custom_alignment(64)
+        for t in reader.tensors:
+            writer.add_tensor(t.name, t.data)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return place
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_a_file_that_gets_a_plans_types_has_the_tensors_of_the_written_model(tmp_path, converted, letters, kind):
+    model, source = build(kind), converted / f"{kind}.gguf"
+    plan = planned(model, ["Q8_0", "Q4_0", "F16", "Q5_1"])
+    write_bits(model, plan, tmp_path / "out", tokenizer=letters)
+    steps = []
+    receipt = requantise(source, plan, tmp_path / "planned.gguf", progress=lambda done, total: steps.append((done, total)))
+    mine, theirs = types_and_bytes(tmp_path / "out" / "model.gguf"), types_and_bytes(tmp_path / "planned.gguf")
+    assert mine == theirs and len({k for k, _ in theirs.values()}) > 3 and steps[-1] == (len(theirs), len(theirs))
+    assert receipt.bytes == receipt.planned == plan.budget["spent"]
+    assert receipt.file == (tmp_path / "planned.gguf").stat().st_size
+    before, after = (gguf.GGUFReader(f).fields for f in (source, tmp_path / "planned.gguf"))
+    changed = {"general.file_type", "general.quantization_version"}
+    kept = {k: f.contents() for k, f in before.items() if not k.startswith("GGUF.") and k not in changed}
+    assert {k: after[k].contents() for k in kept} == kept and kept["own.words"] == ["a", "\u00e4\u4e2d", ""]
+    assert all(after[k].types == before[k].types for k in kept) and after["general.quantization_version"].contents() == 2
+    assert gguf.LlamaFileType(after["general.file_type"].contents()).name != "MOSTLY_F16"
+    assert np.isfinite(log_probabilities(tmp_path / "planned.gguf", [[3, 4, 5]])).sum() > 90
+    again = requantise(tmp_path / "planned.gguf", plan, tmp_path / "again.gguf")
+    assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "planned.gguf").read_bytes() and not again.notes
+
+
+def test_an_importance_matrix_and_a_source_that_is_quantised(tmp_path, converted):
+    """Experts have importances of their own, and rounding twice is said."""
+    model = build("qwen3_moe")
+    source, plan = converted / "qwen3_moe.gguf", planned(model, ["Q4_0", "Q5_1"])
+    writer, rng = gguf.GGUFWriter(tmp_path / "imatrix.gguf", "imatrix"), np.random.default_rng(0)
+    name, sums = "blk.1.ffn_down_exps.weight", np.float32(rng.uniform(0.1, 9.0, (4, 32)))
+    writer.add_type("imatrix")
+    writer.add_tensor(f"{name}.in_sum2", sums)
+    writer.add_tensor(f"{name}.counts", np.float32([[5], [3], [0], [2]]))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    receipt = requantise(source, plan, tmp_path / "out", imatrix=str(tmp_path / "imatrix.gguf"))
+    assert receipt.method == "weighted" and "tensors have no importances" in receipt.notes[0]
+    kind, data = types_and_bytes(tmp_path / "out" / "model.gguf")[name]
+    weights = model.model.layers[1].mlp.experts.down_proj.detach().half().float().numpy()
+    ones = np.ones(32, np.float32)
+    importances = (sums[0] / 5, sums[1] / 3, ones, sums[3] / 2)
+    expected = [ggml.quantise(w, kind, h).tobytes() for w, h in zip(weights, importances, strict=True)]
+    assert data == b"".join(expected)
+    assert "#25716" in (tmp_path / "out" / "README.md").read_text()
+    other = planned(model, ["Q8_0"])
+    assert (
+        "was quantised before (Q4_0, Q5_1)" in requantise(tmp_path / "out" / "model.gguf", other, tmp_path / "b.gguf").notes[0]
+    )
+    with pytest.raises(InvalidInput, match="gptq needs the inputs.*imatrix=FILE"):
+        requantise(source, plan, tmp_path / "no.gguf", method="gptq")
+    with pytest.raises(InvalidInput, match="weighted needs an importance matrix"):
+        requantise(source, plan, tmp_path / "no.gguf", method="weighted")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.0005, 0.02, 0.5, 0.999])
+def test_a_file_that_is_cut_off_is_refused(tmp_path, converted, share):
+    whole = (converted / "llama.gguf").read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(CorruptFile, match="is no GGUF file, or it is cut off"):
+        requantise(tmp_path / "cut.gguf", planned(build("llama"), ["Q8_0"]), tmp_path / "out.gguf")
+    assert [f.name for f in tmp_path.iterdir()] == ["cut.gguf"]
+
+
+def test_a_plan_of_another_model_is_refused(tmp_path, converted, capsys):
+    wide = planned(build("llama", intermediate_size=160), ["Q8_0"])
+    with pytest.raises(ModelMismatch, match=r"another model.*mlp.down_proj has 10240 weights in the plan and 6144"):
+        requantise(converted / "llama.gguf", wide, tmp_path / "out.gguf")
+    deep = planned(build("llama", num_hidden_layers=4), ["Q8_0"])
+    deep.save(tmp_path / "plan.json")
+    asked = ["apply", str(converted / "llama.gguf"), str(tmp_path / "plan.json"), "-o", str(tmp_path / "o.gguf"), "--quiet"]
+    assert main(asked) == 2 and "model.layers.3.mlp.down_proj is not in it" in " ".join(capsys.readouterr().err.split())
+    assert main([*asked, "--samples", "3"]) == 2 and "--samples has no meaning for a GGUF file" in capsys.readouterr().err
+    planned(build("llama"), ["Q8_0"]).save(tmp_path / "plan.json", overwrite=True)
+    assert main(asked) == 0 and main(asked) == 2
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["o.gguf", "plan.json"]
+
+
+@pytest.mark.parametrize("name", ["someone/model-1b", "/models/mine"])
+def test_the_card_says_what_a_model_was_made_from(name):
+    from huggingface_hub import ModelCard
+
+    plan = planned(build("llama"), ["Q8_0", "Q4_0"])
+    named = dataclasses.replace(plan, model={**plan.model, "id": name})
+    rows = {m: {"format": f, "bytes": 1} for m, f in plan.extra["formats"].items()}
+    numbers = {"plan_digest": plan.digest, "bytes": 1, "planned": 1, "tensors": 1, "file": 2, "bits": 4.5}
+    receipt = QuantisationReceipt(method="rtn", family="gguf", model=named.model, modules=rows, **numbers)
+    card = ModelCard(model_card(named, receipt), ignore_metadata_errors=False)
+    held = card.data.to_dict()
+    on_hub = {"base_model": name, "base_model_relation": "quantized"} if name[0] != "/" else {}
+    assert held == {**on_hub, "quantized_by": "layerbudget", "pipeline_tag": "text-generation", "tags": ["gguf"]}
+    assert "| bits per weight | 4.5000 " in card.text and "llama-quantize --pure" in card.text

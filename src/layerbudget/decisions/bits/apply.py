@@ -35,6 +35,7 @@ from ...records import Record, write_text
 from ...storage.folders import check_folder, new_folder
 from ...storage.parts import Parts
 from .blocks import check_writable, layers_of, modules_by_name, peaks
+from .card import model_card
 from .export import auto_round, llama_cpp
 from .gguf import GGUF_FILE, GgufWriter, recount_gguf
 from .imatrix import IMATRIX_FILE, counted, entries, importances, write_imatrix
@@ -338,6 +339,7 @@ def _finish(folder: Path, tokenizer: Any, plan: Plan, rounding: _Rounding, write
         notes=tuple(notes),
         versions=versions(),
     )
+    write_text(folder / "README.md", model_card(plan, receipt))
     plan.save(folder / "plan.json")
     receipt.save(folder / "receipt.json")
     return receipt

@@ -1,0 +1,322 @@
+"""Give a GGUF file the types of a plan: everything else in it stays as it is, byte for byte.
+
+This is the road for every model that llama.cpp's converter knows. Tensors go through the memory one after the other, some rows
+at a time; ggml rounds them. Rows may stand in another order than in the model: types hold every row by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...compressors import ggml
+from ...compressors.formats import find_format, need_gguf
+from ...errors import CorruptFile, CoverageError, InvalidInput, ModelMismatch, NotFound
+from ...models.machine import versions
+from ...plan import Plan
+from ...progress import Progress, Steps
+from ...records import write_text
+from ...storage.folders import new_folder
+from ...storage.writing import check_output, check_space, new_file, whole
+from .apply import QuantisationReceipt
+from .card import model_card
+from .export import llama_cpp
+from .gguf import GGUF_FILE, file_type, recount_gguf
+from .gguf_names import CONVERT, Names
+from .imatrix import read_imatrix
+from .program import formats_of_plan
+
+_ROWS = 1 << 24  # weights that are rounded at a time
+_UINT32 = 4  # GGUF's number for a value of 32 bits
+
+
+def requantise(
+    source: Path | str,
+    plan: Plan,
+    out: Path | str,
+    *,
+    method: str | None = None,
+    imatrix: str | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> QuantisationReceipt:
+    """Write a GGUF file again with the types of a plan, and return its record; metadata and other tensors are copied.
+
+    Args:
+        source: The file, in 16 or 32 bits as ``convert_hf_to_gguf.py`` writes it. One that is quantised is read back first.
+        plan: Of kind ``bits`` for GGUF, made from the same model in transformers.
+        out: The file to write (``planned.gguf``), or a folder for it with the plan, the record and a model card.
+        method: ``rtn``, or ``weighted`` by an importance matrix; by default what the plan was measured with.
+        imatrix: An importance matrix of llama.cpp, for ``weighted``.
+        overwrite: Replace what an earlier call wrote.
+        progress: Called with (tensors done, tensors).
+
+    Raises:
+        NotFound: There is no such file.
+        CorruptFile: It is no GGUF file, or is cut off.
+        ModelMismatch: The plan or the importance matrix belongs to another model.
+        InvalidInput: A plan of another kind, a method that needs the model, a type that needs an importance matrix.
+    """
+    formats, held = formats_of_plan(plan), _File.open(source)
+    weighted = _method(plan, method, imatrix)
+    work = _Work(held, formats, plan, None if imatrix is None else read_imatrix(imatrix))
+    name, single = Path(out).name, Path(out).suffix == ".gguf"
+    check_space({out: work.size})
+    if single:
+        check_output(out, overwrite=overwrite)
+        place = Path(out).absolute()
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with whole(place), new_file(place.parent, name, lambda _: place) as file:
+            return work.write(file, weighted, progress)
+    with new_folder(out, overwrite=overwrite) as folder:
+        receipt = work.write(folder / GGUF_FILE, weighted, progress)
+        write_text(folder / "tensor-types.txt", llama_cpp(plan))
+        write_text(folder / "README.md", model_card(plan, receipt))
+        plan.save(folder / "plan.json")
+        receipt.save(folder / "receipt.json")
+    return receipt
+
+
+def _method(plan: Plan, method: str | None, imatrix: str | None) -> str:
+    """The method that rounds; what the file alone does not suffice for is refused."""
+    method = method or ("weighted" if imatrix is not None else str(plan.extra["method"]))
+    if plan.extra.get("family") != "gguf":
+        raise InvalidInput("This plan holds no gguf formats.", "", "Plan with --format gguf.")
+    if method == "gptq":
+        raise InvalidInput(
+            "gptq needs the inputs of the model's matrices, and a GGUF file has none.",
+            "A file is rounded to nearest, or by an importance matrix.",
+            "Use --method weighted --set imatrix=FILE, or --method rtn; or apply the plan to the model itself.",
+        )
+    if method == "weighted" and imatrix is None:
+        raise InvalidInput(
+            "weighted needs an importance matrix of the file.",
+            "apply writes one beside the model (imatrix.gguf), and so does llama-imatrix.",
+            "Use --set imatrix=FILE, or --method rtn.",
+        )
+    if method not in ("rtn", "weighted") or (method == "rtn" and imatrix is not None):
+        raise InvalidInput(f"The method {method} does not round a GGUF file so.", "rtn does, and weighted by a matrix.", "")
+    return method
+
+
+@dataclasses.dataclass(frozen=True)
+class _File:
+    """A GGUF file that is read."""
+
+    path: Path
+    reader: Any
+
+    @classmethod
+    def open(cls, source: Path | str) -> _File:
+        path, gguf = Path(source), need_gguf()
+        if not path.is_file():
+            raise NotFound(f"There is no file {path}.", "", "Check the path.")
+        try:
+            reader = gguf.GGUFReader(path)
+        except (ValueError, IndexError, KeyError, UnicodeDecodeError, OverflowError, TypeError) as error:
+            raise CorruptFile(f"{path} is no GGUF file, or it is cut off.", "", "Copy it again, or convert again.") from error
+        held = cls(path, reader)
+        if reader.endianess != gguf.GGUFEndian.LITTLE:
+            raise InvalidInput(f"{path} is in the other byte order.", "", "Convert it on this kind of machine.")
+        if (held.value("split.count") or 1) > 1:
+            raise InvalidInput(f"{path} is one part of several.", "", "Join them: llama-gguf-split --merge.")
+        if held.value("general.architecture") is None or not held.layers:
+            raise InvalidInput(f"{path} holds no language model.", "", CONVERT)
+        return held
+
+    def value(self, key: str) -> Any:
+        field = self.reader.get_field(key)
+        return None if field is None else field.contents()
+
+    @property
+    def layers(self) -> int:
+        return int(self.value(f"{self.value('general.architecture')}.block_count") or 0)
+
+    def head(self, kinds: Mapping[str, Any], whole_type: int) -> bytes:
+        """Metadata as they are, but for the type and version of the whole; and the list of tensors in their new types."""
+        reader, gguf = self.reader, need_gguf()
+        fields = [f for key, f in reader.fields.items() if not key.startswith("GGUF.")]
+        start, stop = fields[0].offset, reader.tensors[0].field.offset
+        keys, count = bytearray(reader.data[start:stop].tobytes()), len(fields)
+        wanted = {"general.file_type": whole_type, "general.quantization_version": gguf.GGML_QUANT_VERSION}
+        for key, value in wanted.items():
+            field = reader.fields.get(key)
+            if field is None:
+                keys += struct.pack("<Q", len(key)) + key.encode() + struct.pack("<II", _UINT32, value)
+                count += 1
+            elif field.types == [gguf.GGUFValueType.UINT32]:
+                place = field.offset - start + sum(p.nbytes for p in field.parts[:-1])
+                keys[place : place + 4] = struct.pack("<I", value)
+        tensors, offset = bytearray(), 0
+        for tensor in reader.tensors:
+            kind = kinds.get(tensor.name, tensor.tensor_type)
+            tensors += b"".join(p.tobytes() for p in tensor.field.parts[:4]) + struct.pack("<IQ", kind, offset)
+            offset += self.padded(_bytes(tensor.shape, kind))
+        version = int(self.value("GGUF.version"))
+        first = b"GGUF" + struct.pack("<IQQ", version, len(reader.tensors), count)
+        found = first + bytes(keys) + bytes(tensors)
+        return found + b"\0" * (self.padded(len(found)) - len(found))
+
+    def padded(self, size: int) -> int:
+        return -(-size // int(self.reader.alignment)) * int(self.reader.alignment)
+
+
+def _bytes(shape: Any, kind: Any) -> int:
+    per, size = need_gguf().GGML_QUANT_SIZES[kind]
+    return math.prod(int(n) for n in shape) // per * size
+
+
+class _Work:
+    """One file, the types that its tensors get, and how they are rounded."""
+
+    def __init__(self, held: _File, formats: Mapping[str, str], plan: Plan, importances: Mapping[str, Any] | None) -> None:
+        self.held, self.plan, self.formats, self.importances = held, plan, formats, importances
+        self.gguf, self.notes = need_gguf(), list[str]()
+        self.tensors = {t.name: t for t in held.reader.tensors}
+        self.stored = self._names()
+        types = {t: formats[m] for m, tensors in self.stored.items() for t in tensors}
+        if any(types[t] != formats[m] for m, tensors in self.stored.items() for t in tensors):
+            raise InvalidInput("The experts of a tensor have several types.", "In GGUF they have one.", "Plan with --by layer.")
+        self.kinds = {t: self.gguf.GGMLQuantizationType[find_format(f).name] for t, f in types.items()}
+        self._check()
+        self.head = held.head(self.kinds, int(file_type(self.gguf, list(formats.values()))))
+        left = (held.padded(_bytes(t.shape, self.kinds.get(n, t.tensor_type))) for n, t in self.tensors.items())
+        self.size = len(self.head) + sum(left)
+
+    def _names(self) -> dict[str, tuple[str, ...]]:
+        """Tensors of every planned matrix; gate and up of experts may be one tensor in the file too."""
+        names = Names(str(self.held.value("general.architecture")), self.held.layers)
+        found = {}
+        for matrix in self.formats:
+            tensors = [f"{t}.weight" for t in names.find(matrix)]
+            if len(tensors) == 2 and tensors[0] not in self.tensors:
+                tensors = [tensors[0].replace("ffn_gate_exps", "ffn_gate_up_exps")]
+            if not tensors or any(t not in self.tensors for t in tensors):
+                raise self._other(f"{matrix} is not in it")
+            found[matrix] = tuple(tensors)
+        return found
+
+    def _check(self) -> None:
+        """Refuse a plan whose matrices have other sizes than the file's."""
+        for block in self.plan.blocks:
+            tensors = {t for m in block.modules for t in self.stored[m]}
+            shared = any(t in own for m, own in self.stored.items() if m not in block.modules for t in tensors)
+            numel = sum(math.prod(int(n) for n in self.tensors[t].shape) for t in tensors)
+            if not shared and numel != block.numel:
+                raise self._other(f"{block.name} has {block.numel} weights in the plan and {numel} in the file")
+        for name, kind in self.kinds.items():
+            find_format(kind.name).check(name, int(self.tensors[name].shape[0]))
+        if self.importances is None:
+            blind = next((k.name for k in self.kinds.values() if find_format(k.name).needs_inputs), None)
+            if blind:
+                raise InvalidInput(
+                    f"{blind} is rounded with an importance matrix only.", "", "Use --method weighted --set imatrix=FILE."
+                )
+        elif not set(self.importances) & set(self.kinds):
+            raise ModelMismatch("The importance matrix names none of the file's tensors.", "", "Make one of this model.")
+
+    def _other(self, why: str) -> ModelMismatch:
+        told = f"The plan is of another model than {self.held.path}: {why}."
+        return ModelMismatch(told, "", "Plan for the model that the file was converted from.")
+
+    def write(self, file: Path, method: str, progress: Progress | None) -> QuantisationReceipt:
+        """Write the file, count it again, and return the record."""
+        tick = Steps(progress, len(self.tensors))
+        with file.open("wb") as out:
+            out.write(self.head)
+            for name, tensor in self.tensors.items():
+                start = out.tell()
+                for part in self._content(name, tensor):
+                    out.write(np.ascontiguousarray(part).data)
+                size = out.tell() - start
+                out.write(b"\0" * (self.held.padded(size) - size))
+                tick()
+        return self._receipt(file, method)
+
+    def _content(self, name: str, tensor: Any) -> Iterator[np.ndarray]:
+        """The bytes of a tensor, some rows at a time."""
+        kind = self.kinds.get(name, tensor.tensor_type)
+        if kind == tensor.tensor_type:
+            yield tensor.data
+            return
+        width = int(tensor.shape[0])
+        stack = tensor.data.reshape(-1, *tensor.data.shape[-2:])
+        importance = self._importance(name, len(stack), width)
+        step = max(1, _ROWS // width)
+        for i, matrix in enumerate(stack):
+            for start in range(0, len(matrix), step):
+                rows = self._read(matrix[start : start + step], tensor.tensor_type)
+                if find_format(kind.name).plain:
+                    yield self.gguf.quantize(rows, kind)
+                else:
+                    given = None if importance is None else importance[i]
+                    yield ggml.quantise(rows, kind.name, given, threads=torch.get_num_threads())
+
+    def _read(self, rows: np.ndarray, kind: Any) -> np.ndarray:
+        """Rows as numbers; a type that is no plain number is read back by ggml."""
+        plain = kind.name in ("F32", "F16", "BF16", "F64")
+        found = self.gguf.dequantize(rows, kind) if plain else ggml.dequantise(rows, kind.name)
+        if not np.isfinite(found).all():
+            raise CoverageError(f"{self.held.path} holds numbers that are not finite.", "", "Convert the model again.")
+        return np.asarray(found, dtype=np.float32)
+
+    def _importance(self, name: str, copies: int, width: int) -> np.ndarray | None:
+        """Mean squares of the inputs, ``(copies, width)``; ones for experts that no token reached."""
+        if self.importances is None or name not in self.importances:
+            return None
+        sums, counts = self.importances[name]
+        if sums.shape[1] != width or copies % len(counts):
+            told = (
+                f"The importance matrix is of another model: {name} has {sums.shape[1]} inputs there and {width} in the file."
+            )
+            raise ModelMismatch(told, "", "Make one of this model.")
+        seen = counts[:, None] > 0
+        found = np.where(seen, sums / np.where(seen, counts[:, None], 1), 1).astype(np.float32)
+        return np.repeat(found, copies // len(counts), axis=0)
+
+    def _receipt(self, file: Path, method: str) -> QuantisationReceipt:
+        found, plan = recount_gguf(file), self.plan
+        total, planned = sum(found[t] for t in self.kinds), int(plan.counts.sum())
+        if total != planned or file.stat().st_size != self.size:
+            raise CoverageError(
+                f"The matrices take {total} bytes, {planned} were planned.", "", "Report this; nothing is kept."
+            )
+        shares = {t: sum(t in own for own in self.stored.values()) for t in self.kinds}
+        return QuantisationReceipt(
+            method=method,
+            family="gguf",
+            plan_digest=plan.digest,
+            model=dict(plan.model),
+            modules={
+                m: {"format": f, "bytes": sum(found[t] // shares[t] for t in self.stored[m])} for m, f in self.formats.items()
+            },
+            bytes=total,
+            planned=planned,
+            tensors=sum(found.values()),
+            file=self.size,
+            bits=8 * total / sum(b.numel for b in plan.blocks),
+            notes=tuple(self._notes()),
+            versions=versions(),
+        )
+
+    def _notes(self) -> list[str]:
+        """What a user should know: types that were quantised before, and tensors without importances."""
+        before = [self.tensors[n].tensor_type.name for n, k in self.kinds.items() if self.tensors[n].tensor_type != k]
+        again = sorted({k for k in before if k not in ("F32", "F16", "BF16", "F64")})
+        notes = []
+        if again:
+            notes.append(
+                f"{self.held.path.name} was quantised before ({', '.join(again)}): its errors stay, and those of the plan "
+                "come on top. A file in 16 bits gives a better one."
+            )
+        bare = [n for n in self.kinds if self.importances is not None and n not in self.importances]
+        if bare:
+            notes.append(f"{len(bare)} tensors have no importances and are rounded to nearest: {', '.join(bare[:3])}.")
+        return notes
