@@ -20,6 +20,7 @@ from layerbudget.decisions.bits.blocks import formats_table
 from layerbudget.decisions.bits.card import model_card
 from layerbudget.decisions.bits.gguf import file_bytes, head_bytes
 from layerbudget.decisions.bits.gguf_names import ARCHITECTURES, architecture
+from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.bits.program import extra_of, plan_blocks
 from layerbudget.decisions.bits.requantise import requantise
 from layerbudget.errors import CorruptFile, InvalidInput, ModelMismatch
@@ -183,7 +184,7 @@ def test_what_llama_cpp_computes_otherwise_is_refused_with_the_remedy(kind, chan
 
 def test_an_architecture_that_is_not_written_is_planned_all_the_same(tmp_path):
     model = zoo.build("gpt-neox", hidden_size=64, intermediate_size=64)
-    plan = planned(model, ["Q8_0", "Q4_0"])
+    plan = plan_bits(model, zoo.tokens(2, 8), bits=7.0, family="gguf", draws=1)
     with pytest.raises(InvalidInput, match="gpt_neox model is not written"):
         write_bits(model, plan, tmp_path / "out")
     assert not list(tmp_path.iterdir())

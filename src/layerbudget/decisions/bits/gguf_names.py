@@ -108,13 +108,19 @@ def architecture(config: Any) -> Architecture:
     """Return what a model is in llama.cpp's words; one that is not written here, or is computed otherwise, is refused."""
     kind = str(config.model_type)
     odd = ARCHITECTURES[kind].against(config) if kind in ARCHITECTURES else []
-    if kind not in ARCHITECTURES or odd:
+    if not is_written(config):
         raise InvalidInput(
             f"A {kind} model{f' with {odd[0]}' if odd else ''} is not written as GGUF here.",
             f"Written are {', '.join(ARCHITECTURES)}, as llama.cpp computes them.",
             f"{CONVERT} Or plan for compressed-tensors.",
         )
     return ARCHITECTURES[kind]
+
+
+def is_written(config: Any) -> bool:
+    """Return whether :func:`architecture` has a model."""
+    kind = str(config.model_type)
+    return kind in ARCHITECTURES and not ARCHITECTURES[kind].against(config)
 
 
 # ---- numbers of the header

@@ -19,6 +19,7 @@ from torch import nn
 from ...compressors.formats import GGUF
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InvalidInput
+from ...models.blocks import config_of, text_config
 from ...models.offload import mapped
 from ...plan import Plan
 from ...progress import Progress, say
@@ -29,6 +30,7 @@ from ...storage.parts import Parts
 from .apply import request_of
 from .blocks import formats_table
 from .gguf import head_bytes
+from .gguf_names import is_written
 from .program import Limits, other_plan, plan_from_table, types_like
 from .sensitivity import DenseOutput, mean_and_error, rounding_damage
 
@@ -107,7 +109,7 @@ def plan_bits(
     if like is not None and options.get("formats") is None:  # also what the menu leaves out, such as IQ1_S
         options["formats"] = types_like(table, like)
         table = formats_table(source, **{k: v for k, v in options.items() if k in own})
-    head = head_bytes(source, tokenizer) if table.llama is not None else 0
+    head = head_bytes(source, tokenizer) if table.llama is not None and is_written(text_config(config_of(source))) else 0
     limits.bytes(dataclasses.replace(limits.restrict(table), head=head))
     held = {"data": data.digest, "check": None if check is None else check.digest}
     parts = Parts(resume, {**request_of(source, computing=True), **held, "options": {"batch_size": batch_size, **options}})
