@@ -173,8 +173,8 @@ def oracle(model, data, layer, kept, draws, seed):
 def test_predictions_are_the_fisher_form_by_autograd(name, padded):
     model, data = mixture(name, experts_implementation="eager").double(), zoo.tokens(4, 10, padded=padded)
     found = find_experts(model)
-    removals, _ = expert_removals(model, found, data, draws=2, seed=3, batch_size=3)
-    again, _ = expert_removals(model, found, data, draws=2, seed=3, batch_size=1)
+    removals = expert_removals(model, found, data, draws=2, seed=3, batch_size=3)[0]["directional"]
+    again = expert_removals(model, found, data, draws=2, seed=3, batch_size=1)[0]["directional"]
     layer, r = found[-1], removals[-1]
     np.testing.assert_allclose(again[-1].damage, r.damage, rtol=1e-4)
     for step in (1, len(r.after) - 1):
@@ -206,9 +206,10 @@ def test_scores_of_others_by_hand():
                 table["frequency"][e] += 1 / len(x)
                 table["norm"][e].append(size)
                 table["reap"][e].append(w * size)
+    removals, _ = expert_removals(model, found, data, rules=tuple(table), draws=1)
     for rule, values in table.items():
         wanted = [v if isinstance(v, float) else np.mean(v) if v else 0.0 for v in values]
-        r = expert_removals(model, found, data, rule=rule, draws=1)[0][1]
+        r = removals[rule][1]
         np.testing.assert_allclose(r.scores, wanted, rtol=1e-4)
         assert list(r.order) == sorted(range(8), key=lambda e: wanted[e])[: len(r.order)]
 
@@ -237,10 +238,26 @@ def test_plans_of_whole_numbers_are_the_best_of_all(seed):
         ranked, _ = KeptProgram(removals, even=False, exact=False).within(most, price)
         assert exact.left(ranked).sum() == min(most, 15)
     damages = {s: exact.predicted(s)[0] for s in all_steps}
-    found, _ = exact.least(1.0, lambda s: damages[tuple(s)])
+    found, _ = exact.least(1.0, lambda kept: damages[tuple(5 - len(k) for k in kept.values())])
     assert exact.left(found).sum() == min(exact.left(s).sum() for s, d in damages.items() if d <= 1.0)
     kept = exact.kept(found)
     assert all(len(kept[r.name]) == n for r, n in zip(removals, exact.left(found), strict=True))
+
+
+def test_heavy_layers_keep_whichever_set_measures_less():
+    removals, rivals = curves(0), curves(9)
+    program, steps = KeptProgram(removals, rivals), (3, 3, 0)
+    better = {**program.kept(steps), "l1": KeptProgram(rivals).kept(steps)["l1"]}
+    asked = []
+
+    def measure(kept):
+        asked.append(kept)
+        return 1.0 - 0.5 * (kept["l1"] == better["l1"]) + 0.25 * (kept["l0"] != better["l0"])
+
+    assert program.refined(steps, measure).kept(steps) == better and len(asked) == 4  # the third layer loses nothing
+    assert program.refined(steps, lambda kept: 1.0).kept(steps) == program.kept(steps)
+    rival = KeptProgram(rivals).kept(steps)
+    assert program.refined(steps, lambda kept: float(kept != rival)).kept(steps) == rival
 
 
 def test_a_curve_bends_where_experts_become_dear():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from torch import nn
@@ -17,7 +17,7 @@ from ...plan import Plan, PlanBlock
 from ...planning.costs import Budget, parse_budget
 from ...progress import Progress
 from ...records import to_jsonable
-from .program import RULES, Counts, KeptProgram
+from .program import RIVAL, RULES, KeptProgram
 from .sensitivity import expert_removals
 
 
@@ -65,28 +65,32 @@ def plan_kept_experts(
     check_experts(found)
     room = None if limit is None else _room(model, found, limit, even)
     given = {"draws": draws, "seed": seed, "batch_size": batch_size}
-    removals, passes = expert_removals(model, found, data, rule=rule, progress=progress, **given)
-    program = KeptProgram(removals, even=even, exact=rule == "directional")
-    reference, measured = Reference(model, data, batch_size), dict[Counts, float]()
+    rules = (rule, RIVAL) if rule == "directional" else (rule,)
+    removals, passes = expert_removals(model, found, data, rules=rules, progress=progress, **given)
+    program = KeptProgram(removals[rule], removals.get(RIVAL), even=even, exact=rule == "directional")
+    reference, measured = Reference(model, data, batch_size), dict[tuple[tuple[int, ...], ...], float]()
 
-    def measure(steps: Counts) -> float:
-        if steps not in measured:
-            with masked(found, program.kept(steps)):
-                measured[steps] = reference.measure()
-        return measured[steps]
+    def measure(kept: Mapping[str, list[int]]) -> float:
+        key = tuple(map(tuple, kept.values()))
+        if key not in measured:
+            with masked(found, kept):
+                measured[key] = reference.measure()
+        return measured[key]
 
     if room is None:
         steps, choice = program.least(float(damage or 0.0), measure)
-        budget = {"unit": "nats per token", "limit": damage, "spent": measure(steps)}
+        budget = {"unit": "nats per token", "limit": damage, "spent": 0.0}
     else:
         most, price, rest = room
         steps, choice = program.within(most, price)
         spent = int(price @ program.left(steps)) + rest
         budget = {"unit": "bytes" if limit and limit.unit == "bytes" else "experts", "limit": most + rest, "spent": spent}
-    predicted, error = program.predicted(steps)
-    told = {"predicted": predicted, "predicted_error": error, "measured": measure(steps), "kept": program.kept(steps)}
+    best = program.refined(steps, measure)
+    kept, (predicted, error) = best.kept(steps), best.predicted(steps)
+    budget |= {"spent": measure(kept)} if room is None else {}
+    told = {"predicted": predicted, "predicted_error": error, "measured": measure(kept), "kept": kept}
     told |= {"forecast": program.forecast(measure), "forward_passes": passes + 1 + len(measured)}
-    blocks = [_block(e, program.kept(steps)[e.name]) for e in found]
+    blocks = [_block(e, kept[e.name]) for e in found]
     return Plan(
         kind="kept-experts", rule=rule, model=describe(model), blocks=tuple(blocks), budget=budget, extra=to_jsonable(told),
         hyperparameters={**given, "even": even}, certificate={} if choice is None else choice.certificate(),

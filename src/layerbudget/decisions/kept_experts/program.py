@@ -5,6 +5,9 @@ r"""How many experts of each layer stay, from the curves of their removal; the f
 ``D_l(m)`` the predicted damage of layer l without m experts (:mod:`layerbudget.decisions.kept_experts.sensitivity`), c_l what
 one of its experts costs. The curves are the alternatives of a multiple-choice knapsack, solved exactly
 (:mod:`layerbudget.solvers.choices`).
+
+The prediction is a form at the whole model, and a large change leaves its reach. So the layers that carry most of a plan's
+damage are then tried with the set that another signal would keep, as many experts, and keep whichever measures less.
 """
 
 from __future__ import annotations
@@ -19,8 +22,10 @@ from ...plan import Plan
 from ...solvers.choices import Choice, choose
 
 RULES = ("directional", "reap", "frequency", "norm", "random")
+RIVAL = "reap"  # the signal that large changes are measured against
 SHARES = (0.875, 0.75, 0.625, 0.5)  # of the forecast
 _BEND = 3.0  # times the damage of the step before
+_HEAVY = 0.1  # of a plan's predicted damage: layers that carry as much are tried with their other set
 Counts = tuple[int, ...]  # for every layer, how many of the steps of its removal are taken
 
 
@@ -55,10 +60,15 @@ class Removal:
 
 
 class KeptProgram:
-    """Plans from removals: ``even`` ones, those of the ``exact`` program, or those of one ranking of all experts."""
+    """Plans from removals: ``even`` ones, those of the ``exact`` program, or those of one ranking of all experts.
 
-    def __init__(self, removals: Sequence[Removal], *, even: bool, exact: bool) -> None:
-        self.removals, self.even, self.exact = removals, even, exact
+    ``rivals`` are the removals by another signal, to measure against; none by default.
+    """
+
+    def __init__(
+        self, removals: Sequence[Removal], rivals: Sequence[Removal] | None = None, *, even: bool = False, exact: bool = True
+    ) -> None:
+        self.removals, self.rivals, self.even, self.exact = removals, rivals or removals, even, exact
 
     def kept(self, steps: Counts) -> dict[str, list[int]]:
         """Experts that stay, by layer."""
@@ -107,7 +117,19 @@ class KeptProgram:
             steps[min(able, key=lambda i: able[i])] += 1
         return tuple(steps)
 
-    def least(self, damage: float, measure: Callable[[Counts], float]) -> tuple[Counts, Choice | None]:
+    def refined(self, steps: Counts, measure: Callable[[Mapping[str, list[int]]], float]) -> KeptProgram:
+        """The program with removals or rivals, whichever measure less: all of them first, then those of heavy layers."""
+        both = list(zip(self.removals, self.rivals, strict=True))
+        tried = {id(r): measure(KeptProgram(r).kept(steps)) for r in (self.removals, self.rivals)}
+        best = list(min((self.removals, self.rivals), key=lambda r: tried[id(r)]))
+        cost, damage = min(tried.values()), [float(r.damage[s]) for r, s in zip(self.removals, steps, strict=True)]
+        for i in (i for i in np.argsort(damage)[::-1].tolist() if damage[i] >= _HEAVY * sum(damage)):
+            other = [*best[:i], both[i][best[i] is both[i][0]], *best[i + 1 :]]
+            if (found := measure(KeptProgram(other).kept(steps))) < cost:
+                best, cost = other, found
+        return KeptProgram(best)
+
+    def least(self, damage: float, measure: Callable[[Mapping[str, list[int]]], float]) -> tuple[Counts, Choice | None]:
         """As few experts as a measured damage allows, by halving."""
         price = np.ones(len(self.removals), dtype=np.int64)
         floors = [r.floor for r in self.removals]
@@ -115,20 +137,21 @@ class KeptProgram:
         high = sum(r.experts for r in self.removals)
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if measure(self.within(middle, price)[0]) <= damage else (middle + 1, high)
+            low, high = (low, middle) if measure(self.kept(self.within(middle, price)[0])) <= damage else (middle + 1, high)
         return self.within(high, price)
 
-    def forecast(self, measure: Callable[[Counts], float]) -> list[dict[str, float]]:
+    def forecast(self, measure: Callable[[Mapping[str, list[int]]], float]) -> list[dict[str, float]]:
         """At about every share of ``SHARES``: share and number that stay, damage predicted, its standard error, measured."""
         price = np.ones(len(self.removals), dtype=np.int64)
         floors, total = [r.floor for r in self.removals], sum(r.experts for r in self.removals)
         least, rows = max(floors) * len(floors) if self.even else sum(floors), dict[Counts, dict[str, float]]()
         for share in (s for s in SHARES if int(s * total) >= least):
             steps, _ = self.within(int(share * total), price)
-            predicted, error = self.predicted(steps)
+            best = self.refined(steps, measure)
+            predicted, error = best.predicted(steps)
             experts = int(self.left(steps).sum())
             told = {"keep": experts / total, "experts": experts, "predicted": predicted, "error": error}
-            rows[steps] = {**told, "measured": measure(steps)}
+            rows[steps] = {**told, "measured": measure(best.kept(steps))}
         return list(rows.values())
 
 

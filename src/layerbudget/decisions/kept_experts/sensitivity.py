@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -52,10 +52,12 @@ class _Held:
 class ExpertSums(Accumulator):
     """Tables of all layers, and the removals that follow from them. ``counts`` are the target tokens of every sequence."""
 
-    def __init__(self, found: Sequence[ExpertLayer], losses: Sequence[Loss], rule: str, seed: int, counts: np.ndarray) -> None:
+    def __init__(
+        self, found: Sequence[ExpertLayer], losses: Sequence[Loss], rules: Sequence[str], seed: int, counts: np.ndarray
+    ) -> None:
         self.layers = {e.name: e for e in found}
-        self.losses, self.rule, self.seed, self.counts = losses, rule, seed, counts
-        self.removals: dict[str, Removal] = {}
+        self.losses, self.rules, self.seed, self.counts = losses, rules, seed, counts
+        self.removals: dict[str, dict[str, Removal]] = {}
         self._held: dict[str, _Held] = {}
         self._batch: Batch | None = None
 
@@ -91,18 +93,24 @@ class ExpertSums(Accumulator):
         """See :meth:`Accumulator.finalize`."""
         for name in names:
             held = self._held.pop(name)
-            self.removals[name] = self._removal(self.layers[name], held)
+            self.removals[name] = self._removals(self.layers[name], held)
         return False
 
-    def _removal(self, layer: ExpertLayer, held: _Held) -> Removal:
+    def _removals(self, layer: ExpertLayer, held: _Held) -> dict[str, Removal]:
+        """The removal by every rule."""
         place = list(self.layers).index(layer.name)
         sets = _Sets(layer, held, self.counts)
-        single = sets.singles()
-        scores = _scores(self.rule, sets, torch.cat(held.norms), torch.cat(held.real), [self.seed, place])
-        found = sets.remove(scores)
-        return Removal(
-            name=layer.name, experts=layer.count, single=single, scores=single if scores is None else scores, **found
-        )
+        single, found = sets.singles(), dict[str, Removal]()
+        for rule in self.rules:
+            scores = None
+            if rule != "directional":
+                scores = _scores(rule, sets, torch.cat(held.norms), torch.cat(held.real), (self.seed, place))
+            order, after, damage, rest = sets.remove(scores)
+            found[rule] = Removal(
+                name=layer.name, experts=layer.count, order=order, after=after, damage=damage, rest=rest, single=single,
+                scores=single if scores is None else scores,
+            )  # fmt: skip
+        return found
 
 
 class _Sets:
@@ -111,9 +119,13 @@ class _Sets:
     def __init__(self, layer: ExpertLayer, held: _Held, counts: np.ndarray) -> None:
         self.layer, self.counts, self.tokens = layer, counts, float(counts.sum())
         self.x, self.rows, self.table = torch.cat(held.x), torch.cat(held.rows), torch.cat(held.table, 1)
-        self.kept = list(range(layer.count))
-        self.dense = self.gates = self._gates(self.x, self.kept)
-        self.sums = torch.zeros(len(self.table), len(counts), device=self.x.device)
+        self.dense = self._gates(self.x, range(layer.count))
+        self._begin()
+
+    def _begin(self) -> None:
+        """Have all experts again."""
+        self.kept, self.gates = list(range(self.layer.count)), self.dense
+        self.sums = torch.zeros(len(self.table), len(self.counts), device=self.x.device)
 
     def _gates(self, x: torch.Tensor, kept: Sequence[int]) -> torch.Tensor:
         index = torch.tensor(sorted(kept))
@@ -137,8 +149,9 @@ class _Sets:
         """Damage of every expert alone, ``(E,)``."""
         return np.array([self.damage(self.without(e)[0]) for e in self.kept])
 
-    def remove(self, scores: np.ndarray | None) -> dict[str, Any]:
+    def remove(self, scores: np.ndarray | None) -> tuple[tuple[int, ...], np.ndarray, np.ndarray, np.ndarray]:
         """Let experts go one after the other: those of the lowest scores, or by the damage of what is left."""
+        self._begin()
         order, after, sums = list[int](), [0], [self.sums]
         size, least = self.layer.count // self.layer.groups, self.layer.floor // self.layer.groups
         for _ in range(size - least):
@@ -161,10 +174,10 @@ class _Sets:
         damage = each.sum(1) / self.tokens
         share = np.sqrt(len(self.counts) / max(len(self.counts) - 1, 1)) / self.tokens
         rest = (each - damage[:, None] * self.counts) * share
-        return {"order": tuple(order), "after": np.array(after), "damage": damage, "rest": rest}
+        return tuple(order), np.array(after), damage, rest
 
 
-def _scores(rule: str, sets: _Sets, norms: torch.Tensor, real: torch.Tensor, seed: Sequence[int]) -> np.ndarray | None:
+def _scores(rule: str, sets: _Sets, norms: torch.Tensor, real: torch.Tensor, seed: Sequence[int]) -> np.ndarray:
     r"""What a rule ranks experts by, ``(E,)``: over the tokens T_e that are given expert e,
 
         frequency   |T_e| / T               norm   mean over T_e of ||y_e(x)||
@@ -172,8 +185,6 @@ def _scores(rule: str, sets: _Sets, norms: torch.Tensor, real: torch.Tensor, see
 
     An expert that no token is given has zero.
     """
-    if rule == "directional":
-        return None
     if rule == "random":
         return np.random.default_rng(seed).random(sets.layer.count)
     gates, norms = sets.dense[real], norms[real]
@@ -190,18 +201,18 @@ def expert_removals(
     found: Sequence[ExpertLayer],
     data: CalibrationSet,
     *,
-    rule: str = "directional",
+    rules: Sequence[str] = ("directional",),
     draws: int = 4,
     seed: int = 0,
     batch_size: int = 8,
     progress: Progress | None = None,
-) -> tuple[tuple[Removal, ...], float]:
-    """The removal of every layer in order, and the forward equivalents spent: ``1 + 2 draws + E/k - 1``, E of all experts."""
+) -> tuple[dict[str, tuple[Removal, ...]], float]:
+    """The removals of all layers by rule, and the forward equivalents spent: ``1 + 2 draws``, and E/k for the table."""
     losses = [SampledLoss(1009 * seed + draw) for draw in range(draws)]
     batches = list(unlabelled(model, data, batch_size))
     counts = np.concatenate([(b.targets != IGNORE).reshape(b.size, -1).sum(1).cpu().numpy() for b in batches]).astype(float)
     blocks = [Block(name=e.name, modules=(Module(name=e.name, d_in=e.d, d_out=e.d),)) for e in found]
-    sums = ExpertSums(found, losses, rule, seed, counts)
+    sums = ExpertSums(found, losses, rules, seed, counts)
     feed(model, batches, blocks, sums, tick=Steps(progress, data.samples, "gradients"), alone=True)
     passes = 1.0 + 2.0 * draws + float(np.mean([e.count / e.top_k for e in found]))
-    return tuple(sums.removals[e.name] for e in found), passes
+    return {rule: tuple(sums.removals[e.name][rule] for e in found) for rule in rules}, passes

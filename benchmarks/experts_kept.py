@@ -1,0 +1,257 @@
+"""Which experts stay: rules beside each other on a trained mixture, predicted beside measured; held-out KL and perplexity.
+
+    python benchmarks/experts_kept.py --model FOLDER [--books FOLDER] --out benchmarks/results/experts_kept_NAME.md
+
+FOLDER has calibration.txt and evaluation.txt beside the model, as benchmarks/train_second_model.py leaves them. Every rule sees
+the same calibration windows, three seeds. --books: also calibrate on code, and evaluate on code and on the books' ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import layerbudget as lb
+from layerbudget.decisions.kept_experts.program import KeptProgram, Removal
+from layerbudget.decisions.kept_experts.sensitivity import expert_removals
+from layerbudget.execution.divergence import Reference, sequence_losses
+from layerbudget.execution.modes import inference
+from layerbudget.models.experts import find_experts, masked
+
+SHARES, SEEDS = (0.875, 0.75, 0.625, 0.5), (0, 1, 2)
+RULES = ("random", "frequency", "norm", "reap", "directional")
+
+
+class Bench:
+    """A model with held-out texts, and what plans cost there."""
+
+    def __init__(self, model, texts):
+        self.model, self.found = model, find_experts(model)
+        self.references = {name: Reference(model, data, 8) for name, data in texts.items()}
+        self.texts, self.seen = texts, {}
+
+    def on(self, data):
+        """What measures plans on calibration text, and counts them."""
+        reference, seen = Reference(self.model, data, 8), {}
+
+        def measure(kept):
+            key = tuple(map(tuple, kept.values()))
+            if key not in seen:
+                measure.count += 1
+                with masked(self.found, kept):
+                    seen[key] = reference.measure()
+            return seen[key]
+
+        measure.count = 0
+        return measure
+
+    def cost(self, kept, name):
+        """KL from the whole model, nats per token, and perplexity."""
+        key = (name, tuple(map(tuple, kept.values())))
+        if key not in self.seen:
+            with masked(self.found, kept):
+                self.seen[key] = self.references[name].measure(), self.perplexity(name)
+        return self.seen[key]
+
+    @torch.no_grad()
+    def perplexity(self, name):
+        total = count = 0.0
+        with inference(self.model):
+            for batch in self.texts[name].batches(8):
+                ids = batch["input_ids"]
+                total += float(sequence_losses(self.model(**batch).logits[:, :-1], ids[:, 1:]).sum())
+                count += ids[:, 1:].numel()
+        return math.exp(total / count)
+
+
+def singly(bench, data):
+    """KL on the calibration text without every expert alone, ``(layers, E)``: one forward each."""
+    reference, rows = Reference(bench.model, data, 8), []
+    for layer in bench.found:
+        row = []
+        for expert in range(layer.count):
+            with masked([layer], {layer.name: [e for e in range(layer.count) if e != expert]}):
+                row.append(reference.measure())
+        rows.append(np.array(row))
+    return rows
+
+
+def by_singles(found, rows):
+    """Removals by damages of single experts, added up."""
+    out = []
+    for layer, row in zip(found, rows, strict=True):
+        order = np.argsort(row)[: layer.count - layer.floor]
+        damage = np.append(0.0, row[order].cumsum())
+        rest = np.zeros((len(damage), 1))
+        out.append(Removal(name=layer.name, experts=layer.count, order=tuple(order.tolist()), after=np.arange(len(damage)),
+                           damage=damage, rest=rest, single=row, scores=row))  # fmt: skip
+    return out
+
+
+def plans_of(bench, data, seed, rules=RULES, singles=True):
+    """Programs by rule, passes that they cost, and damages of single experts: predicted, measured."""
+    programs = {}
+    removals, passes = expert_removals(bench.model, bench.found, data, rules=rules, seed=seed)
+    for rule in rules:
+        programs[rule] = removals[rule], passes if rule == "directional" else 0.0 if rule == "random" else 1.0
+    measured = singly(bench, data) if singles else None
+    if singles:
+        programs["measured singly"] = by_singles(bench.found, measured), 1.0 + sum(map(len, measured))
+    predicted = np.concatenate([r.single for r in programs["directional"][0]])
+    return programs, predicted, None if measured is None else np.concatenate(measured)
+
+
+def ranks(values):
+    return np.argsort(np.argsort(values))
+
+
+def within(program, share):
+    total = sum(r.experts for r in program.removals)
+    return program.within(int(share * total), np.ones(len(program.removals), dtype=np.int64))[0]
+
+
+def table(head, rows):
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return [*lines, *("| " + " | ".join(row) + " |" for row in rows), ""]
+
+
+def figure(values):
+    mean = f"{np.mean(values):.3g}"
+    return mean if len(values) < 2 else f"{mean} ({min(values):.3g} to {max(values):.3g})"
+
+
+def compare(bench, seeds, take):
+    """Tables of all rules, and of what was predicted."""
+    costs, said, single = {}, {}, []
+    passes = {}
+    for seed in seeds:
+        data = take(seed)
+        programs, predicted, measured = plans_of(bench, data, seed)
+        there = measured > 1e-9
+        ratio, a, b = predicted[there] / measured[there], np.log(predicted[there] + 1e-12), np.log(measured[there])
+        single.append((np.corrcoef(ranks(predicted), ranks(measured))[0, 1], np.corrcoef(a, b)[0, 1], np.median(ratio)))
+        measure = bench.on(data)
+        programs["predicted alone"] = programs["directional"]
+        for (rule, (removals, spent)), even in itertools.product(programs.items(), (True, False)):
+            exact = rule in ("directional", "predicted alone", "measured singly")
+            rivals = programs["reap"][0] if rule == "directional" else None
+            program = KeptProgram(removals, rivals, even=even, exact=exact)
+            for share in SHARES:
+                steps, before = within(program, share), measure.count
+                best = program.refined(steps, measure) if rule == "directional" else program
+                passes.setdefault((rule, even), []).append(spent + measure.count - before)
+                costs.setdefault((rule, even, share), []).append(bench.cost(best.kept(steps), "held-out"))
+                if rule == "directional":
+                    kept = best.kept(steps)
+                    told = (*best.predicted(steps), measure(kept), costs[rule, even, share][-1][0])
+                    said.setdefault((even, share), []).append(told)
+    return costs, said, single, passes
+
+
+def report(bench, a, costs, said, single, passes):
+    found = bench.found
+    shape = f"{len(found)} layers of {found[0].count} experts, {found[0].top_k} per token"
+    size = f"{sum(p.numel() for p in bench.model.parameters()) / 1e6:.1f} M parameters"
+    lines = [f"# Experts that stay: {a.name}", "", f"{type(bench.model).__name__}, {size}, {shape}. Perplexity "
+             f"{bench.perplexity('held-out'):.2f} on the held-out text ({a.windows} x {a.length} tokens), calibration "
+             f"{a.samples} x {a.length} tokens, mean of {len(SEEDS)} seeds (least to largest).", "",
+             "KL from the whole model on held-out text, nats per token:", ""]  # fmt: skip
+    names = [
+        (rule, even) for even in (True, False) for rule in (*RULES[:-1], "predicted alone", "directional", "measured singly")
+    ]
+    head = ("rule", "counts", "passes", *(f"{100 * (1 - s):g} % gone" for s in SHARES))
+    for which, title in ((0, None), (1, "Perplexity there:")):
+        lines += [title, ""] if title else []
+        lines += table(head, [(rule, "even" if even else "uneven", f"{np.mean(passes[rule, even]):.0f}",
+                               *(figure([c[which] for c in costs[rule, even, s]]) for s in SHARES)) for rule, even in names])  # fmt: skip
+    lines += [
+        "`predicted alone` is the plan before heavy layers are measured against REAP's sets.",
+        "",
+        "Predicted before anything is removed, beside measured on held-out text:",
+        "",
+    ]
+    rows = []
+    for (even, share), values in said.items():
+        p, e, c, m = (np.array([v[i] for v in values]) for i in range(4))
+        which, gone = "even" if even else "uneven", f"{100 * (1 - share):g} %"
+        rows.append((which, gone, figure(p), f"{e.mean():.2g}", figure(c), figure(m), figure(p / m), figure(c / m)))
+    lines += table(
+        (
+            "counts",
+            "gone",
+            "predicted",
+            "standard error",
+            "with masks on the calibration text",
+            "held-out",
+            "predicted over held-out",
+            "with masks over held-out",
+        ),
+        rows,
+    )
+    r, log, ratio = np.array(single).T
+    lines += [f"Single experts, predicted beside measured on the calibration text: rank correlation {figure(r)}, correlation of "
+              f"logarithms {figure(log)}, predicted over measured {figure(ratio)} in the median.", ""]  # fmt: skip
+    return lines
+
+
+def specialised(bench, data):
+    """Calibrated on code: what is kept of code and of books."""
+    programs, _, _ = plans_of(bench, data, 0, rules=("frequency", "reap", "directional"), singles=False)
+    rows, measure = [], bench.on(data)
+    for (rule, (removals, _)), even in itertools.product(programs.items(), (True, False)):
+        rivals = programs["reap"][0] if rule == "directional" else None
+        program = KeptProgram(removals, rivals, even=even, exact=rule == "directional")
+        plans = [within(program, share) for share in (0.75, 0.5)]
+        kept = [(program.refined(p, measure) if rivals else program).kept(p) for p in plans]
+        rows.append((rule, "even" if even else "uneven",
+                     *(f"{bench.cost(k, name)[0]:.3g}" for name in ("code", "books") for k in kept)))  # fmt: skip
+    head = ("rule", "counts", "code, 25 % gone", "code, 50 %", "books, 25 %", "books, 50 %")
+    return ["Calibrated on code (one seed); held-out KL on code and on books:", "", *table(head, rows)]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--name")
+    parser.add_argument("--books", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--windows", type=int, default=24)
+    a = parser.parse_args()
+    a.name, started = a.name or Path(a.model).name, time.process_time()
+    torch.set_num_threads(1)
+    model, tokenizer = lb.load_model(a.model), lb.load_tokenizer(a.model)
+
+    def read(source, samples, seed=0):
+        return lb.calibration(source, tokenizer, samples=samples, length=a.length, seed=seed)
+
+    bench = Bench(model, {"held-out": read(f"{a.model}/evaluation.txt", a.windows)})
+    lines = report(bench, a, *compare(bench, SEEDS, lambda seed: read(f"{a.model}/calibration.txt", a.samples, seed)))
+    a.out.write_text("\n".join(lines))
+    if a.books:
+        ends = a.out.with_suffix(".books.txt")
+        ends.write_text(
+            "\n".join(t[int(0.95 * len(t)) :] for f in sorted(a.books.glob("*.txt")) for t in [f.read_text(errors="ignore")])
+        )
+        code = a.out.with_suffix(".code.txt")
+        from layerbudget.data import stdlib
+
+        code.write_text("\n".join(text for _, text in stdlib.read("evaluation")[0]))
+        texts = {"code": read(str(code), a.windows), "books": read(str(ends), a.windows)}
+        lines += specialised(Bench(model, texts), read("stdlib", a.samples))
+        code.unlink()
+        ends.unlink()
+    lines += [f"{time.process_time() - started:.0f} s of one core.", ""]
+    a.out.write_text("\n".join(lines))
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
