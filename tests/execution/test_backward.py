@@ -11,7 +11,7 @@ from torch import nn
 from layerbudget.errors import CoverageError, CurvatureFailure, InvalidInput
 from layerbudget.execution import backward, memory
 from layerbudget.execution.backward import Accumulator, SampledLoss, data_loss, feed
-from layerbudget.models.blocks import partition
+from layerbudget.models.blocks import end_modules, partition
 from layerbudget.records import Block, Module
 from layerbudget.sensitivity.curvature.kronecker import Factors, Sums, Tokens
 from layerbudget.sensitivity.gain import score
@@ -126,11 +126,21 @@ def test_layers_below_the_first_block_are_not_walked_backwards():
     assert {k[0].split(".")[2] for k in walked.found} == {"2", "3"}
 
 
+def test_embedding_and_head_are_walked_too():
+    model, data = zoo.mistral(2), zoo.tokens(5, 12, vocabulary=61)
+    ends = [Block(name=m.name, modules=(m,)) for m in end_modules(model)]
+    whole, walked = Keep((data_loss, SampledLoss(3))), Keep((data_loss, SampledLoss(3)))
+    for keep, walk in ((whole, "whole"), (walked, "layers")):
+        feed(model, data, ends, keep, walk=walk, batch_size=2)
+    assert set(walked.found) == set(whole.found) and len(whole.found) == 2 * 2 * 3
+    for key, (a, b) in whole.found.items():
+        assert torch.allclose(walked.found[key][0], a, rtol=1e-4, atol=1e-6)
+        assert torch.allclose(walked.found[key][1], b, rtol=1e-3, atol=1e-7), key
+
+
 def test_what_cannot_be_walked_is_refused_or_falls_back(monkeypatch, caplog):
     model, data = zoo.mistral(2), zoo.tokens(2, 8, vocabulary=61)
     head = [Block(name="head", modules=(Module(name="lm_head", d_out=61, d_in=24),))]
-    with pytest.raises(CoverageError, match="outside"):
-        feed(model, data, head, Keep((data_loss,)), walk="layers")
     with pytest.raises(InvalidInput, match="walk"):
         feed(model, data, head, Keep((data_loss,)), walk="backwards")
     plain, features = zoo.dense("mlp"), zoo.labelled("mlp")

@@ -270,7 +270,7 @@ def test_a_byte_per_entry_is_enough():
     generator = torch.Generator().manual_seed(0)
     delta = [torch.randn(9, 40, generator=generator) * s for s in (1e-8, 3.0)]
     a, b = torch.randn(2, 7, 40, generator=generator), torch.randn(2, 7, 9, generator=generator)
-    held = InBytes([[delta[0][rows], None, delta[1][rows]] for rows in (slice(0, 4), slice(4, 9))])
+    held = InBytes((9, 40), [[delta[0][rows], None, delta[1][rows]] for rows in (slice(0, 4), slice(4, 9))])
     exact = Written([delta[0], torch.zeros(9, 40), delta[1]])
 
     def near(found, whole):

@@ -110,7 +110,9 @@ class RoundingErrors(Watch):
     def of(self, name: str) -> InBytes:
         """The errors of a matrix in the anchors, made from all its rows."""
         self._take()
-        return InBytes(self._pieces(name, self.names[name][len(self.formats) :]))
+        module = self.modules[name]
+        shape = module.copies * module.d_out, module.d_in
+        return InBytes(shape, self._pieces(name, self.names[name][len(self.formats) :]))
 
     def settle(self, names: Sequence[str]) -> None:
         """See :meth:`Watch.settle`: sample the matrices, and forget their inputs."""
@@ -140,9 +142,8 @@ class RoundingErrors(Watch):
         if form is None:
             return None
         held = rows if self.offloaded is None else rows.to(self.offloaded.device, self.offloaded.dtype)
-        return self.quantiser.quantise(held, prepared, Level(format=form, peak=self.peaks.get(name))).weight - held.to(
-            torch.float32
-        )
+        level = Level(format=form, peak=self.peaks.get(name))
+        return self.quantiser.quantise(held, prepared, level).weight - held.to(torch.float32)
 
     def _prepared(self, found: InputMoments | None) -> Any:
         return None if self.quantiser.statistic == "none" else self.treating.prepared(found, self._made)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 
@@ -91,26 +90,30 @@ class Written(Directions):
 class InBytes(Directions):
     """Candidates that are written down in one byte per entry, under one scale per row: what that rounds off is noise.
 
-    ``pieces`` hold rows of the matrix, one piece below the other: treated minus present weights ``(rows, d_in)`` of every
-    candidate, None for no change.
+    ``pieces`` hold rows of a matrix ``(d_out, d_in)``, one piece below the other: treated minus present weights of every
+    candidate, ``(rows, d_in)``, None for no change.
     """
 
     groups = 1
 
-    def __init__(self, pieces: Iterable[Sequence[torch.Tensor | None]]) -> None:
-        rows = [[None if d is None else self._bytes(d) for d in piece] for piece in pieces]
-        self.held = [None if each[0] is None else self._below(each) for each in zip(*rows, strict=True)]
+    def __init__(self, shape: tuple[int, int], pieces: Iterable[Sequence[torch.Tensor | None]]) -> None:
+        self.held: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+        start, tiny = 0, torch.finfo(torch.float32).tiny
+        for piece in pieces:
+            if not self.held:
+                self.held = [None if d is None else self._room(d, shape) for d in piece]
+            stop = start
+            for held, delta in zip(self.held, piece, strict=True):
+                if held is not None and delta is not None:
+                    stop = start + len(delta)
+                    scale = held[1][start:stop] = (delta.abs().amax(1, keepdim=True) / 127).clamp_min(tiny)
+                    held[0][start:stop] = (delta / scale).round_()
+            start = stop
         self.levels = len(self.held)
 
     @staticmethod
-    def _bytes(delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scale = delta.abs().amax(1, keepdim=True).to(torch.float32).clamp_min(torch.finfo(torch.float32).tiny) / 127
-        return (delta / scale).round_().to(torch.int8), scale
-
-    @staticmethod
-    def _below(pieces: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        codes, scales = zip(*pieces, strict=True)
-        return torch.cat(codes), torch.cat(scales)
+    def _room(like: torch.Tensor, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        return like.new_empty(shape, dtype=torch.int8), like.new_empty(shape[0], 1)
 
     def along(self, gradient: torch.Tensor) -> torch.Tensor:
         """See :meth:`Directions.along`."""
