@@ -225,6 +225,9 @@ def test_recipes_for_other_tools():
     assert {n: f"w{w['bits']}-g{w['group_size']}" for n, w in made.items()} == dict(formats)
     with pytest.raises(InvalidInput, match="holds no gguf formats"):
         llama_cpp(plan)
+    experts = planned(zoo.build("mixtral", **WIDE), "compressed-tensors", 4.2, unwritten="plan")
+    with pytest.raises(InvalidInput, match=r"down_proj is a stack of experts, and AutoRound.*--format gguf"):
+        auto_round(experts)
 
 
 def test_nothing_half_written(tmp_path, monkeypatch):

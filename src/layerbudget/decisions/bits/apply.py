@@ -36,7 +36,7 @@ from ...storage.folders import check_folder, new_folder
 from ...storage.parts import Parts
 from .blocks import check_writable, layers_of, modules_by_name, peaks
 from .card import model_card
-from .export import auto_round, llama_cpp
+from .export import auto_round, llama_cpp, stacks
 from .gguf import GGUF_FILE, GgufWriter, recount_gguf
 from .imatrix import IMATRIX_FILE, counted, entries, importances, write_imatrix
 from .packed import ZERO_POINTS, PackedWriter, check_loads, recount_safetensors
@@ -318,7 +318,7 @@ def _finish(folder: Path, tokenizer: Any, plan: Plan, rounding: _Rounding, write
         write_text(folder / "tensor-types.txt", llama_cpp(plan))
         if rounding.sums and rounding.data is not None:
             write_imatrix(folder / IMATRIX_FILE, rounding.sums, rounding.data.describe())
-    elif not any(find_format(f).floating for f in formats.values()):
+    elif not (stacks(formats) or any(find_format(f).floating for f in formats.values())):
         write_text(folder / "autoround-layer_config.json", auto_round(plan))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)

@@ -29,6 +29,7 @@ from ...compressors.formats import (
 from ...errors import InvalidInput, UnknownBlock
 from ...models.blocks import config_of, end_modules, layers, partition, pretrained, text_config, weight_of
 from ...records import Block, Module, natural_key
+from .export import stacks
 from .gguf import fixed_bytes, stored_tensors
 from .gguf_names import ROUTERS, architecture, find_architecture, find_names, split_stacks
 from .mixes import LlamaModel
@@ -235,6 +236,7 @@ def _split(model: nn.Module, blocks: Sequence[Block], target: Runtime, what: str
         return tuple(sorted((*free, *kept), key=lambda b: natural_key(b.name))), reasons
     share = sum(b.numel for b in kept) / sum(m.numel for m in matrices)
     other = "plan for a tool that writes them (--unwritten plan, then export --to auto-round)"
+    other = "plan for llama.cpp (--format gguf)" if stacks(b.name for b in kept) else other
     other = "plan for compressed-tensors (--format compressed-tensors)" if target.family == GGUF else other
     raise InvalidInput(
         f"No file holds {len(kept)} of {len(matrices)} matrices ({share:.0%} of the weights) in fewer than 16 bits, first "

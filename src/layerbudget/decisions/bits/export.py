@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from ...compressors.formats import GGUF, PACKED, Format, find_format
@@ -26,7 +27,11 @@ def llama_cpp(plan: Plan) -> str:
 def auto_round(plan: Plan) -> str:
     """Return ``{module: {bits, group_size, sym, data_type}}`` as JSON, for ``AutoRound(layer_config=...)``."""
     found: dict[str, dict[str, Any]] = {}
-    for name, form in _formats(plan, PACKED).items():
+    formats = _formats(plan, PACKED)
+    if stacked := stacks(formats):
+        told = f"{stacked[0]} is a stack of experts, and AutoRound takes each expert for a module."
+        raise InvalidInput(told, "Its table would match nothing.", "Plan for llama.cpp (--format gguf).")
+    for name, form in formats.items():
         if form.floating:
             what = f"{name} gets {form.name}, and AutoRound's table is written for integers alone."
             raise InvalidInput(what, "", "Apply the plan here, or plan with integers (w4-g32, ...).")
@@ -54,6 +59,11 @@ def mlx(plan: Plan) -> str:
     rounded = [f for f in forms.values() if not f.plain]
     least = {"group_size": min((f.group or 0 for f in rounded), default=64), "bits": min((f.bits for f in rounded), default=4)}
     return json.dumps({"quantization": {**least, **held}}, indent=1) + "\n"
+
+
+def stacks(names: Iterable[str]) -> list[str]:
+    """Return the names of stacks of experts: tools that take each expert for a module match none of them."""
+    return [n for n in names if n.endswith((".experts.gate_up_proj", ".experts.down_proj"))]
 
 
 def _formats(plan: Plan, family: str) -> dict[str, Format]:

@@ -294,7 +294,8 @@ def _add_vocabulary(writer: Any, tokenizer: Any, size: int) -> list[str]:
             tokens[i], kinds[i] = token, _CONTROL if i in special else _NORMAL
     splits = splits.replace("\\\\", "\\")
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(next((name for part, name in _SPLITS.items() if part in splits), "gpt-2"))
+    known = next((name for part, name in _SPLITS.items() if part in splits), None)
+    writer.add_tokenizer_pre(known or "gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in model["merges"]])
@@ -305,6 +306,10 @@ def _add_vocabulary(writer: Any, tokenizer: Any, size: int) -> list[str]:
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, str):
         writer.add_chat_template(template)
+    if known is None and ('"Regex"' in splits or '"Digits"' in splits):
+        return [
+            "llama.cpp splits texts as GPT-2 does here, the tokenizer by a rule of its own: some words become other tokens."
+        ]
     return []
 
 
