@@ -20,11 +20,11 @@ import torch
 import layerbudget as lb
 from layerbudget.decisions.kept_experts.program import KeptProgram, Removal
 from layerbudget.decisions.kept_experts.sensitivity import expert_removals
-from layerbudget.execution.divergence import Reference, sequence_losses
+from layerbudget.execution.divergence import Reference
 from layerbudget.execution.modes import inference
 from layerbudget.models.experts import find_experts, masked
 
-SHARES, SEEDS = (0.875, 0.75, 0.625, 0.5), (0, 1, 2)
+SHARES = (0.875, 0.75, 0.625, 0.5)
 RULES = ("random", "frequency", "norm", "reap", "directional")
 
 
@@ -33,8 +33,30 @@ class Bench:
 
     def __init__(self, model, texts):
         self.model, self.found = model, find_experts(model)
-        self.references = {name: Reference(model, data, 8) for name, data in texts.items()}
-        self.texts, self.seen = texts, {}
+        self.texts, self.seen = {name: next(data.batches(data.samples)) for name, data in texts.items()}, {}
+        self.whole = {name: self.output(name) for name in self.texts}
+
+    @torch.no_grad()
+    def output(self, name):
+        """Log-probabilities, ``(samples, length, vocabulary)``."""
+        with inference(self.model):
+            return torch.cat(
+                [self.model(input_ids=ids).logits.log_softmax(-1) for ids in self.texts[name]["input_ids"].split(8)]
+            )
+
+    def cost(self, kept, name):
+        """KL from the whole model, nats per token, and perplexity, from one forward."""
+        key = (name, tuple(map(tuple, kept.values())))
+        if key not in self.seen:
+            with masked(self.found, kept):
+                now = self.output(name)
+            clean = self.whole[name]
+            self.seen[key] = float((clean.exp() * (clean - now)).sum(-1).mean()), self.perplexity(name, now)
+        return self.seen[key]
+
+    def perplexity(self, name, now=None):
+        now, ids = self.whole[name] if now is None else now, self.texts[name]["input_ids"]
+        return math.exp(-float(now[:, :-1].gather(-1, ids[:, 1:, None]).mean()))
 
     def on(self, data):
         """What measures plans on calibration text, and counts them."""
@@ -50,24 +72,6 @@ class Bench:
 
         measure.count = 0
         return measure
-
-    def cost(self, kept, name):
-        """KL from the whole model, nats per token, and perplexity."""
-        key = (name, tuple(map(tuple, kept.values())))
-        if key not in self.seen:
-            with masked(self.found, kept):
-                self.seen[key] = self.references[name].measure(), self.perplexity(name)
-        return self.seen[key]
-
-    @torch.no_grad()
-    def perplexity(self, name):
-        total = count = 0.0
-        with inference(self.model):
-            for batch in self.texts[name].batches(8):
-                ids = batch["input_ids"]
-                total += float(sequence_losses(self.model(**batch).logits[:, :-1], ids[:, 1:]).sum())
-                count += ids[:, 1:].numel()
-        return math.exp(total / count)
 
 
 def singly(bench, data):
@@ -128,8 +132,7 @@ def figure(values):
 
 def compare(bench, seeds, take):
     """Tables of all rules, and of what was predicted."""
-    costs, said, single = {}, {}, []
-    passes = {}
+    costs, said, single, passes = {}, {}, [], {}
     for seed in seeds:
         data = take(seed)
         programs, predicted, measured = plans_of(bench, data, seed)
@@ -160,7 +163,7 @@ def report(bench, a, costs, said, single, passes):
     size = f"{sum(p.numel() for p in bench.model.parameters()) / 1e6:.1f} M parameters"
     lines = [f"# Experts that stay: {a.name}", "", f"{type(bench.model).__name__}, {size}, {shape}. Perplexity "
              f"{bench.perplexity('held-out'):.2f} on the held-out text ({a.windows} x {a.length} tokens), calibration "
-             f"{a.samples} x {a.length} tokens, mean of {len(SEEDS)} seeds (least to largest).", "",
+             f"{a.samples} x {a.length} tokens, mean of {len(a.seeds)} seeds (least to largest).", "",
              "KL from the whole model on held-out text, nats per token:", ""]  # fmt: skip
     names = [
         (rule, even) for even in (True, False) for rule in (*RULES[:-1], "predicted alone", "directional", "measured singly")
@@ -222,8 +225,9 @@ def main():
     parser.add_argument("--books", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--samples", type=int, default=16)
-    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--windows", type=int, default=24)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     a = parser.parse_args()
     a.name, started = a.name or Path(a.model).name, time.process_time()
     torch.set_num_threads(1)
@@ -233,7 +237,7 @@ def main():
         return lb.calibration(source, tokenizer, samples=samples, length=a.length, seed=seed)
 
     bench = Bench(model, {"held-out": read(f"{a.model}/evaluation.txt", a.windows)})
-    lines = report(bench, a, *compare(bench, SEEDS, lambda seed: read(f"{a.model}/calibration.txt", a.samples, seed)))
+    lines = report(bench, a, *compare(bench, a.seeds, lambda seed: read(f"{a.model}/calibration.txt", a.samples, seed)))
     a.out.write_text("\n".join(lines))
     if a.books:
         ends = a.out.with_suffix(".books.txt")

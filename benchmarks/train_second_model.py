@@ -42,6 +42,22 @@ ARCHITECTURES = {
     "gemma2": {"sliding_window": 512},  # post-norms, gelu, capped logits
     "gemma3_text": {"sliding_window": 512},
     "qwen3": {},
+    "glm4_moe": {
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "moe_intermediate_size": 96,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "partial_rotary_factor": 1.0,
+        "use_qk_norm": True,
+    },  # sigmoid routing, a shared expert
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "router_aux_loss_coef": 0.01},
 }
 WIKITEXT = {
@@ -71,7 +87,7 @@ def split(folder: Path, wikitext: Path | None, python: bool):
 
 def configuration(architecture: str, large: bool, vocabulary: int):
     sizes, more = dict(LARGE if large else SMALL), dict(ARCHITECTURES[architecture])
-    width = sizes["hidden_size"] // sizes["num_attention_heads"]
+    width = more.get("hidden_size", sizes["hidden_size"]) // sizes["num_attention_heads"]
     if architecture.startswith("gemma"):
         more["query_pre_attn_scalar"] = width
     if architecture == "qwen3_moe":
@@ -79,7 +95,7 @@ def configuration(architecture: str, large: bool, vocabulary: int):
         sizes["num_hidden_layers"] //= 2
     return AutoConfig.for_model(
         architecture, vocab_size=vocabulary, head_dim=width, max_position_embeddings=512, tie_word_embeddings=True,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes, **more,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, **{**sizes, **more},
     )  # fmt: skip
 
 
@@ -90,6 +106,19 @@ def perplexity(model, ids, length=256, most=64):
     starts = torch.linspace(0, len(ids) - length, most).long()
     total = sum(float(model(input_ids=ids[None, i : i + length], labels=ids[None, i : i + length]).loss) for i in starts)
     return math.exp(total / most)
+
+
+def balance(model, speed=0.002):
+    """Let correction biases follow the load, as DeepSeek-V3 trains them: experts with few tokens are chosen more often."""
+
+    def follow(router, given, output):
+        if router.training:
+            load = torch.bincount(output[2].flatten(), minlength=len(router.e_score_correction_bias)).float()
+            router.e_score_correction_bias += speed * torch.sign(load.mean() - load)
+
+    for module in model.modules():
+        if hasattr(module, "e_score_correction_bias"):
+            module.register_forward_hook(follow)
 
 
 def tokenizer_of(texts, size):
@@ -131,6 +160,7 @@ def main():
     stream = torch.tensor(tokenizer("\n".join(parts["train"]), verbose=False)["input_ids"])
     config = configuration(a.architecture, a.large, len(tokenizer))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    balance(model)
     optimiser = torch.optim.AdamW(model.parameters(), lr=a.peak, betas=(0.9, 0.95), weight_decay=0.05)
     started, step, done = time.process_time(), 0, 0.0
     generator = torch.Generator().manual_seed(1)
