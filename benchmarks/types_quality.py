@@ -16,6 +16,7 @@ import argparse
 import functools
 import hashlib
 import json
+import re
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -48,6 +49,7 @@ MIXES = ("Q2_K", "IQ2_M", "Q3_K_M", "IQ3_M", "IQ4_XS", "Q4_K_S", "Q4_K_M", "Q5_K
 MENU = "IQ2_XXS IQ2_XS IQ2_S Q2_K IQ3_XXS IQ3_S Q3_K IQ4_XS IQ4_NL Q4_K Q5_K Q6_K Q8_0".split()
 NARROW = ["Q4_1", "Q5_0", "Q5_1"]  # beside them where 256 does not divide all rows
 METHODS = ("weighted", "gptq")
+SIMPLE = ("row-error", "gradient", "squared")
 RULES = ("mix", "uniform", "row-error", "gradient", "squared", "measured", "directional", "sampled", "directional, whole")
 SAID = {
     "row-error": "#15550's score",
@@ -107,7 +109,7 @@ def write_importance(model: torch.nn.Module, moments: Mapping[str, Any], file: P
     for name, parts in places(model, list(moments)).items():
         own = moments[name]
         width = next(m.value.shape[0] for m in own if m.value is not None)
-        sums = np.stack([np.zeros(width, np.float32) if m.value is None else m.value.diagonal().numpy() for m in own])
+        sums = np.stack([np.zeros(width, np.float32) if m.value is None else m.value.numpy() for m in own])
         for part in parts:
             writer.add_tensor(f"{part}.in_sum2", sums)
             writer.add_tensor(f"{part}.counts", np.array([[m.rows] for m in own], dtype=np.float32))
@@ -150,7 +152,7 @@ class Bench:
 
     def __init__(self, a: argparse.Namespace) -> None:
         self.a, self.name = a, Path(a.model).name
-        tokenizer = lb.load_tokenizer(a.model)
+        self.tokenizer = tokenizer = lb.load_tokenizer(a.model)
         self.model = lb.load_model(a.model, dtype="float32").eval()
         self.fit = lb.calibration(f"{a.model}/calibration.txt", tokenizer, samples=a.samples, length=a.length, seed=a.seed)
         stream = torch.tensor(tokenizer(Path(a.model, "evaluation.txt").read_text(), verbose=False)["input_ids"])
@@ -162,9 +164,11 @@ class Bench:
         self.modules = {m.name: m for b in self.table.blocks for m in b.modules}
         self.dense = {n: [v.clone() for v in self.views(n)] for n in self.modules}
         self.clean = self.log_probabilities(self.held)
-        self.moments, self.head = self._moments()
+        self.moments, self.head = {}, torch.zeros(0)
+        for method in METHODS:
+            self._moments(method)
         self.imatrix = a.scratch / f"{self.name}-{a.seed}.imatrix.gguf"
-        write_importance(self.model, self.moments, self.imatrix, a.length)
+        write_importance(self.model, self.moments["weighted"], self.imatrix, a.length)
         self._tables: dict[tuple[str, str], tuple[Table, float]] = {}
         self._made: dict[tuple[str, str, str], list[np.ndarray]] = {}
         self._prepared: dict[Any, Any] = {}
@@ -190,28 +194,26 @@ class Bench:
     def log_probabilities(self, ids: torch.Tensor) -> list[torch.Tensor]:
         return [torch.log_softmax(self.model(input_ids=part).logits.float(), -1) for part in ids.split(4)]
 
-    def _moments(self) -> tuple[dict[str, Any], torch.Tensor]:
+    def _moments(self, method: str) -> None:
         """Second moments of every matrix's inputs in the dense model, and the mean squares of the head's."""
-        found, treating = {}, Treating(self.model, quantiser_of("gptq"))
+        found, treating = self.moments.setdefault(method, {}), Treating(self.model, quantiser_of(method))
         with inference(self.model):
             walk = Walk(self.model, self.fit, batch_size=8)
             walk.capture()
             for layer, (prefix, _) in enumerate(walk.layers):
-                inside = [m for n, m in self.modules.items() if n.startswith(f"{prefix}.")]
-                found |= treating.collect(walk, inside).found
+                found |= treating.collect(walk, [m for n, m in self.modules.items() if n.startswith(f"{prefix}.")]).found
                 if layer + 1 < len(walk):
                     walk.advance()
-            base = self.model.get_decoder()
-            hidden = [base.norm(h) for h in walk.finals()]
+            hidden = [self.model.get_decoder().norm(h) for h in walk.finals()]
             walk.close()
-        return found, torch.cat([h.reshape(-1, h.shape[-1]) for h in hidden]).square().mean(0)
+        self.head = torch.cat([h.reshape(-1, h.shape[-1]) for h in hidden]).square().mean(0)
 
     def rounded(self, name: str, kind: str, method: str) -> list[torch.Tensor]:
         """A matrix in a type with the dense model's inputs, one tensor per copy."""
         if find_format(kind).plain:
             return [v.half().float() for v in self.dense[name]]
         if (name, kind, method) not in self._made:
-            quantiser, own = quantiser_of(method), self.moments.get(name)
+            quantiser, own = quantiser_of(method), self.moments[method].get(name)
             made = []
             for i, view in enumerate(self.dense[name]):
                 made.append(quantiser.quantise(view, self._prepare(own and own[i], method), Level(format=kind)).data)
@@ -222,8 +224,7 @@ class Bench:
         if moment is None or moment.value is None:
             return None
         if (moment, method) not in self._prepared:
-            made = moment.value.diagonal().contiguous() if method == "weighted" else quantiser_of(method).prepare(moment.value)
-            self._prepared[moment, method] = made
+            self._prepared[moment, method] = quantiser_of(method).prepare(moment.value)
         return self._prepared[moment, method]
 
     def written(self, types: Mapping[str, str], method: str) -> dict[str, list[torch.Tensor]]:
@@ -247,15 +248,17 @@ class Bench:
     # ---- damages
 
     def damages(self, rule: str, method: str) -> tuple[Table, float]:
-        """Damages by a score, and the passes that it took."""
+        """Damages by a score, and the passes that it took; kept on disk."""
         if (rule, method) not in self._tables:
-            make = {"directional": self._directional, "sampled": self._sampled, "measured": self._measured}
-            self.put({})
-            if rule in make:
-                self._tables[rule, method] = make[rule](method)
-            else:
-                for name, table in self._simple(method).items():
-                    self._tables[name, method] = table
+            kept = {r: self.a.scratch / f"{self.name}-{self.a.seed}-{method}-{r}.npz" for r in (rule, *SIMPLE)}
+            if not kept[rule].is_file():
+                self.put({})
+                make = {"directional": self._directional, "sampled": self._sampled, "measured": self._measured}
+                made = {rule: make[rule](method)} if rule in make else self._simple(method)
+                for name, (damage, passes, seconds) in made.items():
+                    np.savez(kept[name], damage=damage, passes=passes, seconds=seconds)
+            held = np.load(kept[rule])
+            self._tables[rule, method] = self._with(held["damage"], method), float(held["passes"])
         return self._tables[rule, method]
 
     def _with(self, damage: np.ndarray, method: str) -> Table:
@@ -264,11 +267,12 @@ class Bench:
             **{**{f: getattr(self.table, f) for f in self.table.__dataclass_fields__}, "damage": kept, "method": method}
         )
 
-    def _directional(self, method: str, **more: Any) -> tuple[Table, float]:
+    def _directional(self, method: str, **more: Any) -> tuple[np.ndarray, float, float]:
+        start = time.process_time()
         found = rounding_damage(self.model, self.fit, family="gguf", formats=self.menu, method=method, unwritten="plan", **more)
-        return self._with(Table.of(found).damage, method), found.extra["choices"]["passes"]
+        return Table.of(found).damage, found.extra["choices"]["passes"], time.process_time() - start
 
-    def _sampled(self, method: str) -> tuple[Table, float]:
+    def _sampled(self, method: str) -> tuple[np.ndarray, float, float]:
         return self._directional(method, **json.loads(self.a.sampled))
 
     def _levels(self) -> Iterator[tuple[int, int, str, str]]:
@@ -277,13 +281,13 @@ class Bench:
                 for module in block.modules:
                     yield i, j, module.name, self.table.formats[j]
 
-    def _simple(self, method: str) -> dict[str, tuple[Table, float]]:
+    def _simple(self, method: str) -> dict[str, tuple[np.ndarray, float, float]]:
         """Scores of rounding errors and single numbers per weight or column.
 
         row-error: squared errors, columns weighted by the importance matrix (embedding and head: by the head's inputs).
         gradient: |gradient of the loss x rounding error|. squared: half the squared gradients of sequences x squared errors.
         """
-        parameters = {n: weight_of(self.model, n)[1] for n in self.modules}
+        start, parameters = time.process_time(), {n: weight_of(self.model, n)[1] for n in self.modules}
         tokens = self.fit.input_ids.numel()
         squares = {n: torch.zeros_like(p) for n, p in parameters.items()}
         sums = {n: torch.zeros_like(p) for n, p in parameters.items()}
@@ -296,26 +300,22 @@ class Bench:
                     sums[n] += p.grad / tokens
                     squares[n] += p.grad.square() / (2 * tokens)
         self.model.zero_grad()
-        damage = {rule: np.zeros(self.table.damage.shape) for rule in ("row-error", "gradient", "squared")}
+        damage = {rule: np.zeros(self.table.damage.shape) for rule in SIMPLE}
         for i, j, name, kind in self._levels():
             gradient = torch.stack(list(sums[name])) if sums[name].ndim == 3 else sums[name][None]
             square = squares[name] if squares[name].ndim == 3 else squares[name][None]
             for copy, (dense, new) in enumerate(zip(self.dense[name], self.rounded(name, kind, method), strict=True)):
-                change, own = new - dense, self.moments.get(name)
+                change, own = new - dense, self.moments["weighted"].get(name)
                 seen = None if own is None or own[copy].value is None else own[copy]
-                weigh = self.head if own is None else None if seen is None else seen.value.diagonal() / seen.rows
+                weigh = self.head if own is None else None if seen is None else seen.value / seen.rows
                 damage["row-error"][i, j] += float((change.square() * (1.0 if weigh is None else weigh)).double().sum())
                 damage["gradient"][i, j] += float((change * gradient[copy]).abs().double().sum())
                 damage["squared"][i, j] += float((change.square() * square[copy]).double().sum())
-        passes = {"row-error": 1.0, "gradient": 3.0, "squared": 3.0}
-        return {rule: (self._with(d, method), passes[rule]) for rule, d in damage.items()}
+        return {r: (d, 1.0 if r == "row-error" else 3.0, time.process_time() - start) for r, d in damage.items()}
 
-    def _measured(self, method: str) -> tuple[Table, float]:
+    def _measured(self, method: str) -> tuple[np.ndarray, float, float]:
         """KL on the calibration text with one block in one type; forwards begin at the block's layer and count whole."""
-        file = self.a.scratch / f"{self.name}-{self.a.seed}-{method}-measured.npy"
-        passes = 1.0 + float(self.table.has[:, :-1].sum())
-        if file.is_file():
-            return self._with(np.load(file), method), passes
+        start, passes = time.process_time(), 1.0 + float(self.table.has[:, :-1].sum())
         data = CalibrationSet(input_ids=self.fit.input_ids[: self.a.measured_samples])
         damage = np.zeros(self.table.damage.shape)
         clean = self.log_probabilities(data.input_ids)
@@ -341,8 +341,7 @@ class Bench:
                 if layer + 1 < len(walk):
                     walk.advance()
             walk.close()
-        np.save(file, damage)
-        return self._with(damage, method), passes
+        return damage, passes, time.process_time() - start
 
     # ---- plans
 
@@ -355,6 +354,22 @@ class Bench:
         weights, types, size = from_file(self.model, file, list(self.modules))
         return weights, types, size, file.stat().st_size
 
+    def choice(self, like: str, method: str, rule: str) -> tuple[Table, np.ndarray, float | None, float]:
+        """The table and the types chosen in it, their predicted damage and the passes that it took."""
+        limit, passes = self.mix(like)[2], 1.0
+        if rule == "uniform":
+            return self.table, uniform(self.table, limit), None, passes
+        table, passes = self.damages(rule.removesuffix(", whole"), method)
+        chosen = choose(table.damage, table.size, limit).chosen
+        return table, chosen, float(table.damage[np.arange(len(chosen)), chosen].sum()), passes
+
+    def types(self, like: str, method: str, rule: str) -> dict[str, str]:
+        """The type of every matrix."""
+        if rule == "mix":
+            return self.mix(like)[1]
+        table, chosen, *_ = self.choice(like, method, rule)
+        return {m.name: table.formats[j] for b, j in zip(table.blocks, chosen, strict=True) for m in b.modules}
+
     def row(self, like: str, method: str, rule: str) -> dict[str, Any]:
         """One plan, in the model as a whole."""
         weights, types, limit, file = self.mix(like)
@@ -362,13 +377,8 @@ class Bench:
         if rule == "mix":
             weights = weights if method == "weighted" else self.written(types, method)
         else:
-            if rule == "uniform":
-                table, chosen = self.table, uniform(self.table, limit)
-            else:
-                table, passes = self.damages(rule.removesuffix(", whole"), method)
-                chosen = choose(table.damage, table.size, limit).chosen
-                predicted = float(table.damage[np.arange(len(chosen)), chosen].sum())
-            types = {m.name: table.formats[j] for b, j in zip(table.blocks, chosen, strict=True) for m in b.modules}
+            table, chosen, predicted, passes = self.choice(like, method, rule)
+            types = self.types(like, method, rule)
             spent = int(table.size[np.arange(len(chosen)), chosen].sum())
             weights = {} if rule.endswith("whole") else self.written(types, method)
         self.put(weights)
@@ -380,6 +390,51 @@ class Bench:
         kinds = {k: sum(v == k for v in types.values()) for k in sorted(set(types.values()))}
         return {"model": self.name, "seed": self.a.seed, "like": like, "method": method, "rule": rule, "bytes": spent,
                 "file": file - limit + spent, "passes": passes, "predicted": predicted, "types": kinds, **found}  # fmt: skip
+
+    # ---- the same in llama.cpp
+
+    def in_runtime(self, like: str, rule: str, chunks: int = 24) -> dict[str, Any]:
+        """A plan's file by llama-quantize, and its KLD by llama-perplexity beside ours on the same tokens.
+
+        llama-perplexity reads chunks of a text and compares the second half of each; so do we here.
+        """
+        types = self.types(like, "weighted", rule)
+        names, file = places(self.model, list(types)), self.a.scratch / f"{self.name}-{like}-{rule}.gguf"
+        lines = [f"^{re.escape(t)}$={kind.lower()}" for n, kind in types.items() for t in names[n]]
+        file.with_suffix(".types").write_text("\n".join(lines) + "\n")
+        options = ["--imatrix", str(self.imatrix), "--tensor-type-file", str(file.with_suffix(".types"))]
+        subprocess.run(
+            [str(self.a.quantise), *options, str(self.a.base), str(file), "Q8_0", "1"], check=True, capture_output=True
+        )
+        weights, _, _ = from_file(self.model, file, list(types))
+        same = sum(all(map(torch.equal, weights[n], self.rounded(n, kind, "weighted"))) for n, kind in types.items())
+        text = Path(self.a.model, "evaluation.txt").read_text().splitlines(keepends=True)
+        part, step = [], len(text) // 8
+        for start in range(0, 8 * step, step):  # eight places of the text, so that all sources are there
+            part += text[start : start + step // 8]
+        source = self.a.scratch / f"{self.name}-runtime.txt"
+        source.write_text("".join(part))
+        ids = torch.tensor(self.tokenizer("".join(part), verbose=False)["input_ids"])
+        ids = ids[: min(chunks, len(ids) // self.a.length) * self.a.length].view(-1, self.a.length)
+        half = slice(self.a.length // 2, self.a.length - 1)
+        self.put({})
+        dense = [x[:, half] for x in self.log_probabilities(ids)]
+        self.put(weights)
+        now = [x[:, half] for x in self.log_probabilities(ids)]
+        self.put({})
+        kl = torch.cat([(c.exp() * (c - n)).sum(-1) for c, n in zip(dense, now, strict=True)]).double().numpy()
+        logits, run = (
+            file.with_suffix(".logits"),
+            [str(self.a.perplexity), "-f", str(source), "-c", str(self.a.length), "-t", "1"],
+        )
+        run += ["--chunks", str(len(ids)), "--kl-divergence-base", str(logits)]
+        subprocess.run([*run, "-m", str(self.a.base)], check=True, capture_output=True)
+        told = subprocess.run([*run, "-m", str(file), "--kl-divergence"], check=True, capture_output=True, text=True)
+        logits.unlink()
+        found = re.search(r"Mean\s+KLD:\s+([-\d.]+)\s+\S+\s+([\d.]+)", told.stdout + told.stderr)
+        return {"model": self.name, "like": like, "rule": rule, "tensors": len(types), "identical": same, "chunks": len(ids),
+                "kl": kl.mean(), "kl_error": kl.std(ddof=1) / len(kl.ravel()) ** 0.5, "kl_llama": float(found[1]),
+                "kl_llama_error": float(found[2]), "file": file.stat().st_size}  # fmt: skip
 
 
 # ---- tables
@@ -434,11 +489,37 @@ def write(out: Path, rows: list[dict[str, Any]]) -> None:
     write_text(out / "types_quality.md", "\n".join(text), overwrite=True)
 
 
+def write_checked(out: Path, rows: list[dict[str, Any]]) -> None:
+    """The rows by llama.cpp, beside those of other models."""
+    file = out / "types_quality_runtime.json"
+    held = json.loads(file.read_text()) if file.is_file() else []
+    key = ("model", "like", "rule")
+    new = {tuple(r[k] for k in key) for r in rows}
+    rows = [r for r in held if tuple(r[k] for k in key) not in new] + rows
+    text = [
+        "# The same files in llama.cpp\n",
+        "Made by `benchmarks/types_quality.py --perplexity`. KL in nats per token of one file on the same tokens: by torch from the "
+        "file's weights, and by llama-perplexity. Identical are tensors of llama-quantize's file that equal our rounding.\n",
+        "| model | bytes of | types by | file | tensors | identical | KL by torch | KL by llama-perplexity |",
+        "|---" * 8 + "|",
+    ]
+    for r in rows:
+        text.append(
+            f"| {r['model']} | {r['like']} | {r['rule']} | {r['file']:,} | {r['tensors']} | {r['identical']} | "
+            f"{r['kl']:.6f} +- {r['kl_error']:.6f} | {r['kl_llama']:.6f} +- {r['kl_llama_error']:.6f} |"
+        )
+    write_text(file, dumps(rows), overwrite=True)
+    write_text(file.with_suffix(".md"), "\n".join(text) + "\n", overwrite=True)
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("model", nargs="?", help="folder of the model; without one only the table is written")
-    p.add_argument("--base", type=Path, help="the model as GGUF in F32")
+    p.add_argument("--base", type=Path, help="the model as GGUF in F32; without it only damages are made")
     p.add_argument("--quantise", type=Path, help="path of llama-quantize")
+    p.add_argument(
+        "--perplexity", type=Path, help="path of llama-perplexity: the rows of --like and --rules by llama.cpp, nothing else"
+    )
     p.add_argument("--like", nargs="+", default=list(MIXES))
     p.add_argument("--methods", nargs="+", default=list(METHODS))
     p.add_argument("--rules", nargs="+", default=[r for r in RULES if r not in ("measured", "sampled")])
@@ -446,7 +527,7 @@ def main() -> None:
     p.add_argument("--measured-samples", type=int, default=16)
     p.add_argument("--sampled", default="{}", help="options of rounding_damage for sampled rows, as JSON")
     p.add_argument("--length", type=int, default=256)
-    p.add_argument("--windows", type=int, default=24)
+    p.add_argument("--windows", type=int, default=16)
     p.add_argument("--seed", type=int, default=0, help="of the calibration text")
     p.add_argument("--scratch", type=Path, required=True)
     p.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -455,9 +536,17 @@ def main() -> None:
     remembered(a.scratch / "rounded")
     if a.model:
         bench, log = Bench(a), a.scratch / f"{Path(a.model).name}.jsonl"
+        for method in a.methods if a.base is None else []:
+            for rule in [r for r in a.rules if r not in ("mix", "uniform") and not r.endswith("whole")]:
+                bench.damages(rule, method)
+                print(method, rule, f"{time.process_time():.0f} s", flush=True)
+        if a.perplexity is not None:
+            checked = [bench.in_runtime(like, rule) for like in a.like for rule in a.rules]
+            return write_checked(a.out, checked)
         held = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
         done = {(r["seed"], r["like"], r["method"], r["rule"]) for r in held}
         wanted = [(m, r, k) for m in a.methods for r in a.rules for k in a.like if (a.seed, k, m, r) not in done]
+        wanted = wanted if a.base is not None else []
         for method, rule, like in wanted:
             if rule.endswith("whole") and method != "gptq":
                 continue
