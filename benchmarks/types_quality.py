@@ -36,6 +36,7 @@ from layerbudget.data.calibration import CalibrationSet
 from layerbudget.decisions.bits.apply import quantiser_of, round_matrices
 from layerbudget.decisions.bits.blocks import formats_table
 from layerbudget.decisions.bits.gguf import unpermute
+from layerbudget.decisions.bits.imatrix import entries, write_imatrix
 from layerbudget.decisions.bits.program import Table, uniform
 from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.execution.modes import inference
@@ -99,26 +100,6 @@ def from_file(
     return weights, types, size
 
 
-def write_importance(model: torch.nn.Module, moments: Mapping[str, Any], file: Path, chunk: int) -> None:
-    """An importance matrix as llama.cpp's own tool writes it: sums of squared inputs and counts, experts apart."""
-    writer = gguf.GGUFWriter(file, "", use_temp_file=False)
-    writer.add_type("imatrix")
-    writer.add_array("imatrix.datasets", ["calibration"])
-    writer.add_uint32("imatrix.chunk_count", 1)
-    writer.add_uint32("imatrix.chunk_size", chunk)
-    for name, parts in places(model, list(moments)).items():
-        own = moments[name]
-        width = next(m.value.shape[0] for m in own if m.value is not None)
-        sums = np.stack([np.zeros(width, np.float32) if m.value is None else m.value.numpy() for m in own])
-        for part in parts:
-            writer.add_tensor(f"{part}.in_sum2", sums)
-            writer.add_tensor(f"{part}.counts", np.array([[m.rows] for m in own], dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 def remembered(folder: Path) -> None:
     """Let ggml keep what it rounds, by content: damages, plans and files round the same matrices."""
 
@@ -165,10 +146,13 @@ class Bench:
         self.dense = {n: [v.clone() for v in self.views(n)] for n in self.modules}
         self.clean = self.log_probabilities(self.held)
         self.moments, self.head = {}, torch.zeros(0)
+        self.treating = {method: Treating(self.model, quantiser_of(method)) for method in METHODS}
         for method in METHODS:
             self._moments(method)
         self.imatrix = a.scratch / f"{self.name}-{a.seed}.imatrix.gguf"
-        write_importance(self.model, self.moments["weighted"], self.imatrix, a.length)
+        named = places(self.model, list(self.modules))
+        sums = [entries(own, self.modules[n].d_in, named[n]) for n, own in self.moments["weighted"].items()]
+        write_imatrix(self.imatrix, {k: v for each in sums for k, v in each.items()}, self.fit.describe())
         self._tables: dict[tuple[str, str], tuple[Table, float]] = {}
         self._made: dict[tuple[str, str, str], list[np.ndarray]] = {}
         self._prepared: dict[Any, Any] = {}
@@ -196,7 +180,7 @@ class Bench:
 
     def _moments(self, method: str) -> None:
         """Second moments of every matrix's inputs in the dense model, and the mean squares of the head's."""
-        found, treating = self.moments.setdefault(method, {}), Treating(self.model, quantiser_of(method))
+        found, treating = self.moments.setdefault(method, {}), self.treating[method]
         with inference(self.model):
             walk = Walk(self.model, self.fit, batch_size=8)
             walk.capture()
@@ -213,19 +197,12 @@ class Bench:
         if find_format(kind).plain:
             return [v.half().float() for v in self.dense[name]]
         if (name, kind, method) not in self._made:
-            quantiser, own = quantiser_of(method), self.moments[method].get(name)
-            made = []
+            treating, own, made = self.treating[method], self.moments[method].get(name), []
             for i, view in enumerate(self.dense[name]):
-                made.append(quantiser.quantise(view, self._prepare(own and own[i], method), Level(format=kind)).data)
+                prepared = treating.prepared(own and own[i], self._prepared)
+                made.append(quantiser_of(method).quantise(view, prepared, Level(format=kind)).data)
             self._made[name, kind, method] = made
         return [torch.from_numpy(ggml.dequantise(d, kind)) for d in self._made[name, kind, method]]
-
-    def _prepare(self, moment: Any, method: str) -> Any:
-        if moment is None or moment.value is None:
-            return None
-        if (moment, method) not in self._prepared:
-            self._prepared[moment, method] = quantiser_of(method).prepare(moment.value)
-        return self._prepared[moment, method]
 
     def written(self, types: Mapping[str, str], method: str) -> dict[str, list[torch.Tensor]]:
         return {n: self.rounded(n, kind, method) for n, kind in types.items()}
