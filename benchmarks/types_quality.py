@@ -140,7 +140,7 @@ class Bench:
         starts = torch.linspace(0, len(stream) - a.length, a.windows).long()
         self.held = torch.stack([stream[i : i + a.length] for i in starts])
         widths = {m.d_in for b in self._table(["Q8_0"], "weighted").blocks for m in b.modules}
-        self.menu = [*MENU, *(NARROW if any(w % 256 for w in widths) else [])]
+        self.menu = a.menu or [*MENU, *(NARROW if any(w % 256 for w in widths) else [])]
         self.table = self._table(self.menu, "weighted")
         self.modules = {m.name: m for b in self.table.blocks for m in b.modules}
         self.dense = {n: [v.clone() for v in self.views(n)] for n in self.modules}
@@ -498,6 +498,7 @@ def main() -> None:
         "--perplexity", type=Path, help="path of llama-perplexity: the rows of --like and --rules by llama.cpp, nothing else"
     )
     p.add_argument("--like", nargs="+", default=list(MIXES))
+    p.add_argument("--menu", nargs="+", help="types to choose among; by default thirteen, of the legacy ones Q8_0")
     p.add_argument("--methods", nargs="+", default=list(METHODS))
     p.add_argument("--rules", nargs="+", default=[r for r in RULES if r not in ("measured", "sampled")])
     p.add_argument("--samples", type=int, default=16)
