@@ -50,10 +50,22 @@ MIXES = ("Q2_K", "IQ2_M", "Q3_K_M", "IQ3_M", "IQ4_XS", "Q4_K_S", "Q4_K_M", "Q5_K
 MENU = "IQ2_XXS IQ2_XS IQ2_S Q2_K IQ3_XXS IQ3_S Q3_K IQ4_XS IQ4_NL Q4_K Q5_K Q6_K Q8_0".split()
 NARROW = ["Q4_1", "Q5_0", "Q5_1"]  # beside them where 256 does not divide all rows
 METHODS = ("weighted", "gptq")
-SIMPLE = ("row-error", "gradient", "squared")
-RULES = ("mix", "uniform", "row-error", "gradient", "squared", "measured", "directional", "sampled", "directional, whole")
+SIMPLE = ("relative", "row-error", "gradient", "squared")
+RULES = (
+    "mix",
+    "uniform",
+    "relative",
+    "row-error",
+    "gradient",
+    "squared",
+    "measured",
+    "directional",
+    "sampled",
+    "directional, whole",
+)
 SAID = {
-    "row-error": "#15550's score",
+    "relative": "#15550's score",
+    "row-error": "row error",
     "gradient": "gradient x change",
     "squared": "squared gradient x squared error",
     "measured": "measured singly",
@@ -262,6 +274,8 @@ class Bench:
         """Scores of rounding errors and single numbers per weight or column.
 
         row-error: squared errors, columns weighted by the importance matrix (embedding and head: by the head's inputs).
+        relative: the same of every row over the row's own weighted squares, as llama.cpp's #15550 sums it (without importances
+        all columns count alike).
         gradient: |gradient of the loss x rounding error|. squared: half the squared gradients of sequences x squared errors.
         """
         start, parameters = time.process_time(), {n: weight_of(self.model, n)[1] for n in self.modules}
@@ -285,10 +299,13 @@ class Bench:
                 change, own = new - dense, self.moments["weighted"].get(name)
                 seen = None if own is None or own[copy].value is None else own[copy]
                 weigh = self.head if own is None else None if seen is None else seen.value / seen.rows
+                own = 1.0 if seen is None else seen.value / seen.rows
+                rows = (change.square() * own).sum(1) / ((dense.square() * own).sum(1) + 1e-12)
+                damage["relative"][i, j] += float(rows.double().sum())
                 damage["row-error"][i, j] += float((change.square() * (1.0 if weigh is None else weigh)).double().sum())
                 damage["gradient"][i, j] += float((change * gradient[copy]).abs().double().sum())
                 damage["squared"][i, j] += float((change.square() * square[copy]).double().sum())
-        return {r: (d, 1.0 if r == "row-error" else 3.0, time.process_time() - start) for r, d in damage.items()}
+        return {r: (d, 1.0 if r in ("relative", "row-error") else 3.0, time.process_time() - start) for r, d in damage.items()}
 
     def _measured(self, method: str) -> tuple[np.ndarray, float, float]:
         """KL on the calibration text with one block in one type; forwards begin at the block's layer and count whole."""
@@ -453,7 +470,9 @@ def write(out: Path, rows: list[dict[str, Any]]) -> None:
             )
             difference, error = paired(r, mix)
             ratio = (
-                "" if r["predicted"] is None or r["rule"] in ("row-error", "gradient") else f"{r['predicted'] / r['kl']:.2f}"
+                ""
+                if r["predicted"] is None or r["rule"] in ("relative", "row-error", "gradient")
+                else f"{r['predicted'] / r['kl']:.2f}"
             )
             text.append(
                 f"| {r['like']} | {'ggml' if r['method'] == 'weighted' else 'feedback'} | {SAID.get(r['rule'], r['rule'])} | {r['file']:,} | "
