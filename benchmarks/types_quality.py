@@ -441,48 +441,61 @@ def paired(row: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[float, flo
 
 
 def write(out: Path, rows: list[dict[str, Any]]) -> None:
-    """The table as Markdown and JSON; windows stay in the scratch folder."""
-    models = list(dict.fromkeys(r["model"] for r in rows))
+    """The tables as Markdown, every row as JSON; windows stay in the scratch folder."""
     text = [
         "# llama.cpp's types at the bytes of its mixes\n",
         "Made by `benchmarks/types_quality.py`. Environment: "
         + ", ".join(f"{k} {v}" for k, v in environment().items())
         + ".\n",
-        "KL in nats per token from the dense model on held-out windows, its 99.9 % quantile over tokens, and the share of tokens "
-        "with the same most likely next token. `ggml`: ggml's rounding with the importance matrix. `feedback`: codes chosen by "
-        "GPTQ inside ggml's grids. Of the mix is the KL over that of llama-quantize's own file less one, and the paired "
-        "difference with its standard error. Predicted is the sum of damages over the measured KL.\n",
+        "KL in nats per token from the dense model on held-out windows, at the bytes of the mix that llama-quantize makes with the "
+        "same importance matrix; in brackets against that file with ggml's rounding. `ggml`: ggml's rounding with the importance "
+        "matrix. `feedback`: codes chosen by GPTQ inside ggml's grids. Passes are those that a score took, forwards 1, backwards 2.\n",
     ]
-    shown = []
-    for model in models:
-        text.append(f"## {model}\n")
-        text.append(
-            "| bytes of | rounding | types by | file | KL | 99.9 % | same top | perplexity | of the mix | difference | predicted | passes |"
-        )
-        text.append("|---" * 12 + "|")
-        for r in [r for r in rows if r["model"] == model]:
-            mix = next(
-                m
-                for m in rows
-                if (m["model"], m["seed"], m["like"]) == (model, r["seed"], r["like"])
-                and m["rule"] == "mix"
-                and m["method"] == "weighted"
-            )
-            difference, error = paired(r, mix)
-            ratio = (
-                ""
-                if r["predicted"] is None or r["rule"] in ("relative", "row-error", "gradient")
-                else f"{r['predicted'] / r['kl']:.2f}"
-            )
-            text.append(
-                f"| {r['like']} | {'ggml' if r['method'] == 'weighted' else 'feedback'} | {SAID.get(r['rule'], r['rule'])} | {r['file']:,} | "
-                f"{r['kl']:.5f} +- {r['kl_error']:.5f} | {r['kl_999']:.3f} | {r['same_top']:.2%} | {r['perplexity']:.3f} | "
-                f"{r['kl'] / mix['kl'] - 1:+.0%} | {difference:+.5f} +- {error:.5f} | {ratio} | {r['passes']:g} |"
-            )
-            shown.append({k: v for k, v in r.items() if k != "windows"} | {"difference": difference, "difference_error": error})
-        text.append("")
-    write_text(out / "types_quality.json", dumps({"environment": environment(), "rows": shown}), overwrite=True)
+    for model, seed in dict.fromkeys((r["model"], r["seed"]) for r in rows):
+        own = {(r["method"], r["rule"], r["like"]): r for r in rows if (r["model"], r["seed"]) == (model, seed)}
+        text += [f"## {model}, calibration seed {seed}\n", *_overview(own), "", *_details(own), ""]
+    held = [{k: v for k, v in r.items() if k != "windows"} for r in rows]
+    for r in held:
+        r |= {k: float(f"{r[k]:.5g}") for k in ("kl", "kl_error", "kl_999", "same_top", "perplexity")}
+    write_text(out / "types_quality.json", json.dumps({"environment": environment(), "rows": held}) + "\n", overwrite=True)
     write_text(out / "types_quality.md", "\n".join(text), overwrite=True)
+
+
+def _overview(own: Mapping[tuple[str, str, str], dict[str, Any]]) -> list[str]:
+    """KL of every rule at every budget."""
+    likes = list(dict.fromkeys(like for _, _, like in own))
+    text = [f"| rounding | types by | passes | {' | '.join(likes)} |", "|---" * (3 + len(likes)) + "|"]
+    for method, rule in dict.fromkeys((m, r) for m, r, _ in own):
+        cells = []
+        for like in likes:
+            r, mix = own.get((method, rule, like)), own["weighted", "mix", like]
+            cells.append("" if r is None else f"{r['kl']:.3g} ({r['kl'] / mix['kl'] - 1:+.0%})")
+        passes = next(f"{own[method, rule, like]['passes']:.0f}" for like in likes if (method, rule, like) in own)
+        words = "ggml" if method == "weighted" else "feedback"
+        text.append(f"| {words} | {SAID.get(rule, rule)} | {passes} | {' | '.join(cells)} |")
+    return text
+
+
+def _details(own: Mapping[tuple[str, str, str], dict[str, Any]]) -> list[str]:
+    """The mix and the directional plans, with errors, tails, bytes and predictions."""
+    text = [
+        "| bytes of | rounding | types by | file | KL | - mix | - #15550 | 99.9 % | same top | perplexity | predicted / measured |",
+        "|---" * 11 + "|",
+    ]
+    for (method, rule, like), r in own.items():
+        if rule != "mix" and not rule.startswith(("directional", "sampled")):
+            continue
+        beside = []
+        for other in (("weighted", "mix", like), (method, "relative", like)):
+            difference = paired(r, own[other]) if other in own and own[other] is not r else None
+            beside.append("" if difference is None else "{:+.2g} +- {:.1g}".format(*difference))
+        ratio = "" if r["predicted"] is None else f"{r['predicted'] / r['kl']:.2f}"
+        text.append(
+            f"| {like} | {'ggml' if method == 'weighted' else 'feedback'} | {SAID.get(rule, rule)} | {r['file']:,} | "
+            f"{r['kl']:.3g} +- {r['kl_error']:.1g} | {' | '.join(beside)} | {r['kl_999']:.2g} | {r['same_top']:.2%} | "
+            f"{r['perplexity']:.3f} | {ratio} |"
+        )
+    return text
 
 
 def write_checked(out: Path, rows: list[dict[str, Any]]) -> None:
