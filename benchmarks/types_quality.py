@@ -51,25 +51,14 @@ MENU = "IQ2_XXS IQ2_XS IQ2_S Q2_K IQ3_XXS IQ3_S Q3_K IQ4_XS IQ4_NL Q4_K Q5_K Q6_
 NARROW = ["Q4_1", "Q5_0", "Q5_1"]  # beside them where 256 does not divide all rows
 METHODS = ("weighted", "gptq")
 SIMPLE = ("relative", "row-error", "gradient", "squared")
-RULES = (
-    "mix",
-    "uniform",
-    "relative",
-    "row-error",
-    "gradient",
-    "squared",
-    "measured",
-    "directional",
-    "sampled",
-    "directional, whole",
-)
+RULES = ("mix", "uniform", "relative", "row-error", "gradient", "squared", "measured", "directional", "directional, whole")
+EARLIER = "directional, every type"  # the damage before rows were sampled, along the errors of every type: commit 7ae1258
 SAID = {
     "relative": "#15550's score",
     "row-error": "row error",
     "gradient": "gradient x change",
     "squared": "squared gradient x squared error",
     "measured": "measured singly",
-    "sampled": "directional, sampled rows",
     "directional, whole": "directional, layer after layer",
 }
 ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
@@ -242,7 +231,7 @@ class Bench:
             kept = {r: self.a.scratch / f"{self.name}-{self.a.seed}-{method}-{r}.npz" for r in (rule, *SIMPLE)}
             if not kept[rule].is_file():
                 self.put({})
-                make = {"directional": self._directional, "sampled": self._sampled, "measured": self._measured}
+                make = {"directional": self._directional, "measured": self._measured}
                 made = {rule: make[rule](method)} if rule in make else self._simple(method)
                 for name, (damage, passes, seconds) in made.items():
                     np.savez(kept[name], damage=damage, passes=passes, seconds=seconds)
@@ -256,13 +245,10 @@ class Bench:
             **{**{f: getattr(self.table, f) for f in self.table.__dataclass_fields__}, "damage": kept, "method": method}
         )
 
-    def _directional(self, method: str, **more: Any) -> tuple[np.ndarray, float, float]:
+    def _directional(self, method: str) -> tuple[np.ndarray, float, float]:
         start = time.process_time()
-        found = rounding_damage(self.model, self.fit, family="gguf", formats=self.menu, method=method, unwritten="plan", **more)
+        found = rounding_damage(self.model, self.fit, family="gguf", formats=self.menu, method=method, unwritten="plan")
         return Table.of(found).damage, found.extra["choices"]["passes"], time.process_time() - start
-
-    def _sampled(self, method: str) -> tuple[np.ndarray, float, float]:
-        return self._directional(method, **json.loads(self.a.sampled))
 
     def _levels(self) -> Iterator[tuple[int, int, str, str]]:
         for i, block in enumerate(self.table.blocks):
@@ -483,7 +469,7 @@ def _details(own: Mapping[tuple[str, str, str], dict[str, Any]]) -> list[str]:
         "|---" * 11 + "|",
     ]
     for (method, rule, like), r in own.items():
-        if rule != "mix" and not rule.startswith(("directional", "sampled")):
+        if rule != "mix" and not rule.startswith("directional"):
             continue
         beside = []
         for other in (("weighted", "mix", like), (method, "relative", like)):
@@ -532,10 +518,9 @@ def main() -> None:
     p.add_argument("--like", nargs="+", default=list(MIXES))
     p.add_argument("--menu", nargs="+", help="types to choose among; by default thirteen, of the legacy ones Q8_0")
     p.add_argument("--methods", nargs="+", default=list(METHODS))
-    p.add_argument("--rules", nargs="+", default=[r for r in RULES if r not in ("measured", "sampled")])
+    p.add_argument("--rules", nargs="+", default=[r for r in RULES if r != "measured"])
     p.add_argument("--samples", type=int, default=16)
     p.add_argument("--measured-samples", type=int, default=16)
-    p.add_argument("--sampled", default="{}", help="options of rounding_damage for sampled rows, as JSON")
     p.add_argument("--length", type=int, default=256)
     p.add_argument("--windows", type=int, default=16)
     p.add_argument("--seed", type=int, default=0, help="of the calibration text")
@@ -566,7 +551,7 @@ def main() -> None:
                 f.write(json.dumps(row) + "\n")
             print(like, method, rule, f"{row['kl']:.5f}", row["bytes"], f"{time.process_time() - start:.1f} s", flush=True)
     rows = [json.loads(line) for f in sorted(a.scratch.glob("*.jsonl")) for line in f.read_text().splitlines()]
-    order = {name: i for i, name in enumerate((*MIXES, *METHODS, *RULES))}
+    order = {name: i for i, name in enumerate((*MIXES, *METHODS, *RULES, EARLIER))}
     rows.sort(key=lambda r: (r["model"], r["seed"], order[r["like"]], order[r["method"]], order[r["rule"]]))
     write(a.out, rows)
 
