@@ -42,7 +42,8 @@ def register(subparsers: Any) -> None:
     p.add_argument("second", metavar="PLAN")
     p = add_verb(questions, "sweep", run_sweep, "a grid of budgets and exponents, solved in one call")
     p.add_argument("scores", metavar="SCORES", help="scores.json")
-    p.add_argument("--budgets", type=float, nargs="+", required=True, help="sparsities, totals, mean ranks or bits")
+    words = "sparsities, totals, mean ranks or bits; of bits also mixes of llama.cpp (default: the bytes of all mixes)"
+    p.add_argument("--budgets", type=_budget, nargs="+", help=words)
     p.add_argument("--kind", choices=tuple(makers()), default="sparsity", help="of the plans (default: sparsity)")
     p.add_argument("--exponents", type=float, nargs="+", help="exponents of the weights (default: the rule's)")
     p.add_argument("--rule", help="a rule of that kind of plan, such as by-rank (default: mdl; of bits: choices)")
@@ -96,11 +97,23 @@ def run_sweep(a: argparse.Namespace) -> dict[str, Any]:
     from ..plans.compare import sweep
 
     options = given(a, "rule") | settings(a, maker(a.kind))
-    budgets = [int(b) for b in a.budgets] if a.kind == "experts" else a.budgets
+    budgets = [int(b) if isinstance(b, float) else b for b in a.budgets or ()] if a.kind == "experts" else a.budgets
     result = sweep(need_scores(a.scores), kind=a.kind, budgets=budgets, exponents=a.exponents, **options)
-    names = ("budget", "exponent", "value", "smallest", "largest", "spread", "status", "front")
-    show_table(a, f"{a.kind}: predicted value by budget and exponent", names, [[r[n] for n in names] for r in result["rows"]])
+    names = {n: n for n in ("budget", "exponent", "value", "smallest", "largest", "spread", "status", "front")}
+    if a.kind == "bits":
+        names = {"budget": "budget", "bits": "bits per weight", "bytes": "bytes of the file", "value": "predicted KL"}
+        names |= {"mix": "best mix", "mix_value": "its KL"} if any(r["mix"] for r in result["rows"]) else {}
+    rows = [[r[n] for n in names] for r in result["rows"]]
+    show_table(a, f"{a.kind}: predicted value by budget and exponent", list(names.values()), rows)
     return to_jsonable(result)
+
+
+def _budget(text: str) -> float | str:
+    """A number, or the name of a mix."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def run_transfer(a: argparse.Namespace) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..decisions.apply import maker, makers
+from ..decisions.bits.program import file_of, mixes_within
 from ..decisions.ranks.plan import increments_of
 from ..decisions.sparsity.plan import default_cap
 from ..errors import InvalidInput, ModelMismatch
@@ -60,7 +61,7 @@ def sweep(
     scores: Scores,
     *,
     kind: str = "sparsity",
-    budgets: Sequence[float],
+    budgets: Sequence[float | str] | None = None,
     exponents: Sequence[float] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
@@ -70,11 +71,12 @@ def sweep(
     ``smallest``, ``largest`` and ``spread`` of the values of the blocks; and ``front``, whether no other row beats it in both
     spending and value. Its ``value`` is the predicted penalty (kinds that harm) or utility under one yardstick, the scores
     themselves at exponent 1; by rank it is the measured gain of the ranks that are bought, and of bits the damage in nats.
+    Rows of bits also have ``bits``, ``bytes`` of the file, the best ``mix`` of llama.cpp that fits, and its ``mix_value``.
 
     Args:
         scores: The scores.
         kind: ``sparsity`` (budgets are global sparsities), ``experts`` (totals), ``ranks`` (mean ranks) or ``bits``.
-        budgets: Budgets.
+        budgets: Budgets; of bits also mixes of llama.cpp, whose bytes they are, by default all of them.
         exponents: Exponents of the weights; the rule's own by default. A rule that reads none refuses them.
         **options: Passed on to the ``plan_*`` function.
     """
@@ -86,10 +88,16 @@ def sweep(
     damping, smoothing = options.get("damping"), options.get("smoothing") or 0.0
     q = np.zeros(0) if what.predicts else scores.weights(damping, smoothing=smoothing)
     rows = []
+    if budgets is None:
+        if what.name != "bits":
+            raise InvalidInput(f"A sweep of {kind} needs budgets.", "Only sizes of mixes are known without.", "Name some.")
+        budgets = mixes_within(scores)
     for budget in budgets:
         for exponent in exponents or (None,):
             own = options if exponent is None else {**options, "exponent": exponent}
-            plan = make(scores, **{what.budget: budget}, **own)
+            if isinstance(budget, str) and what.name != "bits":
+                raise InvalidInput(f"The budget {budget!r} is no number.", f"Those of {kind} are.", "Correct it.")
+            plan = make(scores, **{"like" if isinstance(budget, str) else what.budget: budget}, **own)
             worth = increments_of(scores, damping) if plan.rule.startswith("by-rank") else None
             rows.append({"budget": budget, **_row(plan, what, q, worth)})
     more, better = (1.0 if what.harms else -1.0), (-1.0 if what.harms or what.predicts else 1.0)
@@ -118,6 +126,7 @@ def _row(plan: Plan, kind: Kind, q: Vector, worth: Sequence[Sequence[float]] | N
         "smallest": float(value.min()),
         "largest": float(value.max()),
         "spread": float(value.std()),
+        **(file_of(plan) if plan.kind == "bits" else {}),
     }
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerbudget.compressors.formats import find_format
+from layerbudget.decisions.bits.memory import cache_of
 from layerbudget.decisions.bits.mixes import MIXES, LlamaModel, Tensor, types_of
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.bits.program import BASELINES, Table
@@ -104,7 +108,7 @@ def test_bad_input_is_one_sentence():
         plan_bits(scores, budget="10 bytes")
     with pytest.raises(UnknownUnit, match="not in bytes"):
         plan_bits(scores, budget="3M params")
-    with pytest.raises(InvalidInput, match="Give one of bits, budget and like"):
+    with pytest.raises(InvalidInput, match="Give one of bits, budget, like and card"):
         plan_bits(scores)
     with pytest.raises(InvalidInput, match="above 0 and at most 16"):
         plan_bits(scores, bits=float("nan"))
@@ -143,7 +147,8 @@ def gguf_record(layers=8, seed=0, formats=TYPES, imatrix=True, width=512, heads=
     own |= {"llama": {"architecture": "llama", "layers": layers, "heads": heads, "experts": 0, "imatrix": imatrix}}
     error = [[0.05 * (x or 0) for x in row] for row in damage]
     choices = {"formats": formats, "size": size, "damage": damage, "error": error, "stored": stored}
-    choices |= {"rest": [[[e] for e in row] for row in error], **own}
+    cache = {"layers": [[256, 0]] * layers, "state": 0, "vocabulary": 1024, "hidden": width, "positions": 4096}
+    choices |= {"rest": [[[e] for e in row] for row in error], "head": 1000, "cache": cache, **own}
     gain = {b.name: max(d for d in row if d is not None) for b, row in zip(blocks, damage, strict=True)}
     return Scores.from_values(blocks, gain, estimator="rounding", extra={"choices": choices})
 
@@ -175,7 +180,7 @@ def test_a_plan_like_a_mix_has_its_bytes_at_most_and_less_damage(mix):
 def test_a_plan_is_compared_with_the_best_mix_that_fits():
     scores = gguf_record()
     limit = mix_bytes(scores, "Q4_K_M")[0] + 5000
-    plan = plan_bits(scores, budget=f"{limit + 4096} bytes")
+    plan = plan_bits(scores, budget=f"{limit + 4096 + 1000} bytes")
     fitting = {m: plan_bits(scores, like=m, rule="mix") for m in MIXES if mix_bytes(scores, m)[0] <= limit and
                set(mix_bytes(scores, m)[1]) <= set(TYPES)}  # fmt: skip
     best = min(fitting, key=lambda m: fitting[m].extra["predicted"])
@@ -222,3 +227,72 @@ def test_budgets_like_a_mix_are_for_files_of_llama_cpp():
         plan_bits(record(), bits=4, rule="mix")
     with pytest.raises(InfeasibleBudget, match="The smallest plan takes"):
         plan_bits(gguf_record(), like="IQ1_S")
+
+
+def test_a_sweep_without_budgets_is_at_the_bytes_of_all_mixes():
+    scores = gguf_record()
+    rows = sweep(scores, kind="bits")["rows"]
+    sizes = {m: mix_bytes(scores, m)[0] for m in MIXES}
+    assert [r["budget"] for r in rows] == sorted((m for m in MIXES if sizes[m] >= rows[0]["spent"]), key=sizes.__getitem__)
+    assert len(rows) > 20 and all(r["spent"] <= sizes[r["budget"]] and r["bytes"] == r["spent"] + 5096 for r in rows)
+    own = {r["budget"]: r for r in rows}
+    assert own["Q4_K_M"]["mix"] == "Q4_K_M" and own["Q4_K_M"]["value"] < own["Q4_K_M"]["mix_value"]
+    assert sweep(scores, kind="bits", budgets=["Q4_K_M", 5.0])["rows"][0] == own["Q4_K_M"]
+    assert sweep(record(), kind="bits", budgets=[4.0])["rows"][0]["mix"] is None
+    with pytest.raises(InvalidInput, match="cannot be counted"):
+        sweep(record(), kind="bits")
+    with pytest.raises(InvalidInput, match="sparsity needs budgets"):
+        sweep(record(), kind="sparsity")
+    with pytest.raises(InvalidInput, match="'Q4_K_M' is no number"):
+        sweep(record(), kind="sparsity", budgets=["Q4_K_M"])
+
+
+# --- what a card has left ----------------------------------------------------------------------------------------------------
+
+SMOL = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576, "vocab_size": 49152}
+
+
+def test_cache_and_buffers_are_those_that_llama_cpp_reports():
+    cache = cache_of(SimpleNamespace(**SMOL, max_position_embeddings=8192))
+    for context, held in ((512, 11.25), (8192, 180.0)):  # "KV buffer size" and "compute buffer size", in MiB
+        assert cache.bytes(context) == (held + 98.25) * 2**20
+    assert cache.longest(cache.bytes(5000)) == 5120 and cache.longest(cache.bytes(4096) - 1) == 3840 and cache.longest(10) == 0
+    long = cache_of(SimpleNamespace(**SMOL))
+    assert long.bytes(131072) == 5.625 * 512 * 2**20 + 512 * 4 * 131072  # the mask is larger than the logits here
+
+
+def test_caches_of_windows_latents_and_states():
+    kinds = ["sliding_attention", "full_attention", "linear_attention"] * 10
+    linear = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 16}
+    config = {**SMOL, "layer_types": kinds, "sliding_window": 128, **linear, "linear_conv_kernel_dim": 4}
+    cache = cache_of(SimpleNamespace(**config))
+    state = 10 * 4 * (4 * 8 * 16 + 3 * (2 * 2 * 8 + 4 * 16))
+    assert cache.bytes(4096) - 98.25 * 2**20 == 10 * 768 * (4096 + 768) + state  # 128 + 512 tokens in steps of 256
+    latent = cache_of(SimpleNamespace(**SMOL, kv_lora_rank=512, qk_rope_head_dim=64))
+    assert latent.bytes(1024) - 98.25 * 2**20 == 30 * 2 * 576 * 1024
+    shared = cache_of(SimpleNamespace(**SMOL, num_kv_shared_layers=10))
+    assert shared.bytes(1024) - 98.25 * 2**20 == 20 * 768 * 1024
+    assert cache_of(SimpleNamespace(**SMOL, layer_types=["mamba"] * 30)) is None
+
+
+def test_a_card_leaves_the_bytes_of_the_file():
+    scores = gguf_record()
+    taken = Table.of(scores).cache.bytes(2048)
+    plan, same = plan_bits(scores, card="12 MiB", context="2k"), plan_bits(scores, budget=f"{12 * 2**20 - taken} bytes")
+    assert plan.budget["limit"] == same.budget["limit"] and plan.hyperparameters["card"] == "12 MiB"
+    assert Table.of(scores).cache.bytes(2048) + plan.budget["file"] + 1000 <= 12 * 2**20
+    with pytest.raises(InfeasibleBudget, match="has 0 bytes left.*No context leaves enough"):
+        plan_bits(scores, card="2 MiB", context=2048)
+    least = int(Table.of(scores).smallest.sum()) + 5096
+    with pytest.raises(InfeasibleBudget, match="1024 tokens are the longest context that leaves enough"):
+        plan_bits(scores, card=f"{Table.of(scores).cache.bytes(1024) + least} bytes", context=2048)
+    for bad, words in (
+        ({"card": "8 GiB"}, "belong together"), ({"card": "8 GiB", "context": "8 pages"}, "no number of tokens"),
+        ({"card": "8 GiB", "context": "32k"}, "made for 4096"), ({"bits": 4, "context": 64}, "belong together"),
+        ({"card": "3M params", "context": 64}, "not in bytes"), ({"card": "8 GiB", "context": 0}, "no number of tokens"),
+    ):  # fmt: skip
+        with pytest.raises((InvalidInput, UnknownUnit), match=words):
+            plan_bits(scores, **bad)
+    blind = {k: v for k, v in scores.extra["choices"].items() if k != "cache"}
+    with pytest.raises(InvalidInput, match="cache of this model is not counted"):
+        plan_bits(dataclasses.replace(scores, extra={"choices": blind}), card="8 GiB", context=64)

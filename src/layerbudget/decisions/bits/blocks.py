@@ -32,6 +32,7 @@ from ...records import Block, Module, natural_key
 from .export import stacks
 from .gguf import fixed_bytes, stored_tensors
 from .gguf_names import ROUTERS, architecture, find_architecture, find_names, split_stacks
+from .memory import cache_of
 from .mixes import LlamaModel
 from .program import Table
 
@@ -89,6 +90,7 @@ def formats_table(
         runtime=target.name,
         method=method,
         unwritten=reasons,
+        cache=cache_of(text_config(config_of(model))),
         **_llama(model, blocks, target, method),
     )
 

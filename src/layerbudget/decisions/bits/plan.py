@@ -45,6 +45,8 @@ def plan_bits(
     bits: float | None = None,
     budget: str | None = None,
     like: str | None = None,
+    card: str | None = None,
+    context: str | int | None = None,
     forbid: Sequence[str] = (),
     keep: Mapping[str, str] | None = None,
     tokenizer: Any = None,
@@ -66,6 +68,8 @@ def plan_bits(
         bits: Mean bits per weight of the blocks, scales and padding counted.
         budget: Bytes of the file instead, such as ``"1.2 GiB"``: all of a GGUF file, the tensors of others.
         like: A mix of llama.cpp instead, such as ``"Q4_K_M"``: its bytes for this model, for a GGUF file.
+        card: Memory of a card instead, such as ``"8 GiB"``: cache and buffers of the context are subtracted.
+        context: Tokens of that context, such as ``"32k"``.
         forbid: Formats that are not used, or classes of slow ones: ``slow-cpu``, ``slow-gpu``.
         keep: Formats of some matrices, by regular expressions that are searched in their names: ``{"lm_head": "Q8_0"}``.
         tokenizer: The one that goes into the GGUF file: its vocabulary counts.
@@ -87,7 +91,8 @@ def plan_bits(
         InfeasibleBudget: A budget below the smallest plan; said before anything is measured.
         CoverageError: A check of a streamed model, whose weights stay in their files.
     """
-    asked: dict[str, Any] = {"bits": bits, "budget": budget, "like": like, "forbid": forbid, "keep": keep}
+    asked: dict[str, Any] = {"bits": bits, "budget": budget, "like": like, "card": card, "context": context}
+    asked |= {"forbid": forbid, "keep": keep}
     if isinstance(source, Scores):
         if data is not None or check is not None or options:
             raise InvalidInput(

@@ -21,6 +21,8 @@ from ...planning.costs import parse_budget
 from ...records import Block, to_jsonable
 from ...scores import Scores
 from ...solvers.choices import Choice, choose, near_ties
+from .gguf_names import split_stacks
+from .memory import Cache, read_context, room_on
 from .mixes import MIXES, LlamaModel, Tensor, find_mix, needs_matrix, types_of
 
 ESTIMATOR = "rounding"
@@ -41,6 +43,7 @@ class Table:
         rest: What every sequence adds to a damage beside its share, ``(K, m, sequences)``, of norm ``error``.
         fixed: Bytes of tensors that no plan changes.
         head: Bytes of the file that are no tensors (metadata, vocabulary); 0 where they are not counted.
+        cache: What the memory of a context depends on; None where that is not known.
         unwritten: Matrices that stay in 16 bits because no file holds them in fewer, with the reason.
         llama: What the rules of llama.cpp's mixes read of the model; None where it has none, as for other files than GGUF.
         stored: Names of every block's matrices in the GGUF file.
@@ -60,6 +63,7 @@ class Table:
     llama: LlamaModel | None = None
     stored: Sequence[Sequence[str]] = ()
     head: int = 0
+    cache: Cache | None = None
 
     @classmethod
     def of(cls, scores: Scores) -> Table:
@@ -84,6 +88,7 @@ class Table:
             llama=LlamaModel(**held["llama"]) if held.get("llama") else None,
             stored=held.get("stored", ()),
             head=held.get("head", 0),
+            cache=Cache(**held["cache"]) if held.get("cache") else None,
             **{k: held[k] for k in ("fixed", "family", "runtime", "method")},
         )
 
@@ -98,6 +103,8 @@ class Table:
         own = {k: getattr(self, k) for k in ("fixed", "head", "family", "runtime", "method")}
         values = {"size": rows(self.size), "damage": rows(self.damage), "error": rows(self.error)}
         found = {"formats": list(self.formats), **values, **own, "rest": rest, **_unwritten(self)}
+        if self.cache is not None:
+            found["cache"] = dataclasses.asdict(self.cache)
         if self.llama is not None:
             found |= {"llama": dataclasses.asdict(self.llama), "stored": [list(names) for names in self.stored]}
         return found
@@ -141,6 +148,8 @@ class Limits:
         bits: Mean bits per weight.
         budget: Bytes of the file.
         like: A mix of llama.cpp, whose bytes are the budget.
+        card: Memory of a card, of which cache and buffers of a context leave the file's bytes.
+        context: Tokens of that context, such as ``"32k"``.
         forbid: Formats, or classes of them (``SLOW``), that are not used.
         keep: The format of matrices, by a regular expression that is searched in their names here or in the file.
     """
@@ -148,16 +157,24 @@ class Limits:
     bits: float | None = None
     budget: str | None = None
     like: str | None = None
+    card: str | None = None
+    context: str | int | None = None
     forbid: Sequence[str] = ()
     keep: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def check(self) -> None:
         """Refuse what no model can make possible."""
-        given = [name for name in ("bits", "budget", "like") if getattr(self, name) is not None]
+        given = [name for name in ("bits", "budget", "like", "card") if getattr(self, name) is not None]
         if len(given) != 1:
             what = f"{' and '.join(given)} were given together" if given else "No budget was given"
-            raise InvalidInput(f"{what}.", "Give one of bits, budget and like.", "For example bits=3.5, or budget='1.2 GiB'.")
+            raise InvalidInput(
+                f"{what}.", "Give one of bits, budget, like and card.", "For example bits=3.5, or budget='1.2 GiB'."
+            )
         check_bits(self.bits)
+        if (self.card is None) != (self.context is None):
+            raise InvalidInput("card and context belong together.", "The cache of the context is on the card.", "Give both.")
+        if self.context is not None:
+            read_context(self.context)
         if self.like is not None:
             find_mix(self.like)
         for name in (*self.forbid, *self.keep.values()):
@@ -167,7 +184,7 @@ class Limits:
     def record(self) -> dict[str, Any]:
         """Return what was given, for the plan."""
         return {"bits": self.bits, "budget": self.budget} | {
-            name: to_jsonable(value) for name in ("like", "forbid", "keep") if (value := getattr(self, name))
+            name: to_jsonable(value) for name in ("like", "card", "context", "forbid", "keep") if (value := getattr(self, name))
         }
 
     def restrict(self, table: Table) -> Table:
@@ -190,6 +207,8 @@ class Limits:
             limit = int(self.bits * table.numel // 8)
         elif self.like is not None:
             limit = mix_of(table, find_mix(self.like))[0]
+        elif self.card is not None and self.context is not None:
+            limit = room_on(self.card, self.context, table.cache, int(table.smallest.sum()) + table.beside) - table.beside
         else:
             wanted = parse_budget(str(self.budget), default="bytes")
             if wanted.unit != "bytes" or wanted.relative:
@@ -242,6 +261,8 @@ def plan_from_table(
     bits: float | None = None,
     budget: str | None = None,
     like: str | None = None,
+    card: str | None = None,
+    context: str | int | None = None,
     forbid: Sequence[str] = (),
     keep: Mapping[str, str] | None = None,
     rule: str = "choices",
@@ -249,7 +270,7 @@ def plan_from_table(
     """Return a plan from damages that are known: :func:`~layerbudget.decisions.bits.plan.plan_bits` of scores."""
     if rule not in RULES:
         raise InvalidInput(f"There is no rule {rule!r} for bits.", f"There are {', '.join(RULES)}.", "Choose one of those.")
-    limits = Limits(bits=bits, budget=budget, like=like, forbid=forbid, keep=keep or {})
+    limits = Limits(bits=bits, budget=budget, like=like, card=card, context=context, forbid=forbid, keep=keep or {})
     limits.check()
     table = Table.of(scores)
     limit = limits.bytes(limits.restrict(table))
@@ -300,6 +321,20 @@ def _plan(scores: Scores, limits: Limits, limit: int, given: Mapping[str, Any]) 
         scores_digest=scores.digest,
         extra=extra,
     )
+
+
+def file_of(plan: Plan) -> dict[str, Any]:
+    """Return bits per weight and bytes of the file of a plan, and the mix of llama.cpp that it is to be compared with."""
+    e = plan.extra
+    size = plan.budget["file"] + e.get("head_bytes", 0)
+    return {"bits": e["bits"], "bytes": size, "mix": e.get("mix"), "mix_value": e["baselines"].get("mix", {}).get("predicted")}
+
+
+def mixes_within(scores: Scores) -> list[str]:
+    """Return the mixes of llama.cpp whose bytes a plan can have, the smallest first."""
+    table = Table.of(scores)
+    size = {mix: mix_of(table, mix)[0] for mix in MIXES}
+    return [mix for mix in sorted(size, key=lambda mix: size[mix]) if size[mix] >= table.smallest.sum()]
 
 
 def plan_blocks(table: Table, chosen: np.ndarray) -> tuple[PlanBlock, ...]:
@@ -356,7 +391,8 @@ def mix_of(table: Table, mix: str) -> tuple[int, np.ndarray | None]:
     refused, types = _mixed(table, mix)
     own = zip(table.blocks, table.stored, strict=True)
     parts = [(name, m) for block, names in own for name, m in zip(names, block.modules, strict=True)]
-    size = sum(find_format(types[name], GGUF).bytes(m.d_out, m.d_in, m.copies) for name, m in parts)
+    apart = [(types[name], m, split_stacks(m.name, m.copies)) for name, m in parts]  # gate and up are two tensors
+    size = sum(n * find_format(kind, GGUF).bytes(m.d_out // n, m.d_in, m.copies) for kind, m, n in apart)
     chosen, has = np.zeros(len(table.blocks), dtype=np.int64), table.has
     for i, names in enumerate(table.stored):
         kinds = {types[name] for name in names}

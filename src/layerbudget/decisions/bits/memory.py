@@ -1,0 +1,133 @@
+"""What a card has left for a model's file: its memory less the cache of a context and the buffers of a forward. No torch.
+
+The cache holds keys and values in 16 bits, for one sequence. As llama.cpp allocates it, a layer with a sliding window holds the
+window and one batch, in steps of 256 tokens; latent attention holds one vector per token. The buffers are an estimate for
+batches of 512 tokens with flash attention: 32 bits for logits and two hidden states, or for the mask where that is more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ...errors import InfeasibleBudget, InvalidInput, UnknownUnit
+from ...planning.costs import parse_budget
+
+_BATCH, _STEP = 512, 256  # tokens of a forward; of an allocation
+_LINEAR = ("linear_attention",)
+_CONTEXT = re.compile(r"(\d+)(k|ki)?", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cache:
+    """What memory beside the weights depends on.
+
+    Attributes:
+        layers: Bytes per token and sliding window of every layer with a cache; a window of 0 is none.
+        state: Bytes of layers that hold a state of fixed size.
+        vocabulary: Tokens that are predicted.
+        hidden: Width of the residual stream.
+        positions: Tokens that the model was made for; 0 where it does not say.
+    """
+
+    layers: Sequence[Sequence[int]]
+    state: int
+    vocabulary: int
+    hidden: int
+    positions: int
+
+    def bytes(self, context: int) -> int:
+        """Return the bytes of cache and buffers at a context of so many tokens."""
+        cells = _up(context)
+        held = sum(each * (min(cells, _up(window + _BATCH)) if window else cells) for each, window in self.layers)
+        logits, mask = 4 * (self.vocabulary + 2 * self.hidden), 4 * cells
+        return held + self.state + _BATCH * max(logits, mask)
+
+    def longest(self, room: int) -> int:
+        """Return the longest context that takes no more than so many bytes, a multiple of 256; 0 where none does."""
+        low, high = 0, (self.positions or 1 << 24) // _STEP
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.bytes(middle * _STEP) <= room else (low, middle - 1)
+        return low * _STEP
+
+
+def _up(tokens: int) -> int:
+    return -(-tokens // _STEP) * _STEP
+
+
+def cache_of(config: Any) -> Cache | None:
+    """Return what the cache of a model depends on, by its configuration; None for layers that are not known here."""
+    count, heads = config.num_hidden_layers, config.num_attention_heads
+    keys = getattr(config, "num_key_value_heads", None) or heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    each = 4 * keys * width
+    if latent := getattr(config, "kv_lora_rank", None):
+        each = 2 * (latent + config.qk_rope_head_dim)
+    kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * count)
+    kinds = kinds[: count - (getattr(config, "num_kv_shared_layers", None) or 0)]
+    windows = {"full_attention": 0, "attention": 0, "sliding_attention": getattr(config, "sliding_window", None) or 0}
+    windows["chunked_attention"] = getattr(config, "attention_chunk_size", None) or 0
+    if not {*kinds} <= {*windows, *_LINEAR} or not all(isinstance(n, int) for n in (keys, width)):
+        return None
+    state = sum(_state(config) for kind in kinds if kind in _LINEAR)
+    return Cache(
+        layers=[(each, windows[kind]) for kind in kinds if kind in windows],
+        state=state,
+        vocabulary=config.vocab_size,
+        hidden=config.hidden_size,
+        positions=getattr(config, "max_position_embeddings", None) or 0,
+    )
+
+
+def _state(config: Any) -> int:
+    """Bytes that a layer of linear attention holds: a matrix per head, and the last inputs of its convolution, in 32 bits."""
+    heads, key, value = (getattr(config, f"linear_{n}", 0) for n in ("num_value_heads", "key_head_dim", "value_head_dim"))
+    channels = 2 * getattr(config, "linear_num_key_heads", 0) * key + heads * value
+    return 4 * (heads * key * value + channels * (getattr(config, "linear_conv_kernel_dim", 1) - 1))
+
+
+def read_context(text: str | int) -> int:
+    """Return a number of tokens: ``32k`` is 32,768.
+
+    Raises:
+        InvalidInput: Anything else than a whole number above zero, with or without k.
+    """
+    found = _CONTEXT.fullmatch(str(text).strip())
+    tokens = int(found.group(1)) * (1024 if found.group(2) else 1) if found else 0
+    if not tokens:
+        raise InvalidInput(f"The context {text!r} is no number of tokens.", "It is a whole number.", "Write 8192 or 32k.")
+    return tokens
+
+
+def room_on(card: str, context: str | int, cache: Cache | None, least: int) -> int:
+    """Return the bytes that a card has for the file at a context; refused below ``least``, those of the smallest plan.
+
+    Raises:
+        InfeasibleBudget: With the longest context that would leave enough.
+        InvalidInput: A model whose cache is not counted here, or a context beyond its positions.
+        UnknownUnit: A card that is not in bytes.
+    """
+    memory = parse_budget(card, default="bytes")
+    if memory.unit != "bytes" or memory.relative:
+        raise UnknownUnit(f"A card of {card} is not in bytes.", "It is the memory of the card.", "Write '8 GiB'.")
+    tokens = read_context(context)
+    if cache is None:
+        raise InvalidInput("The cache of this model is not counted here.", "", "Give the bytes of the file: --budget.")
+    if cache.positions and tokens > cache.positions:
+        raise InvalidInput(
+            f"A context of {tokens} tokens is too long.", f"The model is made for {cache.positions}.", "Ask for fewer."
+        )
+    taken = cache.bytes(tokens)
+    room = int(memory.amount) - taken
+    if room < least:
+        longest = cache.longest(int(memory.amount) - least)
+        fits = f"{longest} tokens are the longest context that leaves enough." if longest else "No context leaves enough."
+        raise InfeasibleBudget(
+            f"A card of {card} has {max(room, 0)} bytes left beside {taken} of cache and buffers at {tokens} tokens.",
+            f"The smallest plan takes {least} bytes. {fits}",
+            "Shorten the context, take a larger card, or allow smaller formats.",
+        )
+    return room
