@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..compressors.base import QUANTISERS, TREATMENTS
+from ..compressors.formats import GGUF
 from ..registry import options_of
 from . import kept
 from .display import expect, progress_bar, say, say_share, text_of, words_of
@@ -22,6 +23,12 @@ def register(subparsers: Any) -> None:
     names = tuple(dict.fromkeys((*TREATMENTS.names(), *QUANTISERS.names())))
     p.add_argument("--method", choices=names, help="pruner or quantiser (default: what the plan was measured with; else wanda)")
     p.add_argument("--pattern", metavar="N:M", help="zero n of every m inputs; n:8 with a literal n lets each block differ")
+    p.add_argument(
+        "--format",
+        dest="family",
+        choices=(GGUF,),
+        help="of shapes: a GGUF file in 16 bits, whose layers may differ in llama.cpp",
+    )
     add_data(p)
     advanced = p.add_argument_group("advanced")
     add_set(
@@ -41,6 +48,8 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
 
     plan = Plan.load(a.plan)
     check_kind(plan.kind, tuple(_WRITERS), "does not change a model's weights")
+    if plan.kind != "shapes":
+        refuse(a, ("family",), f"a plan of kind {plan.kind}")
     check_folder(a.out, overwrite=a.overwrite)
     result = _WRITERS[plan.kind](a, plan)
     if a.resume:
@@ -80,21 +89,23 @@ def _prune(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
 def _shrink(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     """Remove what the plan says, refit, recount, and save an ordinary smaller checkpoint."""
     from ..decisions.shapes.apply import apply_shapes
-    from ..decisions.shapes.save import check_exportable, save_smaller
+    from ..decisions.shapes.save import check_exportable, check_gguf, save_gguf, save_smaller
     from ..decisions.sparsity.save import check_room
     from ..doctor.cost import treating
     from ..execution.processes import is_main
     from ..report.page import runtime_box
 
     refuse(a, ("method", "pattern", "set", "resume"), f"a plan of kind {plan.kind}")
+    check, save = (check_gguf, save_gguf) if a.family else (check_exportable, save_smaller)
+    a.dtype = a.dtype or ("float32" if a.family else None)  # the sixteen bits of GGUF are not bfloat16
     model, tokenizer, data = load(a)
     check_room(model, a.out, plan=plan)
     expect(a, words_of("smaller shapes", data), model, treating("sparsegpt", text_of(data, a)))
-    check_exportable(model, plan)
+    check(model, plan)
     before = sum(p.numel() for p in model.parameters())
     with progress_bar(a, "remove heads and widths, layers") as progress:
         done = dict(apply_shapes(model, plan, data, batch_size=batch_of(a, model, data), progress=progress))
-    out = save_smaller(model, tokenizer, a.out, plan=plan, record=done, overwrite=a.overwrite) if is_main() else a.out
+    out = save(model, tokenizer, a.out, plan=plan, record=done, overwrite=a.overwrite) if is_main() else a.out
     after = sum(p.numel() for p in model.parameters())
     say(
         a,

@@ -202,6 +202,8 @@ def plan_shapes(a: argparse.Namespace) -> Plan:
 
 def show_shapes(a: argparse.Namespace, plan: Plan) -> None:
     """Show which units go."""
+    from ..decisions.shapes.program import layers_differ
+
     shapes, gone, budget = plan.extra["shapes"], plan.extra["dropped"], plan.budget
     rows = [(n, s["by"], s["units"], "whole layer" if s["layer"] in gone else s["removed"]) for n, s in shapes.items()]
     show_table(a, "units to remove", ("part", "unit", "units", "removed"), rows)
@@ -212,7 +214,10 @@ def show_shapes(a: argparse.Namespace, plan: Plan) -> None:
         f"Measured, cut and refitted: {plan.extra['measured']:.4g} nats per token, after "
         f"{plan.extra['forward_passes']:.0f} forward equivalents.",
     )
-    left = [s for s in shapes.values() if s["layer"] not in gone]
-    if any(len({s["removed"] for s in left if s["kind"] == k}) > 1 for k in ("heads", "mlp")):
-        say(a, "Layers differ: the model works in memory, a plain config cannot describe it. --even plans one that can.")
+    if layers_differ(plan):
+        say(
+            a,
+            "Layers differ: a plain config cannot describe the model. It works in memory, and in llama.cpp where apply "
+            "--format gguf writes it. --even plans one that every runtime loads.",
+        )
     say(a, f"Written to {a.out}.")

@@ -23,8 +23,10 @@ from layerbudget.decisions.bits.gguf_names import ARCHITECTURES, architecture
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.bits.program import extra_of, plan_blocks
 from layerbudget.decisions.bits.requantise import requantise
+from layerbudget.decisions.shapes.program import layers_differ
+from layerbudget.decisions.shapes.save import check_gguf, save_gguf
 from layerbudget.errors import CorruptFile, InvalidInput, ModelMismatch
-from layerbudget.models.blocks import describe
+from layerbudget.models.blocks import describe, layers
 
 gguf = pytest.importorskip("gguf")
 llama = pytest.importorskip("xllamacpp")
@@ -312,3 +314,44 @@ def test_the_card_says_what_a_model_was_made_from(name):
     on_hub = {"base_model": name, "base_model_relation": "quantized"} if name[0] != "/" else {}
     assert held == {**on_hub, "quantized_by": "layerbudget", "pipeline_tag": "text-generation", "tags": ["gguf"]}
     assert "| bits per weight | 4.5000 " in card.text and "llama-quantize --pure" in card.text
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_llama_cpp_computes_layers_that_differ(tmp_path, letters, kind):
+    """Heads, key-value heads and widths of each layer's own, and planned types on top of them."""
+    model = build(kind, num_attention_heads=4, num_hidden_layers=4, head_dim=16)
+    data = zoo.tokens(6, 24, vocabulary=90)
+    names = [n for n, _ in layers(model)]
+    lb.remove_units(model, data, dict(zip(names, (0.0, 0.5, 0.0, 0.5), strict=True)), kind="heads", by="groups")
+    lb.remove_units(model, data, dict(zip(names, (0.0, 0.25, 0.5, 0.75), strict=True)), kind="mlp")
+    save_gguf(model, letters, tmp_path / "out")
+    assert [m.up_proj.out_features for _, m in named(model, "mlp")] == [96, 72, 48, 24]
+    ids = torch.randint(3, 90, (1, 40), generator=torch.Generator().manual_seed(1))
+    lengths = (1, 9, 40)
+
+    def compare(file, most):
+        with torch.no_grad():
+            mine = torch.log_softmax(model(ids).logits[0].float(), -1).numpy()[[n - 1 for n in lengths]]
+        theirs = log_probabilities(file, [ids[0, :n].tolist() for n in lengths])
+        seen = np.isfinite(theirs)
+        assert seen.sum() > 3 * 95 - 5 and mine.std() > 0.5 and np.abs(theirs - mine)[seen].max() < most
+
+    compare(tmp_path / "out" / "model.gguf", 0.03)
+    reader = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
+    assert reader.fields["general.architecture"].contents() == "deci"
+    assert reader.fields["deci.feed_forward_length"].contents() == [m.up_proj.out_features for _, m in named(model, "mlp")]
+    receipt = write_bits(model, planned(model, ["Q8_0", "F16"]), tmp_path / "bits", tokenizer=letters)
+    assert receipt.bytes == receipt.planned
+    compare(tmp_path / "bits" / "model.gguf", 0.3)  # llama.cpp rounds the inputs of products with Q8_0
+
+
+def named(model, ending):
+    return [(n, m) for n, m in model.named_modules() if n.endswith(f".{ending}")]
+
+
+def test_layers_that_differ_of_other_families_are_refused_before_anything_is_removed():
+    model = build("gemma")
+    plan = lb.plan_shapes(model, zoo.tokens(4, 12, vocabulary=90), "20% flops", kinds=("mlp",), passes=20, draws=1)
+    assert layers_differ(plan)
+    with pytest.raises(InvalidInput, match="gemma model whose layers differ.*Plan with --even"):
+        check_gguf(model, plan)

@@ -30,8 +30,8 @@ from ...errors import InvalidInput, UnknownBlock
 from ...models.blocks import config_of, end_modules, layers, partition, pretrained, text_config, weight_of
 from ...records import Block, Module, natural_key
 from .export import stacks
-from .gguf import fixed_bytes, stored_tensors
-from .gguf_names import ROUTERS, architecture, find_architecture, find_names, split_stacks
+from .gguf import fixed_bytes, in_file
+from .gguf_names import ROUTERS, find_architecture, find_names, split_stacks
 from .memory import cache_of
 from .mixes import LlamaModel
 from .program import Table
@@ -252,8 +252,7 @@ def check_writable(model: nn.Module, formats: Mapping[str, str], target: Runtime
     """Refuse a plan that gives formats to matrices which no file holds in them."""
     small = [n for n, form in formats.items() if not find_format(form).plain]
     if target.family == GGUF:
-        config = text_config(config_of(model))
-        stored_tensors(config, {n: p.shape for n, p in model.named_parameters()}, architecture(config))
+        in_file(model)
     reasons = unwritable(model, small, target)
     if reasons:
         first = next(iter(reasons))

@@ -20,7 +20,18 @@ from ...compressors.quantisers import Rounded
 from ...errors import CoverageError, InvalidInput
 from ...models.blocks import config_of, layers, text_config
 from ...models.offload import mapped
-from .gguf_names import CONVERT, ROUTERS, Architecture, Names, add_numbers, architecture, rope_factors
+from .gguf_names import (
+    CONVERT,
+    ROUTERS,
+    Architecture,
+    Names,
+    Sizes,
+    add_numbers,
+    architecture,
+    head_width,
+    rope_factors,
+    sizes_of,
+)
 
 GGUF_FILE = "model.gguf"
 _NORMAL, _CONTROL, _UNUSED = 1, 3, 5
@@ -68,7 +79,7 @@ class Stored:
 def stored_tensors(config: Any, shapes: Mapping[str, Sequence[int]], arch: Architecture) -> dict[str, tuple[Stored, ...]]:
     """Return the tensors of the file by full parameter name."""
     names, found = Names(arch.name, config.num_hidden_layers), {}
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads} if arch.permuted else {}
+    width = head_width(config) if arch.permuted else 0
     for name, shape in shapes.items():
         stack = len(shape) == 3
         stem, ending = (name, "weight") if stack else name.rsplit(".", 1)
@@ -77,9 +88,21 @@ def stored_tensors(config: Any, shapes: Mapping[str, Sequence[int]], arch: Archi
             raise InvalidInput(
                 f"GGUF's {arch.name} has no tensor for {name}.", "", f"{CONVERT} Or plan for compressed-tensors."
             )
-        turn = heads.get(stem.rpartition(".")[2], 0)
+        turn = shape[0] // width if width and stem.endswith((".q_proj", ".k_proj")) else 0
         found[name] = tuple(Stored(name=f"{t}.{ending}", part=i, parts=len(tensors), heads=turn) for i, t in enumerate(tensors))
     return found
+
+
+def in_file(model: nn.Module) -> tuple[Architecture, Sizes | None, dict[str, tuple[Stored, ...]]]:
+    """Return a model in llama.cpp's words, sizes of layers that differ, and its tensors by full parameter name.
+
+    Raises:
+        InvalidInput: It is not written as GGUF.
+    """
+    config, shapes = text_config(config_of(model)), {n: p.shape for n, p in model.named_parameters()}
+    sizes = sizes_of(config, shapes)
+    arch = architecture(config, uneven=sizes is not None)
+    return arch, sizes, stored_tensors(config, shapes, arch)
 
 
 class GgufHead:
@@ -94,9 +117,8 @@ class GgufHead:
 
     def __init__(self, model: nn.Module, tokenizer: Any, formats: Mapping[str, str], file: Path) -> None:
         self.gguf, self.config, self.formats = need_gguf(), text_config(config_of(model)), dict(formats)
-        self.arch = architecture(self.config)
         self.parameters = dict(model.named_parameters())  # each once: a tied head is the embedding
-        self.stored = stored_tensors(self.config, {n: p.shape for n, p in self.parameters.items()}, self.arch)
+        self.arch, sizes, self.stored = in_file(model)
         inside = {p: [n for n in self.parameters if n.startswith(f"{p}.")] for p, _ in layers(model)}
         known = {n for names in inside.values() for n in names}
         self.pieces = {"": [n for n in self.parameters if n not in known], **inside}
@@ -104,7 +126,7 @@ class GgufHead:
         self.writer.add_name(Path(str(getattr(self.config, "_name_or_path", "") or "model")).name)
         self.writer.add_file_type(file_type(self.gguf, self.formats.values()))
         self.writer.add_quantization_version(self.gguf.GGML_QUANT_VERSION)
-        add_numbers(self.writer, self.config, self.arch)
+        add_numbers(self.writer, self.config, self.arch, sizes)
         self.notes = _add_vocabulary(self.writer, tokenizer, self.config.vocab_size)
         factors = rope_factors(self.config)
         self.extra = {} if factors is None else {"rope_freqs.weight": torch.from_numpy(factors)}

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -102,11 +102,52 @@ ARCHITECTURES = {
     "stablelm": Architecture(name="stablelm", expects={"qk_layernorm": False, "use_parallel_residual": False}),
 }
 ROPES = ("default", "linear", "llama3", None)
+# What llama.cpp computes with layers that differ in heads and widths, and the model types that are computed so.
+UNEVEN, _UNEVEN_TYPES = Architecture(name="deci", permuted=True), ("llama", "mistral", "qwen2")
 
 
-def architecture(config: Any) -> Architecture:
-    """Return what a model is in llama.cpp's words; one that is not written here, or is computed otherwise, is refused."""
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Query heads, key-value heads and MLP width of every layer."""
+
+    heads: tuple[int, ...]
+    groups: tuple[int, ...]
+    widths: tuple[int, ...]
+
+
+_SIZED = re.compile(r"\.layers\.(\d+)\.(?:self_attn\.(q|k)_proj|mlp\.(up)_proj)\.weight$")
+
+
+def sizes_of(config: Any, shapes: Mapping[str, Sequence[int]]) -> Sizes | None:
+    """Return the sizes of the layers where they differ; None where one number says each of them.
+
+    Args:
+        config: Its heads have the width that all heads have.
+        shapes: Of all parameters, by full name.
+    """
+    rows: dict[str, dict[int, int]] = {"q": {}, "k": {}, "up": {}}
+    for name, shape in shapes.items():
+        if found := _SIZED.search(name):
+            rows[found[2] or found[3]][int(found[1])] = int(shape[0])
+    if all(len(set(of.values())) <= 1 for of in rows.values()):
+        return None
+    width = head_width(config)
+    heads, groups, widths = (tuple(of[i] for i in sorted(of)) for of in rows.values())
+    return Sizes(tuple(h // width for h in heads), tuple(g // width for g in groups), widths)
+
+
+def architecture(config: Any, *, uneven: bool = False) -> Architecture:
+    """Return what a model is in llama.cpp's words; one that is not written here, or is computed otherwise, is refused.
+
+    ``uneven`` says that its layers differ in heads or widths.
+    """
     kind = str(config.model_type)
+    if uneven and kind not in _UNEVEN_TYPES:
+        raise InvalidInput(
+            f"A {kind} model whose layers differ is not written as GGUF.",
+            f"llama.cpp computes layers that differ as {UNEVEN.name}: of {', '.join(_UNEVEN_TYPES)}.",
+            "Plan with --even.",
+        )
     odd = ARCHITECTURES[kind].against(config) if kind in ARCHITECTURES else []
     if not is_written(config):
         raise InvalidInput(
@@ -114,7 +155,7 @@ def architecture(config: Any) -> Architecture:
             f"Written are {', '.join(ARCHITECTURES)}, as llama.cpp computes them.",
             f"{CONVERT} Or plan for compressed-tensors.",
         )
-    return ARCHITECTURES[kind]
+    return UNEVEN if uneven else ARCHITECTURES[kind]
 
 
 def is_written(config: Any) -> bool:
@@ -152,10 +193,13 @@ _NUMBERS: tuple[
 )
 
 
-def add_numbers(writer: Any, config: Any, arch: Architecture) -> None:
-    """Add the numbers of a configuration to a header."""
+def add_numbers(writer: Any, config: Any, arch: Architecture, sizes: Sizes | None = None) -> None:
+    """Add the numbers of a configuration to a header, with the sizes of layers that differ."""
+    own: dict[str, Any] = {}
+    if sizes is not None:
+        own = {"head_count": sizes.heads, "head_count_kv": sizes.groups, "feed_forward_length": sizes.widths}
     for method, fields in _NUMBERS:
-        value = next((v for f in fields if (v := getattr(config, f, None)) is not None), None)
+        value = own.get(method) or next((v for f in fields if (v := getattr(config, f, None)) is not None), None)
         if value is not None:
             getattr(writer, f"add_{method}")(value)
     width = head_width(config)

@@ -31,6 +31,13 @@ OTHER_KIND = {  # remedies where parts of one kind cannot go
 HEADS, MLP, GONE = 0, 1, 2
 
 
+def layers_differ(plan: Plan) -> bool:
+    """Return whether a plan of shapes leaves layers with different heads or widths."""
+    gone = plan.extra["dropped"]
+    left = [(s["kind"], s["removed"]) for s in plan.extra["shapes"].values() if s["layer"] not in gone]
+    return len(set(left)) > len({kind for kind, _ in left})
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
     """The attention, the MLP, or the other matrices (``rest``, which only goes with its layer) of one layer.

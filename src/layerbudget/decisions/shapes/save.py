@@ -1,9 +1,9 @@
 """Smaller models that a plain config can describe, and writing one as an ordinary checkpoint.
 
-A plain config has one width and one number of heads for all layers, so uneven shapes work in memory but cannot be written.
-Families that derive the size of a head from the number of heads (GPT-2, OPT, GPT-NeoX, BERT) cannot be written with fewer. What
-a config can say is asked of a model that is built from the changed config, without values: the answer is that of the installed
-transformers.
+A plain config has one width and one number of heads for all layers, so uneven shapes cannot be written as a checkpoint: they
+work in memory, and in llama.cpp (:func:`save_gguf`). Families that derive the size of a head from the number of heads (GPT-2,
+OPT, GPT-NeoX, BERT) cannot be written with fewer. What a config can say is asked of a model that is built from the changed
+config, without values: the answer is that of the installed transformers.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from ...models.blocks import config_of, describe, layers, pretrained, text_confi
 from ...models.machine import versions
 from ...plan import Plan
 from ...records import SCHEMA_VERSION, dumps, write_text
-from ...storage.folders import write_model
+from ...storage.folders import new_folder, write_model
+from ..bits.gguf import GgufWriter
+from ..bits.gguf_names import architecture
 from .layouts import FIND, Attention, Where
-from .program import OTHER_KIND, Part
+from .program import OTHER_KIND, Part, layers_differ
 from .units import where_is
 
 
@@ -148,8 +150,41 @@ def _check_described(model: nn.Module, now: Where, wanted: Sequence[Where]) -> N
                 f"{type(config_of(model)).__name__} has one {f'number of {field}' if heads else 'width'} for all layers, so "
                 "transformers could not load the checkpoint; the model works in memory.",
                 f"Give all layers the same (about {round(sum(values) / len(values))} costs the same): plan with --even "
-                "(even=True).",
+                "(even=True), or write it for llama.cpp: apply --format gguf.",
             )
+
+
+def check_gguf(model: nn.Module, plan: Plan) -> None:
+    """Refuse a plan whose smaller model llama.cpp has no architecture for; said before anything is removed."""
+    plan.validate(describe(model))
+    architecture(text_config(config_of(model)), uneven=layers_differ(plan))
+
+
+def save_gguf(
+    model: nn.Module,
+    tokenizer: Any,
+    out_dir: Path | str,
+    *,
+    plan: Plan | None = None,
+    record: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a smaller model as ``model.gguf`` in 16 bits; its layers may differ. The folder appears complete or not at all.
+
+    llama.cpp computes layers that differ as its architecture ``deci``. Arguments are those of :func:`save_smaller`; the model
+    is in float32.
+
+    Raises:
+        InvalidInput: llama.cpp has no architecture for it.
+    """
+    with new_folder(out_dir, overwrite=overwrite) as folder:
+        writer = GgufWriter(model, tokenizer, {}, folder)
+        for piece in writer.head.pieces:
+            writer.add(writer.tensors(piece, {}))
+        notes = writer.close()
+        for name, write in _beside(plan, {**(record or {}), "notes": notes}).items():
+            write(folder / name)
+    return Path(out_dir)
 
 
 def save_smaller(
@@ -172,9 +207,14 @@ def save_smaller(
         overwrite: Replace what an earlier call wrote: the files that the folder's ``manifest.json`` names, and no others.
     """
     check_exportable(model)
+    return write_model(pretrained(model), tokenizer, out_dir, _beside(plan, record), overwrite=overwrite)
+
+
+def _beside(plan: Plan | None, record: Mapping[str, Any] | None) -> dict[str, Callable[[Path], object]]:
+    """What writes the plan and the recount beside a model."""
     beside: dict[str, Callable[[Path], object]] = {} if plan is None else {"plan.json": plan.save}
     if record is not None:
         digest = {"plan_digest": plan.digest} if plan is not None else {}
         content = dumps({"schema_version": SCHEMA_VERSION, **digest, **record, "versions": versions()})
         beside["receipt.json"] = lambda path: write_text(path, content)
-    return write_model(pretrained(model), tokenizer, out_dir, beside, overwrite=overwrite)
+    return beside
