@@ -57,6 +57,13 @@ def test_the_page_on_bits_writes_a_model_that_loads(tmp_path, monkeypatch):
     assert space["receipt"].bytes == space["plan"].budget["spent"] <= space["plan"].budget["limit"]
 
 
+def test_the_page_on_the_cache_generates_by_its_plan():
+    space: dict = {}
+    (block,) = blocks_of("docs/cache.md")
+    exec(compile(block, "docs/cache.md", "exec"), space)
+    assert space["answer"].shape == (1, 24) and space["plan"].budget["spent"] <= space["plan"].budget["limit"]
+
+
 def test_the_four_doors_of_a_contributor(registries):
     """A score, a rule, a treatment and a kind of plan from outside the package, as CONTRIBUTING.md shows them."""
     space: dict = {}
@@ -90,7 +97,7 @@ def test_every_page_with_python_is_run_here():
     assert shown == {
         "README.md",
         "CONTRIBUTING.md",
-        *(f"docs/{n}.md" for n in ("bits", "fine-tuning", "serving", "smaller-matrices")),
+        *(f"docs/{n}.md" for n in ("bits", "cache", "fine-tuning", "serving", "smaller-matrices")),
     }
 
 

@@ -79,6 +79,7 @@ ROOMS = (
     "evaluation",
     "decisions/sparsity",
     "decisions/bits",
+    "decisions/cache",
     "decisions/ranks",
     "decisions/experts",
     "decisions/kept_experts",

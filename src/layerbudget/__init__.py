@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and 
     from .decisions.apply import apply_plan as apply_plan
     from .decisions.bits.apply import write_bits as write_bits
     from .decisions.bits.plan import plan_bits as plan_bits
+    from .decisions.cache.plan import plan_cache as plan_cache
     from .decisions.experts.method import add_experts as add_experts
     from .decisions.experts.plan import plan_experts as plan_experts
     from .decisions.joint.plan import plan_joint as plan_joint
@@ -74,6 +75,7 @@ _HOMES = {
     "sensitivity.certificate": "certify_ranking direct_check",
     "decisions.sparsity.plan": "plan_sparsity",
     "decisions.bits.plan": "plan_bits",
+    "decisions.cache.plan": "plan_cache",
     "decisions.shapes.plan": "plan_shapes",
     "decisions.kept_experts.plan": "plan_kept_experts",
     "decisions.ranks.plan": "plan_ranks",

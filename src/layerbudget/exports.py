@@ -18,6 +18,7 @@ import numpy as np
 import yaml
 
 from .decisions.bits.export import auto_round, llama_cpp, mlx
+from .decisions.cache.export import llama_cache, modelopt_cache, vllm_cache
 from .errors import InvalidInput, MissingDependency, NotFound
 from .plan import Plan
 from .registry import Registry, options_of, resolve_options
@@ -218,3 +219,24 @@ export(
     use="q = json.load(open('{file}'))['quantization']; mlx_lm.convert(MODEL, quantize=True, q_group_size=q['group_size'], "
     "quant_predicate=lambda path, _: q.get(path, False)) quantises by it.",
 )(mlx)
+export(
+    "vllm-cache",
+    kinds=("cache",),
+    file="cache.json",
+    summary="vLLM's layers without an fp8 cache",
+    use="vllm serve MODEL --kv-cache-dtype fp8 --kv-cache-dtype-skip-layers takes the list in {file}.",
+)(vllm_cache)
+export(
+    "modelopt-cache",
+    kinds=("cache",),
+    file="hf_quant_config.json",
+    summary="ModelOpt's kv_cache_quantized_layers",
+    use="Runtimes that read ModelOpt's {file} beside a checkpoint find the layers whose cache has 8 bits.",
+)(modelopt_cache)
+export(
+    "llama-cache",
+    kinds=("cache",),
+    file="cache.txt",
+    summary="llama.cpp's types of keys and values",
+    use="llama-server -m MODEL.gguf $(cat {file}) keeps them so.",
+)(llama_cache)

@@ -16,7 +16,7 @@ from ..planning.costs import rank_parameters
 from ..records import check_output, to_jsonable
 from ..registry import Option
 from ..scores import Scores
-from . import kept, measured
+from . import cache, kept, measured
 from .display import ROWS, say, show_table
 from .files import load_scores, need_scores, read_curves, read_fixed, read_latency
 from .options import COMMANDS, DATA, PLACE, add, add_data, add_out, add_set, add_verb, given, options_for, refuse
@@ -43,6 +43,7 @@ def register(subparsers: Any) -> None:
     measured.add_bits(kinds, run_bits)
     measured.add_shapes(kinds, run_shapes)
     kept.add(kinds, run_kept)
+    cache.add(kinds, run_cache)
     p, budget = _program(kinds, "ranks", run_ranks, "a LoRA rank for every matrix")
     budget.add_argument("--mean-rank", type=float, help="as many parameters as this rank everywhere")
     budget.add_argument("--budget", help="'20M params', '40 MB', '0.5%% flops', ...")
@@ -136,6 +137,11 @@ def run_kept(a: argparse.Namespace) -> dict[str, Any]:
     return _finish(a, kept.plan(a))
 
 
+def run_cache(a: argparse.Namespace) -> dict[str, Any]:
+    """Plan formats of cached keys and values by the damage to a model."""
+    return _finish(a, cache.plan(a))
+
+
 def run_ranks(a: argparse.Namespace) -> dict[str, Any]:
     """Plan ranks from scores."""
     from ..decisions.ranks.plan import plan_ranks
@@ -209,7 +215,7 @@ def _show(a: argparse.Namespace, plan: Plan, price: Any) -> None:
     from ..report.tables import plan_grid
 
     title = f"{plan.kind} by {plan.rule}{', in percent' if plan.kind == 'sparsity' else ''}"
-    formats = plan.extra["formats"] if plan.kind == "bits" else {}
+    formats = plan.extra["formats"] if plan.kind in ("bits", "cache") else {}
     said = [formats[b.modules[0]] for b in plan.blocks] if formats else None
     grid = plan_grid(plan, title, price=price, said=said) if len(plan.blocks) <= ROWS else None
     if grid is not None:

@@ -28,6 +28,7 @@ _APPLY = {
     "experts": ".experts.method:add_experts",
     "ranks": ".ranks.apply:add_ranks",
     "bits": ".bits.apply:apply_bits",
+    "cache": ".cache.cache:planned_cache",
     "kept-experts": ".kept_experts.apply:keep_experts",
 }
 

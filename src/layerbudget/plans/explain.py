@@ -46,8 +46,8 @@ def explain_plan(plan: Plan, scores: Scores | None = None, *, tokens: int | None
     parts = [*_on_budget(plan), *_on_certificate(plan), *_on_decision(plan)]
     if plan.kind == "ranks" and plan.counts.any():
         parts.append(f"To serve it with vLLM: {serving_note(plan)}")
-    if plan.kind in ("bits", "recipe"):
-        parts += _on_formats(plan) if plan.kind == "bits" else of_recipe(plan)
+    if plan.kind in ("bits", "cache", "recipe"):
+        parts += of_recipe(plan) if plan.kind == "recipe" else _on_formats(plan)
     parts += of_kept(plan) if plan.kind == "kept-experts" else []
     bits = None if scores is None else codelengths(plan, scores, tokens)
     parts += [] if bits is None else [_on_codelengths(bits)]
@@ -133,12 +133,16 @@ def _on_decision(plan: Plan) -> list[str]:
 
 
 def _on_formats(plan: Plan) -> list[str]:
-    """Prediction of a plan of bits, changes that noise leaves open, and the check of the whole plan."""
+    """Prediction of a plan of bits or of a cache, changes that noise leaves open, and the check of the whole plan."""
     e, said = plan.extra, []
     rows = (f"{n} {r['predicted']:.4g} in {r['spent']} bytes" for n, r in e["baselines"].items() if n != plan.rule)
     others = f" (without a program: {', '.join(rows)})" if e["baselines"] else ""
+    if plan.kind == "cache":
+        told = f"bits per number, {plan.budget['spent']} bytes at {e['context']} tokens x {e['batch']}, for {e['runtime']}."
+    else:
+        told = f"bits per weight, {plan.budget['file']} bytes with the tensors that stay as they are."
     said.append(
-        f"{e['bits']:.4f} bits per weight, {plan.budget['file']} bytes with the tensors that stay as they are. "
+        f"{e['bits']:.4f} {told} "
         f"Damages of single blocks add up to {e['predicted']:.4g} +- {e['predicted_error']:.1g} nats per token{others}."
     )
     if kept := e.get("unwritten"):

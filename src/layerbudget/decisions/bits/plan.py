@@ -166,7 +166,7 @@ def check_plan(
     best = min(table, key=lambda n: table[n]["kl"]) if plan.rule == "choices" else plan.rule
     perplexity = float(describe_rows(dense.rows(model))["perplexity"])
     record = {"data": check.describe(), "dense_perplexity": perplexity, "rows": table, "taken": best}
-    record["verdict"] = _verdict(plan.rule, best, table)
+    record["verdict"] = verdict(plan.rule, best, table)
     chosen = plans[best]
     return dataclasses.replace(chosen, extra={**chosen.extra, "check": record, "asked": plan.rule})
 
@@ -182,8 +182,8 @@ def describe_rows(rows: np.ndarray, beside: np.ndarray | None = None) -> dict[st
     return found
 
 
-def _verdict(rule: str, best: str, table: Mapping[str, Mapping[str, Any]]) -> str:
-    """A sentence on the check: the plan's KL and the baselines' beside it, or which baseline is better."""
+def verdict(rule: str, best: str, table: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a sentence on the check: the KL of the plan and of the baselines, or which baseline is better."""
     own = table[rule]["kl"]
     if best != rule:
         row = table[best]

@@ -1,0 +1,137 @@
+"""Plans of the cache by directional damage, beside one format for all, first and last layers kept, and singly measured damage.
+
+    python benchmarks/cache_quality.py MODEL [--data FILE] [--evaluation FILE] [--length 1024] [--samples 6] [--windows 6]
+        [--measure 2x512] [--out benchmarks/results]
+
+Budgets are the bytes of ``int2``, ``int3`` and ``int4`` everywhere, at the length of the windows. Every plan is run on held-out
+text with all keys and values rounded. ``--measure SEQUENCESxLENGTH`` also measures every layer, part and format by itself, on so
+much of the calibration text, and plans by that: what prediction is worth. Passes are forward equivalents over the whole text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import layerbudget as lb
+from layerbudget.decisions.bits.plan import describe_rows
+from layerbudget.decisions.bits.program import BASELINES, Table
+from layerbudget.decisions.bits.sensitivity import DenseOutput, mean_and_error
+from layerbudget.decisions.cache.cache import caching, rounding
+from layerbudget.decisions.cache.plan import CacheSpace, cache_damage
+from layerbudget.solvers.choices import choose
+
+FORMATS = ["int2", "int3", "int4", "int5", "int6", "int8"]
+
+
+def measured(model: Any, data: Any, space: CacheSpace) -> tuple[np.ndarray, int]:
+    """Damage of every block in every format alone, all else as it is, and the forwards that this took."""
+    dense = DenseOutput(model, data, 1)
+    damage, forwards = np.zeros((len(space.blocks), len(space.formats))), 1
+    plain = np.full(len(space.blocks), len(space.formats) - 1)
+    for i in range(len(space.blocks)):
+        for j in range(len(space.formats) - 1):
+            chosen = plain.copy()
+            chosen[i] = j
+            with caching(model, rounding(space.by_layer(chosen))):
+                damage[i, j] = mean_and_error(dense.rows(model)[:, :2])[0]
+            forwards += 1
+    return damage, forwards
+
+
+def hqq(table: Table) -> Table:
+    """The same without what HQQ does not keep."""
+    no = np.array([n in ("int5", "int6") for n in table.formats])
+    return dataclasses.replace(table, damage=np.where(no, np.inf, table.damage), size=np.where(no, 0, table.size))
+
+
+def agreement(predicted: np.ndarray, found: np.ndarray) -> str:
+    """Predicted over measured in the median, and how well logarithms agree."""
+    there = (predicted > 0) & (found > 0)
+    p, q = np.log(predicted[there]), np.log(found[there])
+    return (
+        f"{math.exp(np.median(p - q)):.2f} in the median, log correlation {np.corrcoef(p, q)[0, 1]:.3f}, {there.sum()} of them"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--name")
+    parser.add_argument("--data", default="stdlib")
+    parser.add_argument("--evaluation")
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--samples", type=int, default=6)
+    parser.add_argument("--windows", type=int, default=6)
+    parser.add_argument("--draws", type=int, default=2)
+    parser.add_argument("--group", type=int)
+    parser.add_argument("--measure")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    a = parser.parse_args()
+    tokenizer, model, name = lb.load_tokenizer(a.model), lb.load_model(a.model), a.name or Path(a.model).name
+    fit = lb.calibration(a.data, tokenizer, samples=a.samples, length=a.length)
+    held = lb.evaluation_set(a.evaluation or a.data, tokenizer, length=a.length)
+    step = max(1, held.samples // a.windows)
+    check = held.select(list(range(0, held.samples, step))[: a.windows])
+    space = CacheSpace.of(model, a.length, 1, "transformers", FORMATS, a.group)
+    start = time.process_time()
+    damage, rest, passes = cache_damage(model, fit, space, a.draws)
+    table = space.table(damage, rest)
+    lines = [
+        f"## {name}", "", f"{a.samples} x {a.length} calibration tokens, {check.samples} held-out windows of {a.length}; "
+        f"{len(space.blocks)} blocks, groups of {space.formats[0].group}; damages in {time.process_time() - start:.0f} s of one "
+        "core.", "",
+    ]  # fmt: skip
+    tables, every = {"directional": (hqq(table), passes)}, {"directional": (table, passes)}
+    if a.measure:
+        count, length = map(int, a.measure.split("x"))
+        some = dataclasses.replace(fit.select(slice(0, count)), input_ids=fit.input_ids[:count, :length])
+        single, forwards = measured(model, some, space)
+        beside = cache_damage(model, some, space, a.draws)[0]
+        lines += [f"Predicted over measured, each by itself on {a.measure} tokens: {agreement(beside, single)}.", ""]
+        tables["measured"], every["measured"] = (
+            (hqq(space.table(single, rest)), float(forwards)),
+            (space.table(single, rest), forwards),
+        )
+    dense = DenseOutput(model, check, 1)
+    own = describe_rows(dense.rows(model))
+    lines += [f"Dense perplexity {own['perplexity']:.3f}.", ""]
+    lines += ["| bytes of | plan | bits | KL | against uniform | perplexity | predicted | passes |", "|" + "---|" * 8]
+    for level in [f.name for f in space.formats if f.name in ("int2", "int3", "int4")]:
+        limit = int(table.size[:, table.formats.index(level)].sum())
+        if level == "int2":  # half way to the next: at its own bytes nothing is left to choose
+            limit = (limit + int(table.size[:, table.formats.index(level) + 1].sum())) // 2
+        plans = {n: (BASELINES[n](hqq(table), limit), 0.0) for n in ("uniform", "ends")}
+        plans |= {n: (choose(t.damage, t.size, limit).chosen, p) for n, (t, p) in tables.items()}
+        plans |= {f"{n}, five and six bits too": (choose(t.damage, t.size, limit).chosen, p) for n, (t, p) in every.items()}
+        rows: dict[str, np.ndarray] = {}
+        seen: dict[bytes, np.ndarray] = {}
+        for plan, (chosen, cost) in plans.items():
+            key = chosen.tobytes()
+            if key not in seen:
+                with caching(model, rounding(space.by_layer(chosen))):
+                    seen[key] = dense.rows(model)
+            rows[plan] = seen[key]
+            found = describe_rows(rows[plan], None if plan == "uniform" else rows["uniform"])
+            k = np.arange(len(chosen))
+            less = "" if plan == "uniform" else f"{found['kl'] / describe_rows(rows['uniform'])['kl'] - 1:+.0%}"
+            less += f" ({found['difference']:+.2g} +- {found['difference_error']:.1g})" if less else ""
+            said = f"{table.damage[k, chosen].sum():.4g}" if plan.startswith("directional") else ""
+            bits = 8 * table.size[k, chosen].sum() / table.numel
+            head = f"{level}{' and a half' if level == 'int2' else ''}"
+            lines.append(
+                f"| {head} | {plan} | {bits:.3f} | {found['kl']:.5f} | {less} | {found['perplexity']:.3f} | {said} | {cost:g} |"
+            )
+            print(lines[-1], flush=True)
+    (a.out / f"cache_quality-{name}.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""A cache of transformers whose keys and values are rounded as they come, and what a model keeps in it.
+
+Every forward sees rounded keys and values, also those of the tokens that it adds: as llama.cpp and vLLM, which write a token
+before they read it. The numbers stay in the model's own type: it computes what a runtime computes, and saves no memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from ...compressors.base import Level, find_quantiser
+from ...errors import InvalidInput
+from ...execution.loss import head_of
+from ...execution.modes import inference
+from ...kinds import check_kind
+from ...models.blocks import config_of, describe, layers
+from ...plan import Plan
+from .formats import CacheFormat, find_cache
+
+Change = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+PARTS = ("keys", "values")
+_LARGEST = 448.0  # of e4m3
+
+
+class PlannedCache(DynamicCache):
+    """A ``DynamicCache`` whose keys and values, ``(B, heads, T, channels)``, a function of the layer changes as they come."""
+
+    def __init__(self, config: Any, change: Change) -> None:
+        super().__init__(config=config)
+        self.change = change
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Take new keys and values, changed; see ``transformers.Cache.update``."""
+        return super().update(*self.change(layer_idx, key_states, value_states), layer_idx, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def caching(model: nn.Module, change: Change) -> Iterator[None]:
+    """Every forward of the model begins with an empty :class:`PlannedCache`."""
+
+    def begin(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "past_key_values": PlannedCache(config_of(model), change), "use_cache": True}
+
+    handle = model.register_forward_pre_hook(begin, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def rounded(x: torch.Tensor, form: CacheFormat) -> torch.Tensor:
+    """What a runtime reads back of keys or values ``(..., channels)``."""
+    if form.plain:
+        return x
+    if form.name == "fp8":
+        return x.clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).to(x.dtype)
+    if not form.name.startswith("int"):
+        rows = x.reshape(-1, x.shape[-1])
+        return find_quantiser("rtn").apply(rows, None, Level(format=form.name)).reshape(x.shape)
+    groups = x.float().unflatten(-1, (-1, form.group))
+    low, high = torch.aminmax(groups, dim=-1, keepdim=True)
+    top = (1 << form.bits) - 1
+    step = ((high - low) / top).half().float().clamp(min=torch.finfo(torch.float16).tiny)
+    low = low.half().float()
+    return ((groups - low) / step).round_().clamp_(0, top).mul_(step).add_(low).flatten(-2).to(x.dtype)
+
+
+def rounding(formats: Mapping[int, tuple[CacheFormat, CacheFormat]]) -> Change:
+    """Return the change that rounds keys and values of layers to formats; layers without stay as they are."""
+
+    def change(layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if layer not in formats:
+            return keys, values
+        return rounded(keys, formats[layer][0]), rounded(values, formats[layer][1])
+
+    return change
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Keys or values that one layer keeps.
+
+    Attributes:
+        layer: Index in the cache; ``name`` is the layer's.
+        part: 0 for keys, 1 for values.
+        heads, channels: Of a token.
+        window: Most tokens that are kept; None for all.
+    """
+
+    layer: int
+    name: str
+    part: int
+    heads: int
+    channels: int
+    window: int | None
+
+    def tokens(self, context: int) -> int:
+        """Tokens that are kept of a context."""
+        return context if self.window is None else min(context, self.window)
+
+
+def kept(model: nn.Module) -> list[Kept]:
+    """Return what a model keeps, from one forward of one token.
+
+    Layers with a sliding window keep no more than it, layers that share another one's keys and values keep none, nor do those
+    without attention.
+
+    Raises:
+        InvalidInput: A model without a cache of keys and values.
+    """
+    if head_of(model) != "causal":
+        raise _none(model)
+    found: list[Kept] = []
+    names = [name for name, _ in layers(model)]
+    windows: dict[int, int | None] = {}
+
+    def listen(layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for part, x in enumerate((keys, values)):
+            name, window = names[min(layer, len(names) - 1)], windows.get(layer)
+            found.append(Kept(layer=layer, name=name, part=part, heads=x.shape[1], channels=x.shape[3], window=window))
+        return keys, values
+
+    try:
+        for i, each in enumerate(PlannedCache(config_of(model), listen).layers):
+            windows[i] = int(getattr(each, "sliding_window", 0)) or None
+        with inference(model), caching(model, listen):
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device))
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise _none(model) from error
+    if not found:
+        raise _none(model)
+    return found
+
+
+def _none(model: nn.Module) -> InvalidInput:
+    what = f"{type(model).__name__} keeps no keys and values in a cache of transformers."
+    return InvalidInput(what, "Decoders with attention do.", "Plan the bits of its weights: layerbudget plan bits.")
+
+
+def planned_cache(model: nn.Module, plan: Plan) -> PlannedCache:
+    """Return an empty cache that rounds as a plan of kind ``cache`` says, for ``model.generate(past_key_values=...)``.
+
+    Raises:
+        ModelMismatch: The plan belongs to another model.
+        InvalidInput: A plan of another kind.
+    """
+    check_kind(plan.kind, ("cache",), "decides nothing about a cache")
+    plan.validate(describe(model))
+    return PlannedCache(config_of(model), rounding(layer_formats(model, plan)))
+
+
+def layer_formats(model: nn.Module, plan: Plan) -> dict[int, tuple[CacheFormat, CacheFormat]]:
+    """Return the formats of keys and values of every layer, by its index."""
+    held = kept(model)
+    runtime, formats = find_cache(str(plan.extra["runtime"])), plan.extra["formats"]
+    known = {f.name: f for f in runtime.formats([k.channels for k in held], runtime.names, plan.extra["group"])}
+    chosen = {(k.layer, k.part): known[formats[f"{k.name}.{PARTS[k.part]}"]] for k in held}
+    return {k.layer: (chosen[k.layer, 0], chosen[k.layer, 1]) for k in held}

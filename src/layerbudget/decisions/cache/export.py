@@ -1,0 +1,41 @@
+"""A plan of the cache in the words of runtimes: text. No torch."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from ...errors import InvalidInput
+from ...plan import Plan, PlanBlock
+
+_LAYER = re.compile(r"\.(\d+)$")
+
+
+def vllm_cache(plan: Plan) -> str:
+    """Return ``kv_cache_dtype`` and ``kv_cache_dtype_skip_layers`` as JSON, for vLLM's options of these names."""
+    skipped = [_LAYER.findall(b.name)[-1] for b in _blocks(plan, "vllm") if _format(plan, b.modules[0]) == "bf16"]
+    return json.dumps({"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": skipped}, indent=1) + "\n"
+
+
+def modelopt_cache(plan: Plan) -> str:
+    """Return ModelOpt's ``kv_cache_quantized_layers`` as JSON: the attention modules whose cache has 8 bits."""
+    held = {f"{b.name}.self_attn": {"quant_algo": "FP8"} for b in _blocks(plan, "vllm") if _format(plan, b.modules[0]) == "fp8"}
+    record = {"kv_cache_quant_algo": "MIXED_PRECISION", "kv_cache_quantized_layers": held, "kv_cache_schema_version": 1}
+    return json.dumps({"quantization": record}, indent=1) + "\n"
+
+
+def llama_cache(plan: Plan) -> str:
+    """Return llama.cpp's options of the types of keys and of values."""
+    found = {b.name: _format(plan, b.modules[0]).lower() for b in _blocks(plan, "llama.cpp")}
+    return f"--cache-type-k {found['keys']} --cache-type-v {found['values']} --flash-attn on\n"
+
+
+def _blocks(plan: Plan, runtime: str) -> tuple[PlanBlock, ...]:
+    if plan.extra["runtime"] != runtime:
+        what = f"This plan is for {plan.extra['runtime']}, whose formats {runtime} does not keep."
+        raise InvalidInput(what, "", f"Plan with --runtime {runtime}.")
+    return plan.blocks
+
+
+def _format(plan: Plan, module: str) -> str:
+    return str(plan.extra["formats"][module])

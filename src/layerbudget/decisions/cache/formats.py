@@ -1,0 +1,124 @@
+"""Formats of cached keys and values, their exact bytes, and the runtimes that keep them. No torch.
+
+A key or value of a token is ``heads x channels`` numbers. All formats round groups of channels of one head of one token:
+
+* ``int2`` to ``int8`` (transformers): whole numbers over the range of a group, which keeps its step and minimum in 16 bits.
+  HQQ, which transformers keeps caches by, has 2, 3, 4 and 8 bits.
+* ``Q4_0`` ... ``Q8_0``, ``IQ4_NL`` (llama.cpp): blocks of 32, rounded by ggml (:mod:`layerbudget.compressors.ggml`).
+* ``fp8`` (vLLM): e4m3 without a scale.
+
+What a runtime may tell apart is what is decided: transformers layers, and keys from values; vLLM layers; llama.cpp keys from
+values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from ...compressors.formats import find_format
+from ...errors import InvalidInput
+
+RULES = ("choices", "uniform", "ends")
+_GROUPS = (64, 32, 16)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheFormat:
+    """One way of keeping keys or values.
+
+    Attributes:
+        name: What plans and users write.
+        bits: Of one number, without its scale.
+        group: Channels that share a scale.
+        bytes: Of a group.
+    """
+
+    name: str
+    bits: int
+    group: int
+    bytes: int
+
+    @property
+    def plain(self) -> bool:
+        """Sixteen bits: as the model computes them."""
+        return self.bits == 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheRuntime:
+    """A runtime: its formats, the smallest first, and what it tells apart.
+
+    Attributes:
+        name: What users write.
+        names: Formats; sixteen bits come last. Those ``by_name`` are no choice unless they are named.
+        layers, parts: Whether layers may differ, and keys from values.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    by_name: tuple[str, ...] = ()
+    layers: bool = True
+    parts: bool = True
+
+    def formats(self, widths: Sequence[int], names: Sequence[str] | None = None, group: int | None = None) -> list[CacheFormat]:
+        """Formats to choose among, the smallest first and sixteen bits last.
+
+        Args:
+            widths: Channels of the heads.
+            names: Some of those of the runtime.
+            group: Channels of a group of ``int2`` to ``int8``; by default the largest of 64, 32 and 16 that divides all widths.
+
+        Raises:
+            InvalidInput: A format that the runtime has not, or a group that does not divide the channels of a head.
+        """
+        unknown = [n for n in names or () if n not in self.names]
+        if unknown:
+            raise InvalidInput(
+                f"{self.name} keeps no {unknown[0]}.", f"It has {', '.join(self.names)}.", "Choose some of those."
+            )
+        if group is not None and self.name != "transformers":
+            raise InvalidInput(f"{self.name} has groups of its own; a group size has no meaning.", "", "Leave it out.")
+        wanted = [n for n in self.names if n not in self.by_name] if names is None else [*names, self.names[-1]]
+        chosen = [n for n in self.names if n in wanted]
+        size = group or next((g for g in _GROUPS if all(w % g == 0 for w in widths)), _GROUPS[-1])
+        found = [_format(name, size) for name in chosen]
+        for form in found:
+            short = [w for w in widths if w % form.group]
+            if short:
+                raise InvalidInput(
+                    f"Heads have {short[0]} channels, which {form.name} cannot keep in groups of {form.group}.",
+                    "",
+                    "Choose another group size (--set group=8)."
+                    if form.name.startswith("int")
+                    else f"Plan with --formats {self.names[-1]}, or for transformers.",
+                )
+        return found
+
+
+def _format(name: str, group: int) -> CacheFormat:
+    if name.startswith("int"):
+        bits = int(name[3:])
+        return CacheFormat(name=name, bits=bits, group=group, bytes=-(-bits * group // 8) + 4)
+    if name == "fp8":
+        return CacheFormat(name=name, bits=8, group=1, bytes=1)
+    if name in ("bf16", "F16"):
+        return CacheFormat(name=name, bits=16, group=1, bytes=2)
+    form = find_format(name, "gguf")
+    return CacheFormat(name=name, bits=form.bits, group=form.group or 1, bytes=form.block_bytes)
+
+
+CACHES = {
+    "transformers": CacheRuntime(
+        name="transformers", names=("int2", "int3", "int4", "int5", "int6", "int8", "bf16"), by_name=("int5", "int6")
+    ),
+    "vllm": CacheRuntime(name="vllm", names=("fp8", "bf16"), parts=False),
+    "llama.cpp": CacheRuntime(name="llama.cpp", names=("Q4_0", "IQ4_NL", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16"), layers=False),
+}
+
+
+def find_cache(name: str) -> CacheRuntime:
+    """Return a runtime by name."""
+    if name not in CACHES:
+        raise InvalidInput(f"There is no runtime {name!r}.", f"There are {', '.join(CACHES)}.", "Choose one of those.")
+    return CACHES[name]

@@ -1,0 +1,225 @@
+"""Plans of the cache: damage against plain loops and what is measured, bytes against a filled cache, words for runtimes."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tests import zoo
+
+import layerbudget as lb
+from layerbudget.cli import main
+from layerbudget.decisions.bits.sensitivity import DenseOutput, mean_and_error
+from layerbudget.decisions.cache.cache import caching, kept, rounded, rounding
+from layerbudget.decisions.cache.export import llama_cache, modelopt_cache, vllm_cache
+from layerbudget.decisions.cache.formats import find_cache
+from layerbudget.decisions.cache.plan import CacheSpace, cache_damage, plan_cache
+from layerbudget.errors import InfeasibleBudget, InvalidInput, ModelMismatch
+from layerbudget.execution.loss import logits_of, sampled_targets, summed_loss, unlabelled
+from layerbudget.exports import EXPORTS
+from layerbudget.models.blocks import describe
+from layerbudget.plan import Plan
+from layerbudget.plans.explain import explain_plan
+
+WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 96}  # heads of 32 channels
+
+
+@pytest.mark.parametrize("name", ["int2", "int3", "int4", "int8", "fp8", "Q4_0", "Q8_0", "IQ4_NL"])
+def test_what_is_read_back_is_the_nearest_that_the_format_has(name):
+    """Whole numbers and e4m3 by trying all of them; llama.cpp's types by its own package, their bytes too."""
+    x = torch.randn(2, 3, 5, 64, generator=torch.Generator().manual_seed(0))
+    x[0, 0, 0] = 0
+    x[1, 1, 1] += 100
+    runtime = find_cache("transformers" if name[:3] == "int" else "vllm" if name == "fp8" else "llama.cpp")
+    form = runtime.formats([64], [name], 32 if name[:3] == "int" else None)[0]
+    got = rounded(x, form)
+    if name[:3] == "int":
+        groups = x.unflatten(-1, (-1, 32))
+        low = groups.amin(-1, keepdim=True).half().float()
+        step = ((groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)) / (2**form.bits - 1)).half().float()
+        points = low[..., None] + step[..., None] * torch.arange(2**form.bits)
+        best = (points - groups[..., None]).abs().amin(-1)
+        assert torch.allclose((got.unflatten(-1, (-1, 32)) - groups).abs(), best, atol=1e-6)
+        assert form.bytes == 4 * form.bits + 4
+    elif name == "fp8":
+        points = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+        assert torch.equal(
+            (got.abs()[..., None] - x.abs()[..., None]).abs(), (points - x.abs()[..., None]).abs().amin(-1, True)
+        )
+    else:
+        gguf = pytest.importorskip("gguf")
+        kind = gguf.GGMLQuantizationType[name]
+        assert form.bytes == gguf.GGML_QUANT_SIZES[kind][1] and form.group == gguf.GGML_QUANT_SIZES[kind][0]
+        assert (got - x).abs().max() < 13 and torch.equal(rounded(got, form)[0, 0], got[0, 0])
+        if name != "IQ4_NL":
+            rows = x.reshape(-1, 64).numpy()
+            assert np.array_equal(got.reshape(-1, 64).numpy(), gguf.dequantize(gguf.quantize(rows, kind), kind))
+
+
+def one_by_one(model, data, space, seed, draws):
+    """The Fisher form by a plain loop: every sequence, block and format alone, the derivative by a small step both ways."""
+    plain = np.full(len(space.blocks), len(space.formats) - 1)
+    total, tokens, step = np.zeros((len(space.blocks), len(space.formats))), 0, 0.005
+    for batch in unlabelled(model, data, 1):
+        tokens += int((batch.targets != -100).sum())
+        dense = logits_of(model, batch)
+        labels = [sampled_targets(dense, batch, 1009 * seed + draw) for draw in range(draws)]
+        for i, j in np.ndindex(len(space.blocks), len(space.formats) - 1):
+            chosen = plain.copy()
+            chosen[i] = j
+            whole = rounding(space.by_layer(chosen))
+
+            def part(layer, *states, sign, whole=whole):
+                new = whole(layer, *states)
+                return tuple(x + sign * step * (y - x) for x, y in zip(states, new, strict=True))
+
+            sides = []
+            for sign in (1.0, -1.0):
+                with caching(model, functools.partial(part, sign=sign)):
+                    logits = logits_of(model, batch).double()
+                sides.append([float(summed_loss(logits, each)) for each in labels])
+            total[i, j] += np.square(np.subtract(*sides) / (2 * step)).mean()
+    return total / (2 * tokens)
+
+
+@pytest.mark.parametrize(("name", "runtime"), [("llama", "transformers"), ("gemma3", "vllm"), ("qwen3", "llama.cpp")])
+def test_damage_is_the_fisher_form_of_a_plain_loop(name, runtime, monkeypatch):
+    monkeypatch.setattr("layerbudget.decisions.cache.plan.pooled", lambda damage, *_: (damage, 1.0))
+    more = {} if name == "llama" else {"head_dim": 32}
+    model, data = zoo.build(name, **WIDE, **more).double(), zoo.tokens(2, 10, vocabulary=96, padded=name == "llama")
+    names = {"transformers": ["int2"], "vllm": ["fp8"], "llama.cpp": ["Q4_0"]}[runtime]
+    space = CacheSpace.of(model, 10, 1, runtime, names)
+    before = describe(model)["digest"]
+    found, rest, passes = cache_damage(model, data, space, 2, 3, batch_size=2)
+    assert describe(model)["digest"] == before and passes == 5.0 and (found[:, -1] == 0).all()
+    with torch.no_grad():
+        np.testing.assert_allclose(found, one_by_one(model, data, space, 3, 2), rtol=1e-2, atol=1e-9)
+    alone = cache_damage(model, data, space, 2, 3, batch_size=1)
+    np.testing.assert_allclose(found, alone[0], rtol=1e-6)
+    np.testing.assert_allclose(rest.sum(-1), 0, atol=1e-9 * found.max())
+
+
+def test_damage_predicts_what_is_measured():
+    model, data = zoo.build("llama", **WIDE), zoo.tokens(8, 24, vocabulary=96)
+    space = CacheSpace.of(model, 24, 1, "transformers", ["int3", "int4"])
+    found = cache_damage(model, data, space, 16)[0]
+    dense, told = DenseOutput(model, data), []
+    for i in range(len(space.blocks)):
+        chosen = np.full(len(space.blocks), 2)
+        chosen[i] = 0
+        with caching(model, rounding(space.by_layer(chosen))):
+            told.append(mean_and_error(dense.rows(model)[:, :2])[0])
+    ratio = found[:, 0] / np.array(told)
+    assert 0.7 < np.median(ratio) < 1.4 and np.corrcoef(np.log(found[:, 0]), np.log(told))[0, 1] > 0.9
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral-sliding", "gpt2", "mixtral"])
+def test_bytes_are_those_of_a_cache_that_was_filled(name):
+    """Sliding windows keep no more than their tokens; counted from transformers' own cache after a forward."""
+    model, ids = zoo.build(name), zoo.tokens(2, 20).input_ids
+    space = CacheSpace.of(model, 20, 2, "vllm")
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=cache, use_cache=True)
+    slides = [bool(getattr(layer, "is_sliding", False)) for layer in cache.layers]
+    # transformers keeps one token less than the window: the next one completes it
+    numbers = [(x.shape[2] + s, x) for layer, s in zip(cache.layers, slides, strict=True) for x in (layer.keys, layer.values)]
+    wanted = sum(2 * tokens * x.shape[0] * x.shape[1] * x.shape[3] for tokens, x in numbers)
+    assert int(space.table().size[:, -1].sum()) == wanted
+    assert int(space.table().size[:, 0].sum()) * 2 == wanted
+
+
+def test_a_plan_is_checked_kept_and_used(tmp_path):
+    model, data, held = zoo.build("llama", **WIDE), zoo.tokens(6, 24, vocabulary=96), zoo.tokens(4, 24, vocabulary=96, seed=9)
+    plan = plan_cache(model, data, held, context=24, batch=3, bits=5.3, draws=2)
+    assert plan.budget["spent"] <= plan.budget["limit"] and plan.kind == "cache" and len(plan.blocks) == 6
+    assert sum(b.numel for b in plan.blocks) == 3 * 24 * 32 * 6 and plan.extra["check"]["taken"] == plan.rule
+    rows = plan.extra["check"]["rows"]
+    assert rows[plan.rule]["kl"] == min(r["kl"] for r in rows.values())
+    plan.save(tmp_path / "p.json")
+    again = Plan.load(tmp_path / "p.json")
+    assert again == plan and any("5." in s and "24 tokens x 3" in s for s in explain_plan(again)["sentences"])
+    cache = lb.apply_plan(model, again)
+    with torch.no_grad():
+        got = model(held.input_ids, past_key_values=cache, use_cache=True).logits
+        with caching(model, rounding(CacheSpace.of(model, 24, 3).by_layer(_chosen(plan)))):
+            assert torch.equal(model(held.input_ids).logits, got)
+        # token by token it is the same cache: what is rounded once is not rounded again
+        cache, steps = lb.apply_plan(model, again), []
+        for t in range(held.length):
+            steps.append(model(held.input_ids[:, t : t + 1], past_key_values=cache, use_cache=True).logits)
+        assert torch.allclose(torch.cat(steps, 1), got, atol=1e-4)
+    with pytest.raises(ModelMismatch):
+        lb.apply_plan(zoo.build("llama", seed=5, **WIDE), plan)
+
+
+def _chosen(plan):
+    names = ["int2", "int3", "int4", "int8", "bf16"]
+    return np.array([names.index(plan.extra["formats"][b.modules[0]]) for b in plan.blocks])
+
+
+def test_runtimes_get_their_own_words(monkeypatch):
+    model = zoo.build("llama", **WIDE)
+    plans = {r: plan_cache(model, zoo.tokens(2, 12, vocabulary=96), context=12, bits=b, runtime=r, draws=1)
+             for r, b in (("vllm", 11.0), ("llama.cpp", 7.0), ("transformers", 6.0))}  # fmt: skip
+    skipped = json.loads(vllm_cache(plans["vllm"]))
+    wide = [b.name.rpartition(".")[2] for b in plans["vllm"].blocks if b.value == 16]
+    assert skipped == {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": wide} and len(wide) == 1
+    layers = json.loads(modelopt_cache(plans["vllm"]))["quantization"]["kv_cache_quantized_layers"]
+    assert len(layers) == 2 and all(n.endswith(".self_attn") and n.split(".")[2] not in wide for n in layers)
+    words = llama_cache(plans["llama.cpp"]).split()
+    types = {b.name: plans["llama.cpp"].extra["formats"][b.modules[0]].lower() for b in plans["llama.cpp"].blocks}
+    assert words[1::2] == [types["keys"], types["values"], "on"]
+    # two blocks, all pairs: the program finds the best
+    assert plans["llama.cpp"].certificate["status"] in ("optimal", "slack")
+    assert EXPORTS.find("vllm-cache").text(plans["vllm"], {}) == vllm_cache(plans["vllm"])
+    with pytest.raises(InvalidInput, match="This plan is for transformers"):
+        vllm_cache(plans["transformers"])
+
+
+def test_bad_input_is_one_sentence():
+    model, data = zoo.build("llama", **WIDE), zoo.tokens(2, 8, vocabulary=96)
+    longest = model.config.max_position_embeddings
+    for wrong, said in (
+        ({"context": longest + 1, "bits": 4.0}, f"reads at most {longest} tokens"),
+        ({"context": 8, "batch": 0, "bits": 4.0}, "batch 0"),
+        ({"context": 8, "bits": 4.0, "budget": "1 MB"}, "either bits or a budget"),
+        ({"context": 8, "bits": 4.0, "formats": ["Q4_0"]}, "transformers keeps no Q4_0"),
+        ({"context": 8, "bits": 4.0, "group": 24}, "32 channels, which int2 cannot keep in groups of 24"),
+        ({"context": 8, "bits": 4.0, "group": 32, "runtime": "vllm"}, "groups of its own"),
+        ({"context": 8, "budget": "3% flops"}, "not in bytes"),
+        ({"context": 8, "bits": 4.0, "rule": "mix"}, "no rule 'mix'"),
+        ({"context": 8, "bits": 4.0, "runtime": "exllama"}, "no runtime 'exllama'"),
+    ):
+        with pytest.raises(InvalidInput, match=said):
+            plan_cache(model, data, **wrong)
+    with pytest.raises(InfeasibleBudget, match="The smallest cache takes 576 bytes") as refused:
+        plan_cache(model, data, context=8, bits=2.0)
+    least = float(str(refused.value).split("--bits ")[1].split(",")[0])
+    assert plan_cache(model, data, context=8, bits=least, draws=1).budget["spent"] == 576
+    for other in (zoo.build("bert"), _mamba()):
+        with pytest.raises(InvalidInput, match="keeps no keys and values"):
+            kept(other)
+
+
+def _mamba():
+    config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32, state_size=4)
+    return transformers.MambaForCausalLM(config).eval()
+
+
+def test_the_command_plans_and_names(tmp_path, capsys):
+    out, text = str(tmp_path / "cache.json"), tmp_path / "text.txt"
+    text.write_text("It was a bright day and the clocks were late. " * 40)
+    small = ["--data", str(text), "--samples", "2", "--length", "16", "--quiet"]
+    given = ["--context", "128", "--bits", "9", "--runtime", "vllm", *small]
+    assert main(["plan", "cache", "demo", *given, "--set", "check=1", "--set", "draws=1", "-o", out]) == 0
+    assert Plan.load(out).extra["context"] == 128
+    assert main(["export", out, "--to", "vllm-cache", "-o", str(tmp_path / "words.json")]) == 0
+    assert json.loads((tmp_path / "words.json").read_text())["kv_cache_dtype"] == "fp8"
+    capsys.readouterr()
+    assert main(["plan", "cache", "demo", "--context", "128", "--bits", "1", *small, "-o", str(tmp_path / "no.json")]) == 2
+    assert "too few at 128 tokens" in " ".join(capsys.readouterr().err.split()) and not (tmp_path / "no.json").exists()
