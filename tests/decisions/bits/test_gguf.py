@@ -15,6 +15,7 @@ from tests import zoo
 import layerbudget as lb
 from layerbudget.cli import main
 from layerbudget.compressors import ggml
+from layerbudget.decisions.bits import requantise as R
 from layerbudget.decisions.bits.apply import QuantisationReceipt, write_bits
 from layerbudget.decisions.bits.blocks import formats_table
 from layerbudget.decisions.bits.card import model_card
@@ -224,7 +225,8 @@ def converted(tmp_path_factory, letters):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
-def test_a_file_that_gets_a_plans_types_has_the_tensors_of_the_written_model(tmp_path, converted, letters, kind):
+def test_a_file_that_gets_a_plans_types_has_the_tensors_of_the_written_model(tmp_path, converted, letters, monkeypatch, kind):
+    monkeypatch.setattr(R, "_ROWS", 500)  # seven rows at a time
     model, source = build(kind), converted / f"{kind}.gguf"
     plan = planned(model, ["Q8_0", "Q4_0", "F16", "Q5_1"])
     write_bits(model, plan, tmp_path / "out", tokenizer=letters)

@@ -33,7 +33,7 @@ from .gguf_names import CONVERT, Names
 from .imatrix import read_imatrix
 from .program import formats_of_plan
 
-_ROWS = 1 << 24  # weights that are rounded at a time
+_ROWS = 1 << 22  # weights that are rounded at a time
 _UINT32 = 4  # GGUF's number for a value of 32 bits
 
 
