@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ...compressors.base import Level
-from ...compressors.formats import GGUF, PLAIN, Format, find_format
+from ...compressors.formats import GGUF, PLAIN, find_format
 from ...compressors.quantisers import Quantiser
 from ...compressors.treating import Treating, matrices
 from ...data.calibration import CalibrationSet
@@ -36,13 +36,13 @@ from ...sensitivity.directional.terms import Watch
 from .blocks import layers_of, peaks
 
 _PIECE = 1 << 20  # weights that are rounded together: their errors take 4 MB
-_ANCHORS = ("MXFP4", "Q5_0", "Q8_0")  # of GGUF: quick in ggml, any rows, and far from each other
+_ANCHORS = (("Q3_K", "Q4_K", "Q6_K"), ("MXFP4", "Q5_0", "Q8_0"))  # of GGUF, quick in ggml: where 256 divides rows, and else
 
 
 def anchors_of(formats: Sequence[str], family: str) -> tuple[str, ...]:
     """Return the formats along whose errors damage is measured: three that span a menu, then plain numbers."""
     if family == GGUF:
-        return (*_ANCHORS, PLAIN[GGUF].name)
+        return (*_ANCHORS[0], *_ANCHORS[1], PLAIN[GGUF].name)
     small = [f for f in formats if not find_format(f).plain]
     return (*dict.fromkeys(small[k * (len(small) - 1) // 2] for k in range(3 if small else 0)), PLAIN[family].name)
 
@@ -84,10 +84,10 @@ class RoundingErrors(Watch):
         self._add = moments_of_sites(self._found, "diagonal")
 
     def _fitting(self, members: Sequence[Module]) -> list[str | None]:
-        """The anchors of a block; plain numbers only where it has no other."""
-        forms: list[Format] = [find_format(n) for n in self.anchors]
-        fits = [not f.plain and all(f.fits(m.d_in) for m in members) for f in forms]
-        return [f.name if held or (f.plain and not any(fits)) else None for f, held in zip(forms, fits, strict=True)]
+        """The anchors of a block: the first three that it can have; plain numbers only where it has no other."""
+        fits = [f for f in map(find_format, self.anchors) if all(f.fits(m.d_in) for m in members)]
+        chosen = [f.name for f in fits if not f.plain][:3] or [f.name for f in fits]
+        return [name if name in chosen else None for name in self.anchors]
 
     def start(self, names: Sequence[str]) -> None:
         """See :meth:`Watch.start`."""
