@@ -158,7 +158,7 @@ def _on_formats(plan: Plan) -> list[str]:
         )
         said.append(f"{many}, for example {ties[0]['instead']} for {ties[0]['chosen']} in {ties[0]['block']}.")
     said += [e["check"]["verdict"]] if "check" in e else []
-    return [*said, _on_file(plan)] if e["family"] == GGUF else said
+    return [*said, _on_file(plan)] if e.get("family") == GGUF else said
 
 
 def _on_file(plan: Plan) -> str:
