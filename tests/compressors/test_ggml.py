@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from layerbudget.compressors import ggml
-from layerbudget.compressors.feedback import feed_back
+from layerbudget.compressors.feedback import Factors, feed_back
 from layerbudget.compressors.formats import TYPES, find_format
-from layerbudget.compressors.sparsegpt import inverse_factor
 from layerbudget.errors import InvalidInput
 
 pytest.importorskip("xllamacpp")
@@ -72,7 +71,7 @@ def test_codes_are_found_and_put_back(name: str, weight: np.ndarray) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_feedback_lowers_the_error_of_the_output(name: str, weight: np.ndarray, moments: np.ndarray) -> None:
-    factor, _ = inverse_factor(torch.tensor(moments, dtype=torch.float32))
+    factor = Factors(torch.tensor(moments, dtype=torch.float32).triu())
     data = feed_back(torch.from_numpy(weight), factor, name)
 
     def loss(found: np.ndarray) -> float:
@@ -87,29 +86,34 @@ def test_feedback_is_the_plainest_version(name: str, weight: np.ndarray, moments
     """One column at a time, the inverse Hessian of the rest by a dense inverse; a lattice goes block by block."""
     weight, form = weight.copy(), find_format(name)
     weight[1], weight[2, 32:64], weight[3, :40] = 0, 0, 1e-6  # scales of zero
-    hessian = moments + 0.01 * np.diag(moments).mean() * np.eye(len(moments))
-    work, lattice = weight.astype(np.float64), name in LATTICES
+    size, heavy = form.group, np.diag(moments)
+    blocks = sorted((range(k, k + size) for k in range(0, len(moments), size)), key=lambda own: -heavy[list(own)].sum())
+    order = np.array([j for own in blocks for j in sorted(own, key=lambda j: -heavy[j])])  # the heaviest first, blocks whole
+    hessian = (moments + 0.01 * heavy.mean() * np.eye(len(moments)))[order][:, order]
+    work, lattice = weight[:, order].astype(np.float64), name in LATTICES
     table, done = None if lattice else ggml.levels(name), np.empty_like(weight)
     inverse = [np.linalg.inv(hessian)]
     for _ in hessian[1:]:  # a column is done: the inverse of what is left
         last = inverse[-1]
         inverse.append(last[1:, 1:] - np.outer(last[1:, 0], last[0, 1:]) / last[0, 0])
-    for start in range(0, len(hessian), form.group):
-        part = slice(start, start + form.group)
-        data = ggml.quantise(work[:, part], name, np.array([1 / inverse[j][0, 0] for j in range(*part.indices(9999))]))
+    for start in range(0, len(hessian), size):
+        part = slice(start, start + size)
+        back, counts = order[part].argsort(), np.array([1 / inverse[j][0, 0] for j in range(start, start + size)])
+        data, out = ggml.quantise(work[:, part][:, back], name, counts[back]), back.argsort()
         if lattice:
-            done[:, part] = ggml.dequantise(data, name)
-            inside, rest = inverse[start][: form.group, : form.group], inverse[start][: form.group]
+            done[:, part] = ggml.dequantise(data, name)[:, out]
+            inside, rest = inverse[start][:size, :size], inverse[start][:size]
             work[:, start:] -= np.linalg.solve(inside, (work[:, part] - done[:, part]).T).T @ rest
             continue
-        base, step = ggml.grid(data, name)
-        for j in range(form.group):
+        base, step = (g[:, out] for g in ggml.grid(data, name))
+        for j in range(size):
             points = base[:, j, None] + step[:, j, None] * table
             nearest = np.abs(points - work[:, start + j, None]).argmin(1)
             done[:, start + j] = np.take_along_axis(points, nearest[:, None], 1)[:, 0]
             first = inverse[start + j][0]
             work[:, start + j :] -= np.outer((work[:, start + j] - done[:, start + j]) / first[0], first)
-    factor, _ = inverse_factor(torch.tensor(moments, dtype=torch.float32))
+    done, hessian = done[:, order.argsort()], hessian[order.argsort()][:, order.argsort()]
+    factor = Factors(torch.tensor(moments, dtype=torch.float32).triu())
     found = gguf.dequantize(feed_back(torch.from_numpy(weight), factor, name), kind(name))
     same = np.isclose(found, done, rtol=1e-4, atol=1e-5).mean(1)
     loss, theirs = (((e @ hessian) * e).sum() for e in (found - weight, done - weight))
@@ -117,7 +121,7 @@ def test_feedback_is_the_plainest_version(name: str, weight: np.ndarray, moments
 
 
 def test_rows_do_not_depend_on_each_other(weight: np.ndarray, moments: np.ndarray) -> None:
-    factor, _ = inverse_factor(torch.tensor(moments, dtype=torch.float32))
+    factor = Factors(torch.tensor(moments, dtype=torch.float32).triu())
     whole, some = (feed_back(torch.from_numpy(w), factor, "Q4_K") for w in (weight, weight[[1, 4]]))
     read = [ggml.dequantise(d, "Q4_K") for d in (whole[[1, 4]], some)]
     assert np.isclose(*read, rtol=1e-4).mean() > 0.98  # products of other shapes add up in another order

@@ -216,14 +216,6 @@ def levels(name: str) -> np.ndarray:
     return whole if np.allclose(found, whole, atol=1e-4) else found
 
 
-@functools.cache
-def span(name: str) -> int:
-    """Return how many consecutive weights share their scale."""
-    base, step = grid(_some_block(name), name)
-    changes = np.flatnonzero((np.diff(base[0]) != 0) | (np.diff(step[0]) != 0)) + 1
-    return int(np.gcd.reduce([*changes, base.shape[1]]))
-
-
 def _some_block(name: str) -> np.ndarray:
     """A block of random weights."""
     return quantise(np.random.default_rng(1).standard_normal((1, _block(name)[0])), name)

@@ -6,8 +6,9 @@ r"""Quantisers: round a matrix onto the grid of a format, plainly, for the input
   calibration text. GGUF types are rounded by ggml, for which ``h`` is the importance matrix.
 * **gptq** (Frantar et al., arXiv 2210.17323) minimises ``|| (W - Q) X ||^2`` over grids, greedily: with
   ``U' U = (X X' + damping)^-1`` (the factor of SparseGPT), column j is rounded, its error divided by ``U_jj`` and taken from
-  the columns behind it in proportion to ``U_j,:``. The grid of a group is fixed when its first column comes: for GGUF types by
-  ggml (:func:`layerbudget.compressors.feedback.feed_back`).
+  the columns behind it in proportion to ``U_j,:``. Groups and their columns go by what their inputs weigh, the heaviest first
+  (:class:`layerbudget.compressors.feedback.Factors`). The grid of a group is fixed when its first column comes: for GGUF types
+  by ggml (:func:`layerbudget.compressors.feedback.feed_back`).
 
 The grid of a group of compressed-tensors is ``base + d q``, ``q`` an integer or a floating-point number of few bits, with ``d``
 and ``base`` exactly as the file holds them, so that a weight on the grid is what a runtime reads back. Scales of rows (``fp8``)
@@ -27,9 +28,9 @@ import torch
 from ..errors import InvalidInput
 from . import ggml
 from .base import Level, Treatment
-from .feedback import feed_back
+from .feedback import Factors, feed_back
 from .formats import GGUF, Format, find_format
-from .sparsegpt import COLUMNS, inverse_factor
+from .sparsegpt import COLUMNS
 
 _SHRINK = tuple(1.0 - 0.02 * i for i in range(26))
 _GROW = tuple(1.0 + 0.05 * i for i in range(1, 11))  # in e2m1 the largest weight may be 4 as well as 6
@@ -261,24 +262,26 @@ class GPTQ(Quantiser):
     def __init__(self, *, damping: float = 0.01) -> None:
         self.damping = damping
 
-    def prepare(self, moment: torch.Tensor, *, parity: bool = False) -> torch.Tensor:
-        """The factor of the damped inverse."""
-        return inverse_factor(moment, self.damping)[0]
+    def prepare(self, moment: torch.Tensor, *, parity: bool = False) -> Factors:
+        """The factors of the damped inverse."""
+        return Factors(moment, self.damping)
 
-    def weigh(self, errors: torch.Tensor, prepared: torch.Tensor) -> torch.Tensor:
-        """See :meth:`Quantiser.weigh`: ``e (X X' + damping) e'``, from the factor of the inverse."""
-        outputs = torch.linalg.solve_triangular(prepared.to(errors), errors, upper=True, left=False)
+    def weigh(self, errors: torch.Tensor, prepared: Factors) -> torch.Tensor:
+        """See :meth:`Quantiser.weigh`: ``e (X X' + damping) e'``, from a factor of the inverse."""
+        order, upper = next(iter(prepared.made.values()), None) or prepared.of(errors.shape[1])
+        outputs = torch.linalg.solve_triangular(upper.to(errors), errors[:, order], upper=True, left=False)
         return outputs.square().sum(1)
 
-    def onto(self, weight: torch.Tensor, prepared: torch.Tensor, form: Format) -> Rounded:
+    def onto(self, weight: torch.Tensor, prepared: Factors, form: Format) -> Rounded:
         """See :meth:`Quantiser.onto`."""
-        work = torch.empty(weight.shape[::-1], dtype=torch.float32, device=weight.device).copy_(weight.detach().T)
-        size = form.group or work.shape[0]
+        size = form.group or weight.shape[1]
+        order, factor = prepared.of(size)
+        work = weight.detach().to(torch.float32).T[order]
         columns = max(size, COLUMNS // size * size)
         out, grids = torch.empty_like(work), []
         for start in range(0, work.shape[0], columns):
             stop = min(start + columns, work.shape[0])
-            block, upper, errors = work[start:stop], prepared[start:stop, start:stop], torch.empty_like(work[start:stop])
+            block, upper, errors = work[start:stop], factor[start:stop, start:stop], torch.empty_like(work[start:stop])
             for low in range(0, stop - start, size):
                 groups = block[low : low + size].T.contiguous()
                 grid = grid_of(groups, form)
@@ -289,11 +292,12 @@ class GPTQ(Quantiser):
                     block[j + 1 :].addr_(upper[j, j + 1 :], errors[j], alpha=-1)
                     out[start + j] = rounded
             if stop < work.shape[0]:
-                work[stop:] -= prepared[start:stop, stop:].T @ errors
+                work[stop:] -= factor[start:stop, stop:].T @ errors
+        grids = [grids[i] for i in (order[::size] // size).argsort().tolist()]
         scale, zeros = torch.cat([g.scale for g in grids], 1), [g.zero for g in grids if g.zero is not None]
         zero = torch.cat(zeros, 1) if zeros else None
-        return Rounded(weight=out.T.contiguous(), scale=scale, zero=zero, unit=grids[0].unit)
+        return Rounded(weight=out[order.argsort()].T.contiguous(), scale=scale, zero=zero, unit=grids[0].unit)
 
-    def in_ggml(self, weight: torch.Tensor, prepared: torch.Tensor, form: Format) -> np.ndarray:
+    def in_ggml(self, weight: torch.Tensor, prepared: Factors, form: Format) -> np.ndarray:
         """See :meth:`Quantiser.in_ggml`."""
-        return feed_back(weight.detach().cpu(), prepared.cpu(), form.name, threads=torch.get_num_threads())
+        return feed_back(weight, prepared, form.name, threads=torch.get_num_threads())

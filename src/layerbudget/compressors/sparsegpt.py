@@ -15,7 +15,9 @@ INNER = 16
 _PANEL = 1024
 
 
-def inverse_factor(gram: torch.Tensor, damping: float = 0.01) -> tuple[torch.Tensor, torch.Tensor]:
+def inverse_factor(
+    gram: torch.Tensor, damping: float = 0.01, order: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Upper factor ``U`` with ``U' U = (G + damping * mean(diag G) I)^-1``.
 
     One Cholesky factorisation of the reversed matrix and one triangular inverse: with ``J`` the reversal,
@@ -25,6 +27,7 @@ def inverse_factor(gram: torch.Tensor, damping: float = 0.01) -> tuple[torch.Ten
     Args:
         gram: ``(d_in, d_in)``, float32; its scale does not matter.
         damping: Relative to the mean of the diagonal.
+        order: The inputs as rows and columns of ``U`` have them, ``(d_in,)``; by default as they are.
 
     Returns:
         ``U`` and the boolean ``(d_in,)`` of inputs that were never active.
@@ -36,9 +39,10 @@ def inverse_factor(gram: torch.Tensor, damping: float = 0.01) -> tuple[torch.Ten
     dead = diagonal == 0
     diagonal[dead] = 1.0
     mean = float(diagonal.mean())
-    reverse = gram.flip(0, 1)
+    backwards = (torch.arange(len(diagonal), device=gram.device) if order is None else order).flip(0)
+    reverse = gram.flip(0, 1) if order is None else _reordered(gram, backwards)
     for boost in (1.0, 10.0, 100.0, 1000.0):
-        reverse.diagonal().copy_((diagonal + boost * damping * mean).flip(0))
+        reverse.diagonal().copy_((diagonal + boost * damping * mean)[backwards])
         factor, info = torch.linalg.cholesky_ex(reverse)
         if int(info) == 0:
             return _inverse(factor, out=reverse).flip(0, 1), dead
@@ -47,6 +51,16 @@ def inverse_factor(gram: torch.Tensor, damping: float = 0.01) -> tuple[torch.Ten
         f"They were not at {1000 * damping:g} either.",
         "Use more calibration samples or a larger damping, and check the activations for infinities.",
     )
+
+
+def _reordered(gram: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """The symmetric matrix of an upper triangle, in another order of its rows and columns; by panels of rows."""
+    out = torch.empty_like(gram, memory_format=torch.contiguous_format)
+    for start in range(0, len(gram), _PANEL):
+        rows = order[start : start + _PANEL]
+        above, below = gram[rows][:, order], gram[:, rows].T[:, order]
+        out[start : start + _PANEL] = torch.where(rows[:, None] <= order, above, below)
+    return out
 
 
 def _inverse(factor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
