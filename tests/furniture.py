@@ -8,6 +8,7 @@ from pathlib import Path
 from tests import zoo
 from transformers import AutoTokenizer
 
+from layerbudget.decisions.shapes.save import save_gguf
 from layerbudget.models.loading import DEMO_MODEL
 
 
@@ -19,6 +20,8 @@ def furnish(place: Path) -> None:
     model.save_pretrained(place / "MODEL")
     model.config.save_pretrained(place)
     tokenizer.save_pretrained(place / "MODEL")
+    save_gguf(model.float(), tokenizer, place / "F16")
+    (place / "F16" / "model.gguf").rename(place / "model-f16.gguf")
     mixture = zoo.build("qwen3-moe", vocab_size=len(tokenizer))
     mixture.save_pretrained(place / "MIXTURE")
     tokenizer.save_pretrained(place / "MIXTURE")
