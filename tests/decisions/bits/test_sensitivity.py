@@ -102,6 +102,19 @@ def test_damages_from_some_rows_are_those_of_all_rows(name, method):
     assert spread[1].max() < 0.03, "no row was left out; a record rounds what sequences add"
 
 
+def test_the_damage_of_every_format_can_be_measured_along_its_own_error():
+    """Formats whole, and one at a time, when it is its own only anchor: the same but for what pooling takes."""
+    model, data = zoo.build("llama", hidden_size=64, intermediate_size=64, num_hidden_layers=2), zoo.tokens(8, 16)
+    menu, own = ["Q4_0", "IQ4_NL", "Q5_1", "Q8_0"], {"family": "gguf", "draws": 16, "whole": True}
+    scores = rounding_damage(model, data, formats=menu, **own)
+    assert scores.extra["choices"]["anchors"] == tuple(scores.extra["choices"]["formats"])
+    found = Table.of(scores)
+    for form in menu:
+        alone = Table.of(rounding_damage(model, data, formats=[form], **own))
+        ratio = found.damage[:, found.formats.index(form)] / alone.damage[:, 0]
+        assert np.abs(np.log(ratio)).max() < 0.4 and abs(np.log(np.median(ratio))) < 0.1
+
+
 def test_streamed_models_and_batches_of_any_size_give_the_same(tmp_path):
     model, data = zoo.build("llama", hidden_size=64, intermediate_size=64), zoo.tokens(6, 12, padded=True)
     model.save_pretrained(tmp_path / "model")

@@ -38,6 +38,8 @@ from .blocks import layers_of, peaks
 _PIECE = 1 << 20  # weights that are rounded together: their errors take 4 MB
 _ANCHORS = (("Q3_K", "Q4_K", "Q6_K"), ("MXFP4", "Q5_0", "Q8_0"))  # of GGUF, quick in ggml: where 256 divides rows, and else
 
+_MOST = 3  # anchors of a matrix
+
 
 def anchors_of(formats: Sequence[str], family: str) -> tuple[str, ...]:
     """Return the formats along whose errors damage is measured: three that span a menu, then plain numbers."""
@@ -52,7 +54,7 @@ class RoundingErrors(Watch):
 
     ``has`` says which of ``formats`` a block has, ``(K, m)``. ``rows`` of every matrix are sampled. Afterwards ``sampled`` has
     for every matrix the weighted squared errors of its sampled rows, ``(rows, m + anchors)``, which add up to an estimate for
-    the matrix, and the share of its rows that were not sampled.
+    the matrix, and the share of its rows that were not sampled. With ``whole`` every format is an anchor.
     """
 
     def __init__(
@@ -67,10 +69,12 @@ class RoundingErrors(Watch):
         family: str,
         rows: int,
         seed: int,
+        whole: bool = False,
     ) -> None:
         self.model, self.data, self.quantiser, self.rows, self.seed = model, data, quantiser, rows, seed
         self.treating, self.offloaded = Treating(model, quantiser), mapped(model)
-        self.formats, self.anchors = tuple(formats), anchors_of(formats, family)
+        self.formats, self.anchors = tuple(formats), tuple(formats) if whole else anchors_of(formats, family)
+        self.most = len(formats) if whole else _MOST
         self.modules = {m.name: m for b in blocks for m in b.modules}
         menu = [[f if held else None for f, held in zip(formats, row, strict=True)] for row in has]
         self.names = {m.name: [*menu[i], *self._fitting(b.modules)] for i, b in enumerate(blocks) for m in b.modules}
@@ -84,9 +88,9 @@ class RoundingErrors(Watch):
         self._add = moments_of_sites(self._found, "diagonal")
 
     def _fitting(self, members: Sequence[Module]) -> list[str | None]:
-        """The anchors of a block: the first three that it can have; plain numbers only where it has no other."""
+        """The anchors of a block: the first that it can have; plain numbers only where it has no other."""
         fits = [f for f in map(find_format, self.anchors) if all(f.fits(m.d_in) for m in members)]
-        chosen = [f.name for f in fits if not f.plain][:3] or [f.name for f in fits]
+        chosen = [f.name for f in fits if not f.plain][: self.most] or [f.name for f in fits]
         return [name if name in chosen else None for name in self.anchors]
 
     def start(self, names: Sequence[str]) -> None:

@@ -49,6 +49,7 @@ def rounding_damage(
     method: str = "rtn",
     unwritten: str = "plan",
     rows: int = 16,
+    whole: bool = False,
     progress: Progress | None = None,
     **formats: Any,
 ) -> Scores:
@@ -56,7 +57,8 @@ def rounding_damage(
 
     Arguments are those of :func:`~layerbudget.decisions.bits.plan.plan_bits` and, as ``formats``, of
     :func:`~layerbudget.decisions.bits.blocks.formats_table`; labels are drawn ``draws`` times by ``seed``. So many ``rows`` of
-    every matrix are rounded to every format.
+    every matrix are rounded to every format, and the damage of three formats is measured; with ``whole`` that of all of them,
+    which ggml takes several times as long to round.
     """
     if rows < 2:
         raise InvalidInput(f"rows is {rows}.", "An error needs 2 rows or more.", "Use 16.")
@@ -66,7 +68,8 @@ def rounding_damage(
     passes, kept, anchors = 0.0, 1.0, tuple[str, ...]()
     if decided:
         blocks, has = [table.blocks[i] for i in decided], table.has[decided]
-        errors = RoundingErrors(model, data, quantiser, blocks, table.formats, has, family=table.family, rows=rows, seed=seed)
+        way: dict[str, Any] = {"family": table.family, "rows": rows, "seed": seed, "whole": whole}
+        errors = RoundingErrors(model, data, quantiser, blocks, table.formats, has, **way)
         units = {m.name: k for k, b in enumerate(blocks) for m in b.modules}
         own: dict[str, Any] = {"draws": draws, "seed": seed, "batch_size": batch_size, "progress": progress}
         shape = len(blocks), len(errors.anchors)
