@@ -256,12 +256,15 @@ def check_writable(model: nn.Module, formats: Mapping[str, str], target: Runtime
     reasons = unwritable(model, small, target)
     if reasons:
         first = next(iter(reasons))
-        plan = "the plan for a tool that writes them (layerbudget export PLAN --to auto-round)"
+        other = "export the plan for a tool that writes them (layerbudget export PLAN --to auto-round)"
+        other = "plan for llama.cpp (--format gguf)" if stacks(reasons) else other
         raise InvalidInput(
             f"No file holds {len(reasons)} of {len(small)} matrices in the formats of this plan, first {first}: "
             f"{reasons[first]}.",
             "Nothing was done.",
-            f"Plan again with --unwritten 16-bit, or export {plan}." if len(reasons) < len(small) else f"Export {plan}.",
+            f"Plan again with --unwritten 16-bit, or {other}."
+            if len(reasons) < len(small)
+            else f"{other[0].upper()}{other[1:]}.",
         )
 
 
