@@ -33,7 +33,7 @@ from layerbudget.compressors.base import Level
 from layerbudget.compressors.formats import find_format
 from layerbudget.compressors.treating import Treating, matrices
 from layerbudget.data.calibration import CalibrationSet
-from layerbudget.decisions.bits.apply import quantiser_of, round_matrices
+from layerbudget.decisions.bits.apply import quantiser_of
 from layerbudget.decisions.bits.blocks import formats_table
 from layerbudget.decisions.bits.gguf import unpermute
 from layerbudget.decisions.bits.imatrix import entries, write_imatrix
@@ -51,15 +51,14 @@ MENU = "IQ2_XXS IQ2_XS IQ2_S Q2_K IQ3_XXS IQ3_S Q3_K IQ4_XS IQ4_NL Q4_K Q5_K Q6_
 NARROW = ["Q4_1", "Q5_0", "Q5_1"]  # beside them where 256 does not divide all rows
 METHODS = ("weighted", "gptq")
 SIMPLE = ("relative", "row-error", "gradient", "squared")
-RULES = ("mix", "uniform", "relative", "row-error", "gradient", "squared", "measured", "directional", "directional, whole")
-EARLIER = "directional, every type"  # the damage before rows were sampled, along the errors of every type: commit 7ae1258
+EVERY = "directional, every type"  # along the errors of every type, none interpolated: --set whole=true
+RULES = ("mix", "uniform", "relative", "row-error", "gradient", "squared", "measured", "directional", EVERY)
 SAID = {
     "relative": "#15550's score",
     "row-error": "row error",
     "gradient": "gradient x change",
     "squared": "squared gradient x squared error",
     "measured": "measured singly",
-    "directional, whole": "directional, layer after layer",
 }
 ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
 MODELS = (
@@ -68,9 +67,8 @@ MODELS = (
     "tokens. They are hardly trained: they show how scores compare where embedding and head matter most, not what a large model loses. "
     "smollm2 is SmolLM2-135M-Instruct from its Q4_1 file, moved off that grid by uniform noise of half a step (WikiText-2 perplexity "
     "32.4 before, 40.9 after); rows of 576 take no K types.\n\n"
-    "`directional, every type` is the damage of commit 7ae1258, along the errors of every type, embedding measured; `directional` is "
-    "the present one, along three quick types, others from 16 sampled rows. It is cheaper and chooses worse here: in IQ types the two "
-    "damages differ by a factor of 1.4 to 2.6 (one standard deviation over matrices), in Q8_0 by 1.07.\n"
+    "`directional, every type` is along the errors of every type (`--set whole=true`); `directional` is the default, along three "
+    "quick types, others from 16 sampled rows.\n"
 )
 
 
@@ -241,7 +239,7 @@ class Bench:
             kept = {r: self.a.scratch / f"{self.name}-{self.a.seed}-{method}-{r}.npz" for r in (rule, *SIMPLE)}
             if not kept[rule].is_file():
                 self.put({})
-                make = {"directional": self._directional, "measured": self._measured}
+                make = {"directional": self._directional, EVERY: self._every, "measured": self._measured}
                 made = {rule: make[rule](method)} if rule in make else self._simple(method)
                 for name, (damage, passes, seconds) in made.items():
                     np.savez(kept[name], damage=damage, passes=passes, seconds=seconds)
@@ -255,9 +253,12 @@ class Bench:
             **{**{f: getattr(self.table, f) for f in self.table.__dataclass_fields__}, "damage": kept, "method": method}
         )
 
-    def _directional(self, method: str) -> tuple[np.ndarray, float, float]:
-        start = time.process_time()
-        found = rounding_damage(self.model, self.fit, family="gguf", formats=self.menu, method=method, unwritten="plan")
+    def _every(self, method: str) -> tuple[np.ndarray, float, float]:
+        return self._directional(method, whole=True)
+
+    def _directional(self, method: str, whole: bool = False) -> tuple[np.ndarray, float, float]:
+        start, own = time.process_time(), {"method": method, "unwritten": "plan", "whole": whole}
+        found = rounding_damage(self.model, self.fit, family="gguf", formats=self.menu, **own)
         return Table.of(found).damage, found.extra["choices"]["passes"], time.process_time() - start
 
     def _levels(self) -> Iterator[tuple[int, int, str, str]]:
@@ -349,7 +350,7 @@ class Bench:
         limit, passes = self.mix(like)[2], 1.0
         if rule == "uniform":
             return self.table, uniform(self.table, limit), None, passes
-        table, passes = self.damages(rule.removesuffix(", whole"), method)
+        table, passes = self.damages(rule, method)
         chosen = choose(table.damage, table.size, limit).chosen
         return table, chosen, float(table.damage[np.arange(len(chosen)), chosen].sum()), passes
 
@@ -370,11 +371,8 @@ class Bench:
             table, chosen, predicted, passes = self.choice(like, method, rule)
             types = self.types(like, method, rule)
             spent = int(table.size[np.arange(len(chosen)), chosen].sum())
-            weights = {} if rule.endswith("whole") else self.written(types, method)
+            weights = self.written(types, method)
         self.put(weights)
-        if rule.endswith("whole"):
-            with torch.no_grad():
-                round_matrices(self.model, types, self.fit, method=method)
         found = self.outcome()
         self.put({})
         kinds = {k: sum(v == k for v in types.values()) for k in sorted(set(types.values()))}
@@ -548,7 +546,7 @@ def main() -> None:
     if a.model:
         bench, log = Bench(a), a.scratch / f"{Path(a.model).name}.jsonl"
         for method in a.methods if a.base is None else []:
-            for rule in [r for r in a.rules if r not in ("mix", "uniform") and not r.endswith("whole")]:
+            for rule in [r for r in a.rules if r not in ("mix", "uniform")]:
                 bench.damages(rule, method)
                 print(method, rule, f"{time.process_time():.0f} s", flush=True)
         if a.perplexity is not None:
@@ -559,15 +557,13 @@ def main() -> None:
         wanted = [(m, r, k) for m in a.methods for r in a.rules for k in a.like if (a.seed, k, m, r) not in done]
         wanted = wanted if a.base is not None else []
         for method, rule, like in wanted:
-            if rule.endswith("whole") and method != "gptq":
-                continue
             start = time.process_time()
             row = bench.row(like, method, rule) | {"model_digest": describe(bench.model)["digest"]}
             with open(log, "a") as f:
                 f.write(json.dumps(row) + "\n")
             print(like, method, rule, f"{row['kl']:.5f}", row["bytes"], f"{time.process_time() - start:.1f} s", flush=True)
     rows = [json.loads(line) for f in sorted(a.scratch.glob("*.jsonl")) for line in f.read_text().splitlines()]
-    order = {name: i for i, name in enumerate((*MIXES, *METHODS, *RULES, EARLIER))}
+    order = {name: i for i, name in enumerate((*MIXES, *METHODS, *RULES))}
     rows = list({(r["model"], r["seed"], r["like"], r["method"], r["rule"]): r for r in rows}.values())
     rows.sort(key=lambda r: (r["model"], r["seed"], order[r["like"]], order[r["method"]], order[r["rule"]]))
     write(a.out, rows)

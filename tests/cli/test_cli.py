@@ -190,4 +190,4 @@ def test_the_whole_command_line_has_few_options():
 
     found = {leaf.prog: leaf for verb in COMMANDS for leaf in leaves(build_parser(verb))}
     count = sum(bool(a.option_strings) and a.dest != "help" for leaf in found.values() for a in leaf._actions)
-    assert len(found) == 21 and count <= 230, count
+    assert len(found) == 22 and count <= 240, count

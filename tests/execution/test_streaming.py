@@ -261,11 +261,8 @@ def test_what_bits_can_do_with_streamed_weights_and_what_is_refused(demo_shards,
     pytest.importorskip("compressed_tensors")
     small = ["--samples", "4", "--length", "32", "--set", "group=32", "--quiet", "-o", str(tmp_path / "p.json")]
     given = ["plan", "bits", str(demo_shards), "--bits", "4.5", *small]
-    for flags, says in {
-        ("--method", "gptq"): "rounding errors of gptq", ("--set", "check=2"): "The check puts whole plans",
-    }.items():  # fmt: skip
-        assert main([*given, *flags, "--stream"]) == 2
-        assert says in " ".join(capsys.readouterr().err.split())
+    assert main([*given, "--set", "check=2", "--stream"]) == 2
+    assert "The check puts whole plans" in " ".join(capsys.readouterr().err.split())
     assert main([*given, "--set", "draws=1", "--set", "check=0"]) == 0
     assert main(["apply", str(demo_shards), str(tmp_path / "p.json"), "--stream", "-o", str(tmp_path / "out")]) == 0
     assert any((tmp_path / "out").glob("*.safetensors"))

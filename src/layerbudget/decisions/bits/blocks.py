@@ -104,7 +104,7 @@ def _llama(model: nn.Module, blocks: Sequence[Block], target: Runtime, method: s
         arch, known = find_architecture([m.name for b in blocks for m in b.modules], config.model_type)
     except InvalidInput:
         return {}
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None) or 1  # models of states alone have none
     keys = 1 if getattr(config, "kv_lora_rank", None) else getattr(config, "num_key_value_heads", None) or heads
     counts = (getattr(config, n, None) for n in ("num_local_experts", "num_experts", "n_routed_experts"))
     rules = LlamaModel(

@@ -60,6 +60,8 @@ def _up(tokens: int) -> int:
 
 def cache_of(config: Any) -> Cache | None:
     """Return what the cache of a model depends on, by its configuration; None for layers that are not known here."""
+    if not getattr(config, "num_attention_heads", None):
+        return None
     count, heads = config.num_hidden_layers, config.num_attention_heads
     keys = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
