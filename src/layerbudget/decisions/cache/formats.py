@@ -41,7 +41,7 @@ class CacheFormat:
 
     @property
     def plain(self) -> bool:
-        """Sixteen bits: as the model computes them."""
+        """Whether it is sixteen bits, as the model computes them."""
         return self.bits == 16
 
 

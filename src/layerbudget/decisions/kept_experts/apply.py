@@ -33,11 +33,11 @@ def keep_experts(model: nn.Module, plan: Plan) -> ExpertReceipt:
     """Remove all experts but those of a plan, with their rows of the router and their biases, in place, and recount.
 
     ``save_pretrained`` then writes an ordinary checkpoint where all layers keep as many. Where they differ, the config says so
-    (``experts_kept``), and :func:`layerbudget.load_model` loads the folder.
+    (``experts_kept``), and :func:`~layerbudget.models.loading.load_model` loads the folder.
 
     Args:
         model: The model that the plan was made for.
-        plan: From :func:`layerbudget.plan_kept_experts`.
+        plan: From :func:`~layerbudget.decisions.kept_experts.plan.plan_kept_experts`.
 
     Raises:
         InvalidInput: Not a plan of experts that stay.
