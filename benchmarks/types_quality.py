@@ -68,7 +68,8 @@ MODELS = (
     "smollm2 is SmolLM2-135M-Instruct from its Q4_1 file, moved off that grid by uniform noise of half a step (WikiText-2 perplexity "
     "32.4 before, 40.9 after); rows of 576 take no K types.\n\n"
     "`directional, every type` is along the errors of every type (`--set whole=true`); `directional` is the default, along three "
-    "quick types, others from 16 sampled rows.\n"
+    "quick types, others from 16 sampled rows. Feedback takes the heaviest columns first in those two rows, and columns in their order "
+    "in the others.\n"
 )
 
 
@@ -115,7 +116,8 @@ def remembered(folder: Path) -> None:
     def keep(call: Any) -> Any:
         @functools.wraps(call)
         def kept(weight: Any, *rest: Any, **more: Any) -> np.ndarray:
-            given = [np.ascontiguousarray(x) for x in (weight, *rest) if isinstance(x, np.ndarray | torch.Tensor)]
+            parts = (getattr(x, "moment", x) for x in (weight, *rest))
+            given = [np.ascontiguousarray(x) for x in parts if isinstance(x, np.ndarray | torch.Tensor)]
             key = hashlib.blake2b(digest_size=16)
             for part in (call.__name__, *(x for x in rest if isinstance(x, str)), *given):
                 key.update(part.encode() if isinstance(part, str) else part.tobytes())
