@@ -42,6 +42,7 @@ DIR = {
     "docs/serving.md": "pruned",
     "docs/smaller-matrices.md": "smaller",
 }  # what a page calls DIR; elsewhere a folder with files of tasks
+POSITIONS = {"docs/cache.md": 32768}  # of the model, where a page speaks of long contexts
 FAST = ("README.md", "docs/research.md", "docs/rough-weather.md")
 
 
@@ -61,7 +62,7 @@ def run_page(page, shelf, tmp_path_factory, monkeypatch, capsys) -> list[tuple[s
         shutil.copytree(shelf[before], place, symlinks=True)
     else:
         place.mkdir()
-        furnish(place)
+        furnish(place, positions=POSITIONS.get(page, 64))
         if page in DIR:
             (place / "DIR").symlink_to(DIR[page])
         else:
