@@ -517,8 +517,8 @@ def write_checked(out: Path, rows: list[dict[str, Any]]) -> None:
     write_text(file, dumps(rows), overwrite=True)
     text += [
         "",
-        "llama-perplexity keeps the dense model's log-probabilities in 16 bits and multiplies quantised activations: where KL is small, "
-        "its KL is above torch's by that.",
+        "llama-perplexity keeps the dense model's log-probabilities in 16 bits and multiplies quantised activations: its KL is "
+        "above torch's, and that may be the reason (not tested).",
     ]
     write_text(file.with_suffix(".md"), "\n".join(text) + "\n", overwrite=True)
 

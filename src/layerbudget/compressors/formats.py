@@ -70,7 +70,7 @@ class Format:
 
     @property
     def packing(self) -> str:
-        """What compressed-tensors calls this way of storing."""
+        """The name that compressed-tensors has for this way of storing."""
         return _PACKINGS.get(self.name, "pack-quantized")
 
     @property

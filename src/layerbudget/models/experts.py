@@ -120,7 +120,7 @@ class ExpertLayer:
         return [(o, name) for o in owners for name in COUNTS if getattr(o, name, None) == self.count]
 
     def call(self, x: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the block hands its experts for tokens ``(T, d)``."""
+        """Return what the block hands its experts for tokens ``(T, d)``."""
 
         def leave(module: nn.Module, arguments: Any, keywords: Any) -> None:
             raise _Called(arguments, keywords)
@@ -147,7 +147,7 @@ class ExpertLayer:
 
     @torch.no_grad()
     def outputs(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
-        """What every expert alone makes of the tokens with weight one, ``(T, d)`` each, in their order."""
+        """Return what every expert alone makes of the tokens with weight one, ``(T, d)`` each, in their order."""
         arguments, keywords = self.call(x)
         values = [*arguments, *keywords.values()]
         if len(values) == 1:  # its input is scaled by a score that does not depend on the others

@@ -96,7 +96,7 @@ def formats_table(
 
 
 def _llama(model: nn.Module, blocks: Sequence[Block], target: Runtime, method: str) -> dict[str, Any]:
-    """What llama.cpp's mixes depend on, and the names in the file; nothing for other files and other architectures."""
+    """The numbers that llama.cpp's mixes depend on, and the names in the file; nothing for other files and models."""
     if target.family != GGUF:
         return {}
     config = text_config(config_of(model))

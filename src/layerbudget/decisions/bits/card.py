@@ -56,7 +56,7 @@ def model_card(plan: Plan, receipt: QuantisationReceipt) -> str:
 
 
 def _tensor_types(receipt: QuantisationReceipt) -> str:
-    """What ``tensor-types.txt`` is for, and the llama.cpp that it needs: the file itself has no room for comments."""
+    """The use of ``tensor-types.txt``, and the llama.cpp that it needs: the file itself has no room for comments."""
     if receipt.family != "gguf":
         return ""
     return (

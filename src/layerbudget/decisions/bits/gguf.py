@@ -106,7 +106,7 @@ def in_file(model: nn.Module) -> tuple[Architecture, Sizes | None, dict[str, tup
 
 
 class GgufHead:
-    """What stands in front of the tensors of a model's file: numbers, vocabulary, and the name, type and shape of every tensor.
+    """The head of a model's file, before its tensors: numbers, vocabulary, and the name, type and shape of every tensor.
 
     Args:
         model: Only its configuration and the shapes of its parameters are read.

@@ -1,4 +1,4 @@
-"""What a model is in llama.cpp's words: the table of architectures, numbers of the header, names of tensors. No torch.
+"""A model in llama.cpp's words: the table of architectures, numbers of the header, names of tensors. No torch.
 
 An architecture that the table has is written here. One that it lacks can still be planned if the package ``gguf`` has names for
 its matrices: llama.cpp's own converter writes the file, and :mod:`layerbudget.decisions.bits.requantise` gives it the types.

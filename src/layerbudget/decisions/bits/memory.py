@@ -1,4 +1,4 @@
-"""What a card has left for a model's file: its memory less the cache of a context and the buffers of a forward. No torch.
+"""The room that a card has for a model's file: its memory less the cache of a context and the buffers of a forward. No torch.
 
 The cache holds keys and values in 16 bits, for one sequence. As llama.cpp allocates it, a layer with a sliding window holds the
 window and one batch, in steps of 256 tokens; latent attention holds one vector per token. The buffers are an estimate for
@@ -22,7 +22,7 @@ _CONTEXT = re.compile(r"(\d+)(k|ki)?", re.IGNORECASE)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cache:
-    """What memory beside the weights depends on.
+    """The numbers that memory beside the weights depends on.
 
     Attributes:
         layers: Bytes per token and sliding window of every layer with a cache; a window of 0 is none.

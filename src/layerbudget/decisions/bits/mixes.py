@@ -40,7 +40,7 @@ _FALLBACK = {  # of rows that a block of 256 does not divide
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaModel:
-    """What the rules read of a model.
+    """The numbers of a model that the rules read.
 
     Attributes:
         architecture: As llama.cpp names it.

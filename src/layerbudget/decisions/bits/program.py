@@ -142,7 +142,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a plan may take, in one of several ways to say it, and which formats it may use.
+    """The budget of a plan, in one of several ways to say it, and the formats that it may use.
 
     Attributes:
         bits: Mean bits per weight.

@@ -102,7 +102,11 @@ def _method(plan: Plan, method: str | None, imatrix: str | None) -> str:
             "Use --set imatrix=FILE, or --method rtn.",
         )
     if method not in ("rtn", "weighted") or (method == "rtn" and imatrix is not None):
-        raise InvalidInput(f"The method {method} does not round a GGUF file so.", "rtn does, and weighted by a matrix.", "")
+        raise InvalidInput(
+            f"{method} {'reads no importance matrix' if method == 'rtn' else 'does not round a GGUF file'}.",
+            "A file is rounded by rtn without one, or by weighted with one.",
+            "Use --method rtn alone, or --method weighted --set imatrix=FILE.",
+        )
     return method
 
 
@@ -115,6 +119,7 @@ class _File:
 
     @classmethod
     def open(cls, source: Path | str) -> _File:
+        """Return the file, checked: whole, of this byte order, in one part."""
         path, gguf = Path(source), need_gguf()
         if not path.is_file():
             raise NotFound(f"There is no file {path}.", "", "Check the path.")
@@ -307,7 +312,7 @@ class _Work:
         )
 
     def _notes(self) -> list[str]:
-        """What a user should know: types that were quantised before, and tensors without importances."""
+        """Notes for the user: types that were quantised before, and tensors without importances."""
         before = [self.tensors[n].tensor_type.name for n, k in self.kinds.items() if self.tensors[n].tensor_type != k]
         again = sorted({k for k in before if k not in ("F32", "F16", "BF16", "F64")})
         notes = []

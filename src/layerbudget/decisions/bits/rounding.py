@@ -142,7 +142,7 @@ class RoundingErrors(Watch):
             yield view.detach(), found[i] if found is not None else None
 
     def _errors(self, name: str, rows: torch.Tensor, prepared: Any, form: str | None) -> torch.Tensor | None:
-        """What rounding some rows to a format changes, float32; of offloaded weights, of what layers compute with."""
+        """The change of some rows by rounding to a format, float32; of offloaded weights, of what layers compute with."""
         if form is None:
             return None
         held = rows if self.offloaded is None else rows.to(self.offloaded.device, self.offloaded.dtype)

@@ -56,7 +56,7 @@ def caching(model: nn.Module, change: Change) -> Iterator[None]:
 
 
 def rounded(x: torch.Tensor, form: CacheFormat) -> torch.Tensor:
-    """What a runtime reads back of keys or values ``(..., channels)``."""
+    """Return what a runtime reads back of keys or values ``(..., channels)``."""
     if form.plain:
         return x
     if form.name == "fp8":

@@ -45,7 +45,7 @@ _TIES = 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheSpace:
-    """What is decided: blocks of kept keys and values, and formats to choose among."""
+    """The decisions: blocks of kept keys and values, and formats to choose among."""
 
     runtime: CacheRuntime
     formats: list[CacheFormat]

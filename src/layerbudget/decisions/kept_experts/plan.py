@@ -121,7 +121,7 @@ def _check(keep: str | float | None, damage: float | None, rule: str, draws: int
 
 
 def _room(model: nn.Module, found: Sequence[ExpertLayer], limit: Budget, even: bool) -> tuple[int, np.ndarray, int]:
-    """What the experts that stay may cost in all, what one of every layer costs, and the rest: experts, or bytes."""
+    """The budget of the experts that stay, what one of every layer costs, and the rest: experts, or bytes."""
     counts, floors = np.array([e.count for e in found]), np.array([e.floor for e in found])
     if even:
         floors = np.maximum(floors, floors.max())

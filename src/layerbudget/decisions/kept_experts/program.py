@@ -173,7 +173,7 @@ def bend(forecast: Sequence[Mapping[str, float]]) -> str:
 
 
 def sentences(plan: Plan) -> list[str]:
-    """What a plan of experts that stay expects, what its forecast says, and who loads the result."""
+    """Sentences on a plan of experts that stay: what it expects, what its forecast says, and who loads the result."""
     e = plan.extra
     said = [
         f"Predicted damage {e['predicted']:.4g} +- {e['predicted_error']:.2g} nats per token; measured with the others masked: "

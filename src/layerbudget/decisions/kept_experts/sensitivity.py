@@ -1,4 +1,4 @@
-r"""What the output loses when a router may not choose some experts: one forward, a few draws, and all sets of experts.
+r"""The loss of the output when a router may not choose some experts: one forward, a few draws, and all sets of experts.
 
 Let ``y_e(x)`` be what expert e makes of a token and ``w_e(x; K)`` its weight where only the experts K may be chosen, as the
 router itself gives it (the next expert takes the place, weights are normalised again where the architecture does so). Keeping
@@ -178,7 +178,7 @@ class _Sets:
 
 
 def _scores(rule: str, sets: _Sets, norms: torch.Tensor, real: torch.Tensor, seed: Sequence[int]) -> np.ndarray:
-    r"""What a rule ranks experts by, ``(E,)``: over the tokens T_e that are given expert e,
+    r"""The score that a rule ranks experts by, ``(E,)``: over the tokens T_e that are given expert e,
 
         frequency   |T_e| / T               norm   mean over T_e of ||y_e(x)||
         reap        mean over T_e of w_e(x) ||y_e(x)||   (arXiv 2510.13999)
