@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import io
 import json
@@ -54,6 +55,12 @@ LATENT = {
     "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
     "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+# What models with experts call the same things: a family is given those that its configuration has.
+EXPERTS = {
+    **BASE, **HEAD, **LATENT, **MOE, **LOCAL, "num_key_value_heads": 2, "moe_num_experts": 4, "moe_k": 2, "num_shared_experts": 1,
+    "sliding_window": 16, "shared_expert_intermediate_size": 32, "shared_intermediate_size": 32, "num_dense_layers": 1,
+    "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8, "top_k_experts": 2, "moe_topk": 2, "zero_expert_num": 0,
 }  # fmt: skip
 STATES = {"state_size": 8, "conv_kernel": 4}
 SSM2 = {"num_heads": 8, "head_dim": 16, "n_groups": 1, "chunk_size": 16, "expand": 2}
@@ -120,6 +127,28 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama4_text": ("Llama4TextConfig", CAUSAL, {
         **BASE, **HEAD, "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size": 32,
         "intermediate_size_mlp": 128, "interleave_moe_layer_step": 2, "attention_chunk_size": 64}),
+    **{name: (config, CAUSAL, {"experts": own}) for name, (config, own) in {
+        "afmoe": ("AfmoeConfig", {}), "aria_text": ("AriaTextConfig", {}), "axk1": ("AXK1Config", {}),
+        "cohere2_moe": ("Cohere2MoeConfig", {}), "deepseek_v32": ("DeepseekV32Config", {"num_key_value_heads": 4}),
+        "deepseek_v4": ("DeepseekV4Config", {}), "dots1": ("Dots1Config", {}), "ernie4_5_moe": ("Ernie4_5_MoeConfig", {}),
+        "exaone_moe": ("ExaoneMoeConfig", {}), "flex_olmo": ("FlexOlmoConfig", {}),
+        "gemma4_text": ("Gemma4TextConfig", {
+            "enable_moe_block": True, "vocab_size_per_layer_input": 2048, "hidden_size_per_layer_input": 16,
+            "global_head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}),
+        "glm4_moe_lite": ("Glm4MoeLiteConfig", {"num_key_value_heads": 4}),
+        "granitemoehybrid": ("GraniteMoeHybridConfig", {
+            "layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1,
+            "mamba_d_state": 8, "mamba_expand": 2, "mamba_chunk_size": 16}),
+        "granitemoeshared": ("GraniteMoeSharedConfig", {}), "hunyuan_v1_moe": ("HunYuanMoEV1Config", {}),
+        "hy_v3": ("HYV3Config", {}), "jetmoe": ("JetMoeConfig", {}),
+        "kimi_linear": ("KimiLinearConfig", {"layer_types": ["linear_attention", "full_attention"]}),
+        "lfm2_moe": ("Lfm2MoeConfig", {"layer_types": ["conv", "full_attention"]}), "mellum": ("MellumConfig", {}),
+        "mimo_v2_flash": ("MiMoV2FlashConfig", {}), "minimax": ("MiniMaxConfig", {}), "minimax_m2": ("MiniMaxM2Config", {}),
+        "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", {
+            "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"]}),
+        "solar_open": ("SolarOpenConfig", {}), "zaya": ("ZayaConfig", {"num_experts_per_tok": 1}),
+    }.items()},
     "mamba": ("MambaConfig", CAUSAL, {**BASE, **STATES}),
     "mamba2": ("Mamba2Config", CAUSAL, {**BASE, **STATES, **SSM2}),
     "nemotron": ("NemotronConfig", CAUSAL, {**BASE, **HEAD}),
@@ -152,15 +181,23 @@ CELLS: dict[str, tuple[str | None, str]] = {
     "plan sparsity": ("score", "plan sparsity {w}/score.json --sparsity 0.5 -o {w}/sparsity.json"),
     "prune wanda": ("plan sparsity", "apply {m} {w}/sparsity.json --data {d} TEXT -o {w}/wanda"),
     "prune sparsegpt": ("plan sparsity", "apply {m} {w}/sparsity.json --method sparsegpt --data {d} TEXT -o {w}/sparsegpt"),
+    "prune magnitude": ("plan sparsity", "apply {m} {w}/sparsity.json --method magnitude -o {w}/magnitude"),
+    "plan kept-experts": (None, "plan kept-experts {m} --keep 0.75 --data {d} TEXT -o {w}/kept.json"),
+    "fewer experts": ("plan kept-experts", "apply {m} {w}/kept.json -o {w}/fewer"),
     "plan shapes": (None, "plan shapes {m} --save 2%params --even --data {d} TEXT -o {w}/structured.json"),
     "prune smaller": ("plan shapes", "apply {m} {w}/structured.json --data {d} TEXT -o {w}/smaller"),
     "plan ranks": ("score rank-gain", "plan ranks {w}/gain.json --mean-rank 2 -o {w}/ranks.json"),
     "finetune": ("plan ranks", "finetune {m} {w}/ranks.json --data {r} --set train_rows=8 --epochs 1 --batch 4 -o {w}/tuned"),
+    "plan all ranks": ("score", "plan ranks {w}/score.json --mean-rank 2 -o {w}/all.json"),
+    "finetune all": ("plan all ranks", "finetune {m} {w}/all.json --data {r} --set train_rows=8 --epochs 1 --batch 4 -o {w}/whole"),
     "plan bits": (None, "plan bits {m} --bits 6 --set check=0 --data {d} TEXT -o {w}/bits.json"),
-    "quantize": ("plan bits", "apply {m} {w}/bits.json -o {w}/packed"),
+    "packed": ("plan bits", "apply {m} {w}/bits.json -o {w}/packed"),
+    "plan gguf": (None, "plan bits {m} --bits 6 --format gguf --formats Q4_0,Q5_0,Q8_0 --set check=0 --data {d} TEXT -o {w}/gguf.json"),
+    "gguf": ("plan gguf", "apply {m} {w}/gguf.json -o {w}/gguf"),
     "evaluate": (None, "evaluate {m} --perplexity {d} --length 32 --windows 4"),
     "evaluate pruned": ("prune wanda", "evaluate {w}/wanda --perplexity {d} --length 32 --windows 4"),
-    "evaluate packed": ("quantize", "evaluate {w}/packed --perplexity {d} --length 32 --windows 4"),
+    "evaluate fewer": ("fewer experts", "evaluate {w}/fewer --perplexity {d} --length 32 --windows 4"),
+    "evaluate packed": ("packed", "evaluate {w}/packed --perplexity {d} --length 32 --windows 4"),
 }  # fmt: skip
 
 
@@ -174,7 +211,11 @@ def tiny(name: str) -> Any:
         vision = getattr(transformers, "SiglipVisionConfig" if "gemma3" in name else "CLIPVisionConfig")(**VISION)
         fields |= {"text_config": text, "vision_config": vision, "image_token_id": 5, "image_token_index": 5}
         fields |= {"boi_token_index": 6, "eoi_token_index": 7}
-    model = getattr(transformers, auto).from_config(getattr(transformers, config_name)(**fields)).eval()
+    kind = getattr(transformers, config_name)
+    if "experts" in fields:
+        names = {f.name for f in dataclasses.fields(kind)} | set(kind.attribute_map)
+        fields = {k: v for k, v in EXPERTS.items() if k in names} | fields["experts"]
+    model = getattr(transformers, auto).from_config(kind(**fields)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
@@ -308,7 +349,7 @@ def family(name: str, folder: Path, counter: Forwards) -> dict[str, Any]:
         lines[column] = [a.replace("%params", "% params") for a in argv]
         if before["state"] not in ("works", "refused", "late"):
             record["cells"][column] = {"state": "-", "said": f"no {base}"}
-        elif column == "quantize" and "--unwritten plan" in before.get("remedy", ""):
+        elif column == "packed" and "--unwritten plan" in before.get("remedy", ""):
             record["cells"][column] = {"state": "-", "said": "the plan is for other tools"}
         else:
             made = None if base is None else [*lines[base], *before.get("remedy", "").split()]

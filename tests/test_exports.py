@@ -1,6 +1,7 @@
 """Every format says what the plan says: read back by the tool it is for, or counted."""
 
 import csv
+import dataclasses
 import io
 import itertools
 import json
@@ -139,6 +140,18 @@ def test_what_a_format_does_not_write_or_read_is_refused(sparsity, tmp_path, cap
     assert main(["export", str(tmp_path / "empty")]) == 2
     assert not (tmp_path / "x").exists()
     assert main(["export", plan, "-o", plan]) == 2 and "exists" in capsys.readouterr().err
+
+
+def test_stacks_of_experts_go_to_tools_that_take_them_and_no_others():
+    """axolotl and PEFT know parameters; llm-compressor's recipe would match nothing."""
+    names = ["layers.0.mlp.experts.gate_up_proj", "layers.0.self_attn.q_proj"]
+    blocks = tuple(PlanBlock(name=n, value=2, count=2, numel=64, modules=(n,)) for n in names)
+    ranks = Plan(kind="ranks", rule="by-hand", model={}, blocks=blocks, budget={})
+    found = yaml.safe_load(EXPORTS.find("axolotl").text(ranks, {}))
+    assert (found["lora_target_modules"], found["lora_target_parameters"]) == (names[1:], names[:1])
+    halves = tuple(dataclasses.replace(b, value=0.5, count=32) for b in blocks)
+    with pytest.raises(InvalidInput, match=r"gate_up_proj is a stack of experts.*layerbudget apply MODEL PLAN"):
+        EXPORTS.find("recipe").text(dataclasses.replace(ranks, kind="sparsity", blocks=halves), {})
 
 
 def test_a_format_of_ones_own(sparsity, tmp_path):

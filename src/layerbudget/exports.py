@@ -127,6 +127,7 @@ def axolotl_yaml(plan: Plan, *, alpha_policy: str = "constant-ratio", dropout: f
     lines: dict[str, Any] = {"adapter": "lora", "lora_r": config.r, "lora_alpha": int(config.lora_alpha)}
     lines |= {"lora_dropout": config.lora_dropout, **({"peft_use_rslora": True} if config.use_rslora else {})}
     lines |= {"lora_target_modules": sorted(config.target_modules), "lora_rank_pattern": dict(config.rank_pattern)}
+    lines |= {"lora_target_parameters": sorted(config.target_parameters)} if config.target_parameters else {}
     lines["lora_alpha_pattern"] = {k: int(v) for k, v in config.alpha_pattern.items()}
     return str(yaml.safe_dump(lines, sort_keys=False, width=1000))
 

@@ -7,7 +7,7 @@ import dataclasses
 import html
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -52,6 +52,18 @@ class Module:
     def flops_per_token(self) -> int:
         """FLOPs per token, two per multiply-add (active copies only)."""
         return 2 * self.d_in * self.d_out * self.active
+
+
+_STACKS = tuple(f".experts.{name}" for name in ("gate_up_proj", "up_proj", "down_proj"))
+
+
+def stacks(names: Iterable[str]) -> list[str]:
+    """Those names that are of stacks of experts, each a parameter of three dimensions and no module.
+
+    >>> stacks(["layers.0.mlp.experts.down_proj", "layers.0.mlp.experts.3.down_proj", "layers.0.mlp.shared_experts.down_proj"])
+    ['layers.0.mlp.experts.down_proj']
+    """
+    return [n for n in names if n.endswith(_STACKS)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

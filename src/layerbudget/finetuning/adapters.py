@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..data.calibration import CalibrationSet
 from ..data.tasks import Task
 from ..data.text import Texts
-from ..decisions.ranks.apply import add_ranks, lora_layers
+from ..decisions.ranks.apply import add_ranks, lora_layers, patterns_of_stacks
 from ..errors import BadModel, CoverageError, InvalidInput, NotFound
 from ..models.loading import find_checkpoint, foreign, held_dtype, unpacked
 from ..plan import Plan
@@ -208,7 +208,7 @@ def load_adapter(model: nn.Module, folder: Path | str, *, merge: bool = False) -
     if merge and kind == "LORA_EXPERTS":
         raise BadModel("A mixture of experts cannot be merged.", "Its update depends on the token.", "Keep it as an adapter.")
     remedy = "Give the base model that it was trained on."
-    with foreign(f"The adapter {folder} does not fit this model", "", remedy):
+    with foreign(f"The adapter {folder} does not fit this model", "", remedy), patterns_of_stacks():
         adapted: Any = PeftModel.from_pretrained(model, str(folder))  # type: ignore[arg-type]
         saved = load_file(folder / "adapter_model.safetensors")
         with torch.inference_mode():  # options that PEFT does not check fail in the first forward

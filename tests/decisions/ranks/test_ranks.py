@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 
@@ -15,11 +16,13 @@ from torch import nn
 import layerbudget as lb
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.decisions.bits.gguf import permute
+from layerbudget.decisions.experts.method import add_experts
 from layerbudget.decisions.ranks.apply import adapted_ranks, add_ranks, fold_scales, lora_layers, pad_ranks, to_lora_config
 from layerbudget.decisions.ranks.plan import serving_note
 from layerbudget.errors import CoverageError, InvalidInput, ModelMismatch, UnknownBlock
-from layerbudget.finetuning.adapters import initialise_from_gradients
+from layerbudget.finetuning.adapters import initialise_from_gradients, load_adapter
 from layerbudget.plans.explain import explain_plan
+from layerbudget.records import stacks
 from layerbudget.sensitivity.adapter_space import accumulated_gradients
 
 
@@ -221,23 +224,52 @@ def test_a_fused_projection_is_refused_with_the_name():
         add_ranks(model, plan)
 
 
-def test_fused_experts_are_refused_with_the_name():
-    from transformers import MixtralConfig, MixtralForCausalLM
+@pytest.mark.filterwarnings("error:.*keys did not match")
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss", "llama4", "nemotron-h"])
+def test_every_expert_of_a_stack_gets_its_rank(name, tmp_path):
+    """Logits are those of the model with B_e A_e added to every expert by hand; also padded, and loaded again."""
+    model, batch = zoo.build(name), next(zoo.tokens(2, 9).batches(2))
+    ranks = {m: 1 + i % 3 for i, m in enumerate(n for b in lb.partition(model) for n in stacks(m.name for m in b.modules))}
+    plain, shapes = copy.deepcopy(model), {n: p.shape for n, p in model.named_parameters() if n in ranks}
+    adapted = add_ranks(model, zoo.linears(model, lambda n: ranks.get(n, 0)))
+    assert len(ranks) >= 2 and adapted_ranks(adapted) == ranks
+    trained = sum(p.numel() for n, p in adapted.named_parameters() if "lora_" in n)
+    assert trained == sum(r * shapes[m][0] * (shapes[m][1] + shapes[m][2]) for m, r in ranks.items())
+    layers = lora_layers(adapted)
+    with torch.no_grad():
+        for m, layer in layers.items():
+            torch.nn.init.normal_(layer.lora_B["default"].weight, 0, 0.3)
+            parameter, (count, *_) = plain.get_parameter(m), shapes[m]
+            a = layer.lora_A["default"].weight.view(count, ranks[m], -1)
+            b = layer.lora_B["default"].weight.view(-1, ranks[m], count)
+            for e in range(count):
+                change = layer.scaling["default"] * b[:, :, e] @ a[e]
+                parameter[e] += change if change.shape == parameter[e].shape and not turned(layer) else change.T
+        wanted = plain(**batch).logits
+        assert not torch.allclose(wanted, zoo.build(name)(**batch).logits, atol=1e-3)
+        torch.testing.assert_close(adapted(**batch).logits, wanted, rtol=1e-4, atol=1e-4)
+        assert {pad_ranks(adapted)} == {max(ranks.values())} == set(adapted_ranks(adapted).values())
+        torch.testing.assert_close(adapted(**batch).logits, wanted, rtol=1e-4, atol=1e-4)
+        adapted.save_pretrained(tmp_path)
+        again = load_adapter(zoo.build(name), tmp_path)
+        torch.testing.assert_close(again(**batch).logits, wanted, rtol=1e-4, atol=1e-4)
 
-    model = MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=32,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            num_local_experts=2,
-            head_dim=8,
-        )
-    )
+
+def turned(layer):
+    """Whether PEFT keeps a stack as (experts, inputs, outputs)."""
+    return not layer._did_swap_in_out_features
+
+
+def test_stacks_of_experts_have_no_dropout_and_other_parameters_no_ranks():
+    model = zoo.build("qwen3-moe")
+    plan = zoo.linears(model, lambda n: 2 if n.endswith("down_proj") else 0)
+    with pytest.raises(InvalidInput, match=r"PEFT has none on stacks of experts such as model.*Set dropout=0"):
+        add_ranks(model, plan, dropout=0.1)
     with pytest.raises(CoverageError, match=r"layers\.0\.mlp\.experts\.\w+ is a parameter .* several experts"):
-        add_ranks(model, zoo.linears(model, 2))
+        add_experts(model, dataclasses.replace(plan, kind="experts"))
+    model = zoo.build("llama4")
+    with pytest.raises(CoverageError, match=r"feed_forward\.router is a router.*--exclude 'router\$'"):
+        add_ranks(model, zoo.linears(model, lambda n: 2 if n.endswith("router") else 0))
 
 
 def test_a_tied_module_is_refused_with_the_name():

@@ -31,12 +31,12 @@ from ...models.machine import computation, versions
 from ...models.offload import mapped
 from ...plan import Plan
 from ...progress import Progress, Steps
-from ...records import Record, write_text
+from ...records import Record, stacks, write_text
 from ...storage.folders import check_folder, new_folder
 from ...storage.parts import Parts
 from .blocks import check_writable, layers_of, modules_by_name, peaks
 from .card import model_card
-from .export import auto_round, llama_cpp, stacks
+from .export import auto_round, llama_cpp
 from .gguf import GGUF_FILE, GgufWriter, recount_gguf
 from .imatrix import IMATRIX_FILE, counted, entries, importances, write_imatrix
 from .packed import ZERO_POINTS, PackedWriter, check_loads, recount_safetensors

@@ -28,8 +28,7 @@ from ...compressors.formats import (
 )
 from ...errors import InvalidInput, UnknownBlock
 from ...models.blocks import config_of, end_modules, layers, partition, pretrained, text_config, weight_of
-from ...records import Block, Module, natural_key
-from .export import stacks
+from ...records import Block, Module, natural_key, stacks
 from .gguf import fixed_bytes, in_file
 from .gguf_names import ROUTERS, find_architecture, find_names, split_stacks
 from .memory import cache_of

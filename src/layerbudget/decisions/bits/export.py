@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from typing import Any
 
 from ...compressors.formats import GGUF, PACKED, Format, find_format
 from ...errors import InvalidInput
 from ...plan import Plan
+from ...records import stacks
 from .gguf_names import find_names
 from .program import formats_of_plan
 
@@ -59,11 +59,6 @@ def mlx(plan: Plan) -> str:
     rounded = [f for f in forms.values() if not f.plain]
     least = {"group_size": min((f.group or 0 for f in rounded), default=64), "bits": min((f.bits for f in rounded), default=4)}
     return json.dumps({"quantization": {**least, **held}}, indent=1) + "\n"
-
-
-def stacks(names: Iterable[str]) -> list[str]:
-    """Return the names of stacks of experts: tools that take each expert for a module match none of them."""
-    return [n for n in names if n.endswith((".experts.gate_up_proj", ".experts.down_proj"))]
 
 
 def _formats(plan: Plan, family: str) -> dict[str, Format]:

@@ -3,7 +3,8 @@ r"""A plan of adapters on a model by PEFT: checked before, recounted after. Rank
 A plan names weight matrices. PEFT wraps modules found by patterns, skips silently what a pattern misses, and gives a tied
 weight an adapter on one side only. So names are checked before, and parameters counted after.
 
-Rank ``r`` on a matrix of shape ``(d_out, d_in)`` costs ``r (d_in + d_out)`` trained parameters. PEFT scales an update by
+Rank ``r`` on a matrix of shape ``(d_out, d_in)`` costs ``r (d_in + d_out)`` trained parameters. A stack of experts is a
+parameter and no module: every expert has that rank of its own (PEFT's ``target_parameters``). PEFT scales an update by
 ``alpha / r`` (``alpha / sqrt(r)`` under rsLoRA), so a rank that varies by module also varies the *step* of the module unless
 alpha follows it. The policies:
 
@@ -18,8 +19,10 @@ first steps of Adam grow with the rank, with ``rslora`` by its root, with ``cons
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -29,6 +32,7 @@ from ...errors import CoverageError, InvalidInput, UnknownBlock
 from ...kinds import check_kind
 from ...models.blocks import adaptable, describe, is_conv1d, partition
 from ...plan import Plan
+from ...records import stacks
 from .plan import ALPHA_POLICIES
 
 if TYPE_CHECKING:
@@ -58,6 +62,13 @@ def to_lora_config(
     if alpha_policy not in ALPHA_POLICIES:
         raise InvalidInput(f"alpha_policy is {alpha_policy!r}.", f"Policies are {', '.join(ALPHA_POLICIES)}.", "")
     targets, adapted = targets_of(plan, "ranks")
+    if stacked := stacks(adapted):
+        if dropout:
+            raise InvalidInput(
+                f"dropout is {dropout:g}, and PEFT has none on stacks of experts such as {stacked[0]}.", "", "Set dropout=0."
+            )
+        targets["target_modules"] = [n for n in targets["target_modules"] if n not in stacked]
+        targets["target_parameters"] = sorted(stacked)
     mean, largest = sum(adapted.values()) / len(adapted), max(adapted.values())
     common = ratio * (math.sqrt(mean) if alpha_policy == "rslora" else mean)
     scale = (lambda r: ratio * r) if alpha_policy == "constant-ratio" else (lambda r: common)
@@ -100,12 +111,19 @@ def lora_layers(model: nn.Module, adapter_name: str = "default") -> dict[str, An
     from peft.tuners.lora import LoraLayer
 
     layers = {n: m for n, m in model.named_modules() if isinstance(m, LoraLayer) and adapter_name in m.lora_A}
-    return {base_name(name): module for name, module in layers.items()}
+    stacked = {n: f".{p}" for n, m in layers.items() if (p := getattr(m, "parameter_name", None))}  # one wrapped in the other
+    return {base_name(n.replace(".base_layer", "")) + stacked.get(n, ""): m for n, m in layers.items()}
+
+
+def _copies(module: Any) -> int:
+    """How many matrices a LoRA layer adapts: the experts of a stack, else one."""
+    return int(getattr(module, "num_experts", 1))
 
 
 def adapted_ranks(model: nn.Module, adapter_name: str = "default") -> dict[str, int]:
     """Return the rank by module, read from the tensors of an adapted model."""
-    return {n: m.lora_A[adapter_name].weight.shape[0] for n, m in lora_layers(model, adapter_name).items()}
+    layers = lora_layers(model, adapter_name).items()
+    return {n: m.lora_A[adapter_name].weight.shape[0] // _copies(m) for n, m in layers}
 
 
 def fold_scales(model: nn.Module, ratio: float = 2.0, adapter_name: str = "default") -> None:
@@ -144,10 +162,12 @@ def pad_ranks(model: nn.Module, ratio: float = 2.0, adapter_name: str = "default
     for module in layers.values():
         _scale(module, ratio, ratio * rank, adapter_name)
         missing = rank - module.r[adapter_name]
-        a, b = module.lora_A[adapter_name], module.lora_B[adapter_name]
-        a.weight = nn.Parameter(nn.functional.pad(a.weight.detach(), (0, 0, 0, missing)), a.weight.requires_grad)
-        b.weight = nn.Parameter(nn.functional.pad(b.weight.detach(), (0, missing)), b.weight.requires_grad)
-        a.out_features = b.in_features = module.r[adapter_name] = rank
+        a, b, copies = module.lora_A[adapter_name], module.lora_B[adapter_name], _copies(module)
+        rows, columns = a.weight.detach().unflatten(0, (copies, -1)), b.weight.detach().unflatten(1, (-1, copies))
+        a.weight = nn.Parameter(nn.functional.pad(rows, (0, 0, 0, missing)).flatten(0, 1), a.weight.requires_grad)
+        b.weight = nn.Parameter(nn.functional.pad(columns, (0, 0, 0, missing)).flatten(1, 2), b.weight.requires_grad)
+        a.out_features = b.in_features = rank * copies
+        module.r[adapter_name] = rank
     config.use_rslora, config.r, config.lora_alpha = False, rank, ratio * rank
     config.rank_pattern, config.alpha_pattern = {}, {}
     return rank
@@ -214,10 +234,19 @@ def check_modules(model: nn.Module, plan: Plan, counts: Mapping[str, int], *, va
     for name, module in modules.items():
         if isinstance(getattr(module, "weight", None), nn.Parameter):
             owners.setdefault(id(module.weight), []).append(name)
+    stacked = stacks(counts) if plan.kind == "ranks" else ()
     for name in (n for n, count in counts.items() if count):
         if name not in modules:
+            if name in stacked and getattr(_parameter(name, modules), "ndim", 0) == 3:
+                continue
             raise _missing(name, modules)
         module = modules[name]
+        if isinstance(module, nn.Linear) and hasattr(module, "top_k"):
+            raise CoverageError(
+                f"{name} is a router that also returns whom it chose: PEFT's adapters return a product alone.",
+                "",
+                f"Score with --exclude '{name.rpartition('.')[2]}$' and plan again.",
+            )
         if not isinstance(module, nn.Linear) and not is_conv1d(module):
             raise CoverageError(
                 f"{name} is a {type(module).__name__}.",
@@ -241,6 +270,14 @@ def check_modules(model: nn.Module, plan: Plan, counts: Mapping[str, int], *, va
         )
 
 
+@contextlib.contextmanager
+def patterns_of_stacks() -> Iterator[None]:
+    """Inside, PEFT does not say that patterns of stacks of experts match nothing: it reads them, and looks at modules alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match .*\.experts\\\\\.")
+        yield
+
+
 def attach(
     model: nn.Module,
     config: Any,
@@ -252,7 +289,8 @@ def attach(
     """The model adapted by PEFT; ``read`` gives rank or experts by module of it, which must be the planned ``counts``."""
     from peft import get_peft_model
 
-    adapted = get_peft_model(cast(Any, model), config, adapter_name=adapter_name)
+    with patterns_of_stacks():
+        adapted = get_peft_model(cast(Any, model), config, adapter_name=adapter_name)
     found, expected = read(adapted, adapter_name), {m: c for m, c in counts.items() if c}
     for name in sorted(set(found) | set(expected)):
         got, planned = found.get(name, 0), expected.get(name, 0)
@@ -265,15 +303,20 @@ def attach(
     return adapted
 
 
+def _parameter(name: str, modules: Mapping[str, nn.Module]) -> Any:
+    """The parameter of that full name; None where there is none."""
+    parent, _, last = name.rpartition(".")
+    return getattr(modules.get(parent), last, None)
+
+
 def _missing(name: str, modules: Mapping[str, nn.Module]) -> Exception:
     """The error for a name that is not a module: a fused parameter, a fused projection, or a typo."""
     parent, _, last = name.rpartition(".")
-    owner = modules.get(parent)
-    if owner is not None and isinstance(getattr(owner, last, None), nn.Parameter):
+    if isinstance(_parameter(name, modules), nn.Parameter):
         return CoverageError(
-            f"{name} is a parameter of {type(owner).__name__} that holds several experts in one tensor.",
-            "LoRA of PEFT stands beside modules.",
-            "Exclude it in the plan (--exclude), or use PEFT's target_parameters by hand.",
+            f"{name} is a parameter of {type(modules[parent]).__name__} that holds several experts in one tensor.",
+            "Ranks can stand beside it where it is called up_proj, gate_up_proj or down_proj; experts stand beside modules.",
+            "Exclude it in the plan (--exclude).",
         )
     siblings = [n for n in modules if n.rpartition(".")[0] == parent and n] or [n for n in modules if n.endswith("." + last)]
     fused = [n for n in siblings if "qkv" in n or "c_attn" in n or "query_key_value" in n or "gate_up" in n]

@@ -13,6 +13,7 @@ from ...errors import InvalidInput
 from ...models.blocks import pretrained
 from ...models.offload import mapped
 from ...plan import Plan
+from ...records import stacks
 from ...storage.folders import write_model
 from ...storage.writing import check_space
 from .receipt import Receipt
@@ -65,6 +66,12 @@ def recipe(plan: Plan, method: str = "wanda", *, pattern: str | None = None) -> 
     if plan.rows is not None:
         raise InvalidInput(
             f"The plan decides groups of {plan.rows.size} rows.", "A recipe has one sparsity per matrix.", "Plan by linear."
+        )
+    if stacked := stacks(m for b in plan.blocks if b.count for m in b.modules):
+        raise InvalidInput(
+            f"{stacked[0]} is a stack of experts, and llm-compressor takes each expert for a module.",
+            "Its recipe would match nothing.",
+            "Prune here: layerbudget apply MODEL PLAN.",
         )
     groups: dict[float, list[str]] = {}
     for block in plan.blocks:
