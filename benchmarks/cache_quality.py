@@ -21,10 +21,12 @@ import numpy as np
 
 import layerbudget as lb
 from layerbudget.decisions.bits.plan import describe_rows
-from layerbudget.decisions.bits.program import BASELINES, Table
+from layerbudget.decisions.bits.program import BASELINES
 from layerbudget.decisions.bits.sensitivity import DenseOutput, mean_and_error
+from layerbudget.decisions.bits.table import Table
 from layerbudget.decisions.cache.cache import caching, rounding
-from layerbudget.decisions.cache.plan import CacheSpace, cache_damage
+from layerbudget.decisions.cache.plan import cache_damage, cache_space
+from layerbudget.decisions.cache.space import CacheSpace
 from layerbudget.solvers.choices import choose
 
 FORMATS = ["int2", "int3", "int4", "int5", "int6", "int8"]
@@ -79,7 +81,7 @@ def main() -> None:
     held = lb.evaluation_set(a.evaluation or a.data, tokenizer, length=a.length)
     step = max(1, held.samples // a.windows)
     check = held.select(list(range(0, held.samples, step))[: a.windows])
-    space = CacheSpace.of(model, a.length, 1, "transformers", FORMATS, a.group)
+    space = cache_space(model, a.length, 1, "transformers", FORMATS, a.group)
     start = time.process_time()
     damage, rest, passes = cache_damage(model, fit, space, a.draws)
     table = space.table(damage, rest)

@@ -37,8 +37,9 @@ from layerbudget.decisions.bits.apply import quantiser_of
 from layerbudget.decisions.bits.blocks import formats_table
 from layerbudget.decisions.bits.gguf import unpermute
 from layerbudget.decisions.bits.imatrix import entries, write_imatrix
-from layerbudget.decisions.bits.program import Table, uniform
+from layerbudget.decisions.bits.program import uniform
 from layerbudget.decisions.bits.sensitivity import rounding_damage
+from layerbudget.decisions.bits.table import Table
 from layerbudget.execution.modes import inference
 from layerbudget.execution.walk import Walk
 from layerbudget.models.blocks import config_of, describe, weight_of

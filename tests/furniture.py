@@ -12,11 +12,12 @@ from layerbudget.decisions.shapes.save import save_gguf
 from layerbudget.models.loading import DEMO_MODEL
 
 
-def furnish(place: Path, positions: int = 64) -> None:
+def furnish(place: Path, positions: int = 64, heads: int = 4) -> None:
     """A tiny model with the embedded model's tokenizer, rows of chat, a text, scores and tasks, by the names that pages use."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    model = zoo.build("llama", **sizes, max_position_embeddings=positions, num_attention_heads=4, num_key_value_heads=2)
+    shape = {"num_attention_heads": heads, "num_key_value_heads": heads // 2}
+    model = zoo.build("llama", **sizes, max_position_embeddings=positions, **shape)
     model.save_pretrained(place / "MODEL")
     model.config.save_pretrained(place)
     tokenizer.save_pretrained(place / "MODEL")

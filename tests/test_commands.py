@@ -42,7 +42,8 @@ DIR = {
     "docs/serving.md": "pruned",
     "docs/smaller-matrices.md": "smaller",
 }  # what a page calls DIR; elsewhere a folder with files of tasks
-POSITIONS = {"docs/cache.md": 32768}  # of the model, where a page speaks of long contexts
+POSITIONS = {"docs/cache.md": 32768, "docs/fit.md": 32768}  # of the model, where a page speaks of long contexts
+HEADS = {"docs/fit.md": 2}  # of the model, where a page keeps its cache in llama.cpp's blocks of 32 channels
 FAST = ("README.md", "docs/research.md", "docs/rough-weather.md")
 
 
@@ -62,7 +63,7 @@ def run_page(page, shelf, tmp_path_factory, monkeypatch, capsys) -> list[tuple[s
         shutil.copytree(shelf[before], place, symlinks=True)
     else:
         place.mkdir()
-        furnish(place, positions=POSITIONS.get(page, 64))
+        furnish(place, positions=POSITIONS.get(page, 64), heads=HEADS.get(page, 4))
         if page in DIR:
             (place / "DIR").symlink_to(DIR[page])
         else:

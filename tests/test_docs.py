@@ -64,6 +64,17 @@ def test_the_page_on_the_cache_generates_by_its_plan():
     assert space["answer"].shape == (1, 24) and space["plan"].budget["spent"] <= space["plan"].budget["limit"]
 
 
+def test_the_page_on_what_fits_writes_a_model(tmp_path, monkeypatch):
+    pytest.importorskip("compressed_tensors")
+    monkeypatch.chdir(tmp_path)
+    space: dict = {}
+    (block,) = blocks_of("docs/fit.md")
+    exec(compile(block, "docs/fit.md", "exec"), space)
+    plan, longer = space["plan"], space["longer"]
+    assert space["receipt"].bytes == plan.extra["parts"]["weights"]["bytes"] and (tmp_path / "quantised/cache.json").is_file()
+    assert plan.budget["spent"] <= plan.budget["limit"] == longer.budget["limit"] == 12 * 2**20
+
+
 def test_the_four_doors_of_a_contributor(registries):
     """A score, a rule, a treatment and a kind of plan from outside the package, as CONTRIBUTING.md shows them."""
     space: dict = {}
@@ -97,7 +108,7 @@ def test_every_page_with_python_is_run_here():
     assert shown == {
         "README.md",
         "CONTRIBUTING.md",
-        *(f"docs/{n}.md" for n in ("bits", "cache", "fine-tuning", "serving", "smaller-matrices")),
+        *(f"docs/{n}.md" for n in ("bits", "cache", "fine-tuning", "fit", "serving", "smaller-matrices")),
     }
 
 

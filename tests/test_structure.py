@@ -80,6 +80,7 @@ ROOMS = (
     "decisions/sparsity",
     "decisions/bits",
     "decisions/cache",
+    "decisions/fit",
     "decisions/ranks",
     "decisions/experts",
     "decisions/kept_experts",

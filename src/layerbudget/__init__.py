@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and 
     from .decisions.cache.plan import plan_cache as plan_cache
     from .decisions.experts.method import add_experts as add_experts
     from .decisions.experts.plan import plan_experts as plan_experts
+    from .decisions.fit.plan import plan_fit as plan_fit
+    from .decisions.fit.plan import write_fit as write_fit
     from .decisions.joint.plan import plan_joint as plan_joint
     from .decisions.kept_experts.apply import keep_experts as keep_experts
     from .decisions.kept_experts.plan import plan_kept_experts as plan_kept_experts
@@ -76,6 +78,7 @@ _HOMES = {
     "decisions.sparsity.plan": "plan_sparsity",
     "decisions.bits.plan": "plan_bits",
     "decisions.cache.plan": "plan_cache",
+    "decisions.fit.plan": "plan_fit write_fit",
     "decisions.shapes.plan": "plan_shapes",
     "decisions.kept_experts.plan": "plan_kept_experts",
     "decisions.ranks.plan": "plan_ranks",

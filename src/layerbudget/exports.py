@@ -19,6 +19,7 @@ import yaml
 
 from .decisions.bits.export import auto_round, llama_cpp, mlx
 from .decisions.cache.export import llama_cache, modelopt_cache, vllm_cache
+from .decisions.fit.program import parts_of
 from .errors import InvalidInput, MissingDependency, NotFound
 from .plan import Plan
 from .registry import Registry, options_of, resolve_options
@@ -44,8 +45,10 @@ class Export:
         Raises:
             InvalidInput: A kind of plan that it does not write, or an option that it does not read.
         """
+        parts = parts_of(plan)
+        plan = next((p for kind, p in parts.items() if kind in self.kinds), plan)
         if self.kinds and plan.kind not in self.kinds:
-            fitting = [e.name for e in EXPORTS.all().values() if not e.kinds or plan.kind in e.kinds]
+            fitting = [e.name for e in EXPORTS.all().values() if not e.kinds or {plan.kind, *parts} & {*e.kinds}]
             raise InvalidInput(
                 f"{self.name} is no format for a plan of kind {plan.kind}.",
                 f"It writes {' and '.join(self.kinds)}.",

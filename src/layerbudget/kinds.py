@@ -41,6 +41,7 @@ _RECIPE = (
 _KEPT = "the experts that stay in every layer: fewer experts, the same routing"
 _BITS = "a format for every weight matrix, in whole bytes"
 _CACHE = "a format for the keys and values of every layer, in whole bytes; export names it to runtimes"
+_FIT = "formats of the weights and of the cache under one memory; apply writes the weights, and the cache's plan beside them"
 _JOINT = "one byte budget for pruning and adapting; split_joint gives the two plans"
 for _kind in (
     Kind("sparsity", "sparsity", _PRUNED, "a sparsity for every block", harms=True, budget="sparsity", command="apply"),
@@ -50,6 +51,7 @@ for _kind in (
     Kind("kept-experts", "the share of experts that stay", "experts that stay", _KEPT, predicts=True, command="apply"),
     Kind("bits", "bits per weight", "bytes", _BITS, budget="bits", predicts=True, command="apply"),
     Kind("cache", "bits per number", "bytes", _CACHE, budget="bits", predicts=True),
+    Kind("fit", "bits per number", "bytes", _FIT, budget="memory", predicts=True, command="apply"),
     Kind("recipe", "bits per weight", "bytes", _RECIPE, predicts=True, command="finetune"),
     Kind("joint", "sparsity", _PRUNED, _JOINT, harms=True),
 ):

@@ -115,15 +115,36 @@ def test_the_doctor_prices_a_configuration_alone(tmp_path, capsys):
         record = json.loads(capsys.readouterr().out)
         assert record["layers"] == 80 and {f["verb"] for f in record["forecast"]} >= LONG
         assert {f["samples"] for f in record["forecast"]} > {16, 128}  # every verb at its own defaults
-    assert main(["doctor", str(tmp_path), "--machine", "4 GiB", "--json"]) == 0
+    assert main(["doctor", str(tmp_path), "--card", "4 GiB", "--json"]) == 0
     assert "score kfac" in [f["verb"] for f in json.loads(capsys.readouterr().out)["forecast"]]
     for wrong in (
-        ["--data", "stdlib"], ["--machine", "plenty"], ["--machine", "3% flops"],
-        ["--machine", "4 GiB", "--data", "stdlib"],
+        ["--data", "stdlib"], ["--card", "plenty"], ["--card", "3% flops"],
+        ["--card", "4 GiB", "--data", "stdlib"],
     ):  # fmt: skip
         assert main(["doctor", str(tmp_path), *wrong]) == 2
     (tmp_path / "other.json").write_text("[1]")
     assert main(["doctor", str(tmp_path / "other.json")]) == 2
+
+
+def test_the_doctor_says_what_fits_before_anything_is_loaded(tmp_path, capsys):
+    """Bits of the weights from the parameters that a model of these sizes has, counted by hand."""
+    sizes = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 32768}
+    LlamaConfig(**sizes, **heads, architectures=["LlamaForCausalLM"], dtype="bfloat16").save_pretrained(tmp_path)
+    assert main(["doctor", str(tmp_path), "--card", "8GiB", "--context", "32k", "--json"]) == 0
+    rows = {r["cache"]: r for r in json.loads(capsys.readouterr().out)["fits"]}
+    weights = 2 * 32000 * 4096 + 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336)
+    for name, share in (("F16", 1), ("Q8_0", 8.5 / 16), ("Q4_0", 4.5 / 16)):
+        held = int(2 * 2 * 32 * 1024 * 32768 * share)
+        left = 8 * 2**30 - held - 512 * 4 * (32000 + 2 * 4096) - 4 * 4096 * 65
+        assert rows[name]["cache_bytes"] == held and rows[name]["left"] == left
+        assert rows[name]["bits"] == pytest.approx(8 * left / weights)
+    assert (rows["F16"]["mix"], rows["Q4_0"]["mix"]) == ("Q4_K_S", "Q6_K")
+    assert main(["doctor", str(tmp_path), "--card", "2GiB", "--context", "32k"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "none" in said and "chooses both together" not in said and "Nothing fits 2GiB" in said
+    for wrong in (["--context", "32k"], ["--card", "8GiB", "--context", "64k"], ["--card", "8GiB", "--context", "x"]):
+        assert main(["doctor", str(tmp_path), *wrong]) == 2
 
 
 def test_quiet_says_nothing_and_a_record_has_no_figures_of_the_clock(saved_model, tmp_path, capsys):

@@ -120,6 +120,8 @@ def _quantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     """Round, write, recount from the file."""
     from ..decisions.bits.apply import write_bits
     from ..decisions.bits.program import formats_of_plan
+    from ..decisions.fit.plan import files_of
+    from ..decisions.fit.program import parts_of
     from ..decisions.joint.recipe import bits_of
     from ..decisions.sparsity.save import BESIDE
     from ..doctor.cost import treating
@@ -127,7 +129,8 @@ def _quantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
 
     one_process("Models are quantised")
     refuse(a, ("pattern",), f"a plan of kind {plan.kind}")
-    plan = bits_of(plan)
+    parts = parts_of(bits_of(plan))
+    plan, cache = parts["bits"], parts.get("cache")
     formats_of_plan(plan)
     if a.model.endswith(".gguf"):
         return _requantise(a, plan)
@@ -145,7 +148,7 @@ def _quantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     expect(a, words_of(a.method, data), model, treating(a.method, text_of(data, a)))
     with progress_bar(a, f"quantise by {a.method}") as progress:
         own |= {"tokenizer": tokenizer, "batch_size": batch_of(a, model, data), "progress": progress}
-        receipt = write_bits(model, plan, a.out, data, **own)
+        receipt = write_bits(model, plan, a.out, data, beside=None if cache is None else files_of(cache), **own)
     return _say_receipt(a, receipt)
 
 
@@ -175,5 +178,6 @@ _WRITERS: dict[str, Callable[[argparse.Namespace, Any], dict[str, Any]]] = {
     "shapes": _shrink,
     "bits": _quantise,
     "recipe": _quantise,
+    "fit": _quantise,
     "kept-experts": kept.write,
 }

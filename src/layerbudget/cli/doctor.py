@@ -7,7 +7,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from .display import announce, say
+from ..decisions.bits.program import read_bytes
+from .display import announce, say, show_table
 from .options import add, add_place, add_verb, load, refuse, split_revision
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "bold red"}
@@ -18,10 +19,11 @@ def register(subparsers: Any) -> None:
     p = add_verb(subparsers, "doctor", handler)
     add(p, "model", help="demo, a local folder, a hub id, or a config.json (prices only)")
     p.add_argument(
-        "--machine",
+        "--card",
         metavar="SIZE",
-        help='price the long commands for a machine with so much memory, say "24 GiB" (default: this one); loads no weights',
+        help='price the long commands for a card or machine of so much memory, "24 GiB" (default: this one); loads no weights',
     )
+    p.add_argument("--context", metavar="TOKENS", help="with --card: also say how many bits fit it at 8192 or 32k tokens")
     add(p, "--data", "--length")
     add(p, "--samples", help="price every command for so many sequences (default: its own number)")
     add(p, "--batch-size", help="sequences per forward pass (default: 8)")
@@ -37,11 +39,13 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     from ..doctor import diagnose
     from ..doctor.cost import Text, place_of
     from ..doctor.diagnosis import refusals
-    from ..errors import UnknownStructure
+    from ..errors import InvalidInput, UnknownStructure
     from ..models.loading import describe_place
 
-    if a.machine or not _has_weights(a.model):
-        why = "--machine, which reads no text and no weights" if a.machine else "a configuration without weights"
+    if a.context and not a.card:
+        raise InvalidInput("--context needs a memory.", "The cache lies in it.", "Give --card '8 GiB'.")
+    if a.card or not _has_weights(a.model):
+        why = "--card, which reads no text and no weights" if a.card else "a configuration without weights"
         refuse(a, ("data", "stream"), why)
         return _unloaded(a)
     model, tokenizer, data = load(a)
@@ -73,23 +77,37 @@ def _has_weights(name: str) -> bool:
 def _unloaded(a: argparse.Namespace) -> dict[str, Any]:
     """Prices from a configuration, on a machine that may be another one: as fast as this one."""
     from ..doctor.cost import shape_of_config, time_token
-    from ..errors import UnknownUnit
     from ..models.loading import find_device, held_dtype
     from ..models.machine import free_bytes
-    from ..planning.costs import parse_budget
 
     config = _configuration(a)
     dtype, device = held_dtype(config, a.dtype or "auto"), find_device(a.device or "auto")
     machine, where = free_bytes(device), "this machine"
-    if a.machine:
-        wanted, where = parse_budget(a.machine), a.machine
-        if wanted.unit != "bytes" or wanted.amount <= 0:
-            raise UnknownUnit(f"A machine of {a.machine} is not in bytes.", "Memory is meant.", "Write '24 GiB'.")
-        machine = int(wanted.amount)
+    if a.card:
+        machine, where = read_bytes(a.card, "A card", "24 GiB"), a.card
+    more = {"fits": _fits(a, config, machine)} if a.context else {}
     shape = shape_of_config(config, dtype)
     title = f"in {where}, {str(dtype).removeprefix('torch.')}, as fast as this machine's {device.type}; no weights were read"
     forecast = _priced(a, (shape, time_token(shape, dtype, device), machine), title, {})
-    return {"model": a.model, "layers": shape.layers, "weights": shape.weights, "forecast": forecast, "exit_code": 0}
+    return {"model": a.model, "layers": shape.layers, "weights": shape.weights, **more, "forecast": forecast, "exit_code": 0}
+
+
+def _fits(a: argparse.Namespace, config: Any, memory: int) -> list[dict[str, Any]]:
+    """Show what fits the memory at the context."""
+    from ..decisions.bits.memory import read_context
+    from ..doctor.fits import what_fits
+
+    rows = what_fits(config, memory, context := read_context(a.context))
+    head, shown = ("cache", "its GiB", "GiB for weights", "bits per weight", "largest mix"), []
+    for r in rows:
+        sizes = (f"{r[n] / 2**30:.2f}" for n in ("cache_bytes", "left"))
+        shown.append((r["cache"], *sizes, r["bits"] or "none", r["mix"] or "none"))
+    show_table(a, f"what fits {a.card} at {context} tokens, beside buffers", head, shown)
+    if any(r["bits"] for r in rows):
+        say(a, f"layerbudget plan fit MODEL --memory '{a.card}' --context {a.context} chooses both together.")
+    else:
+        say(a, f"Nothing fits {a.card} at {context} tokens: take a shorter context or a larger card.")
+    return rows
 
 
 def _configuration(a: argparse.Namespace) -> Any:

@@ -88,8 +88,6 @@ def add_bits(kinds: Any, handler: Any) -> argparse.ArgumentParser:
     budget.add_argument("--bits", type=float, help="mean bits per weight, scales and padding counted: 3.5")
     budget.add_argument("--budget", help="bytes of the whole GGUF file, else of all tensors: '1.2 GiB'")
     budget.add_argument("--like", metavar="MIX", help="the bytes of a mix of llama.cpp: Q4_K_M, IQ3_XS, ... (GGUF)")
-    budget.add_argument("--card", metavar="BYTES", help="memory of a card, less cache and buffers of --context: '8 GiB'")
-    p.add_argument("--context", metavar="TOKENS", help="with --card: 8192 or 32k")
     p.add_argument("--format", dest="family", choices=FAMILIES, help=f"what is written (default: {PACKED})")
     p.add_argument("--runtime", choices=tuple(RUNTIMES), help="vllm: q/k/v, gate/up and experts agree, 4 and 8 bits only")
     p.add_argument("--formats", metavar="LIST", help="choose among these: Q4_0,Q5_1,Q8_0 or w3-g32,w4-g32-asym,w8-channel")
@@ -117,7 +115,7 @@ def limits_of(a: argparse.Namespace) -> dict[str, Any]:
     pairs = [words.rpartition("=")[::2] for words in a.keep or ()]
     if broken := next((words for words, (pattern, _) in zip(a.keep or (), pairs, strict=True) if not pattern), None):
         raise InvalidInput(f"--keep {broken} names no format.", "It is REGEX=FORMAT.", "Write for example 'lm_head=Q8_0'.")
-    return given(a, "bits", "budget", "like", "card", "context") | {
+    return given(a, "bits", "budget", "like") | {
         "forbid": a.forbid.split(",") if a.forbid else [],
         "keep": dict(pairs),
     }

@@ -62,10 +62,12 @@ SHARED: dict[str, dict[str, Any]] = {
 }
 
 
-def add_verb(subparsers: Any, name: str, handler: Callable[..., Any], summary: str | None = None) -> argparse.ArgumentParser:
-    """Return the parser of a command, or of one kind of it."""
-    summary = summary or COMMANDS[name][1]
-    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=summary, description=summary, epilog=COMMON)
+def add_verb(
+    subparsers: Any, name: str, handler: Callable[..., Any], summary: str | None = None, aliases: Sequence[str] = ()
+) -> argparse.ArgumentParser:
+    """Return the parser of a command, or of one kind of it; aliases are further names of it."""
+    summary, own = summary or COMMANDS[name][1], {"epilog": COMMON, "aliases": list(aliases)}
+    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=summary, description=summary, **own)
     parser.set_defaults(handler=handler, leaf=parser)
     return parser
 

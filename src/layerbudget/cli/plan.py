@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..decisions.apply import find_rule, rules_of
+from ..decisions.fit.program import parts_of
 from ..errors import InvalidInput
 from ..kinds import KINDS
 from ..plan import Plan
@@ -16,7 +17,7 @@ from ..planning.costs import rank_parameters
 from ..records import check_output, to_jsonable
 from ..registry import Option
 from ..scores import Scores
-from . import cache, kept, measured
+from . import fit, kept, measured
 from .display import ROWS, say, show_table
 from .files import load_scores, need_scores, read_curves, read_fixed, read_latency
 from .options import COMMANDS, DATA, PLACE, add, add_data, add_out, add_set, add_verb, given, options_for, refuse
@@ -43,7 +44,7 @@ def register(subparsers: Any) -> None:
     measured.add_bits(kinds, run_bits)
     measured.add_shapes(kinds, run_shapes)
     kept.add(kinds, run_kept)
-    cache.add(kinds, run_cache)
+    fit.add(kinds, run_fit)
     p, budget = _program(kinds, "ranks", run_ranks, "a LoRA rank for every matrix")
     budget.add_argument("--mean-rank", type=float, help="as many parameters as this rank everywhere")
     budget.add_argument("--budget", help="'20M params', '40 MB', '0.5%% flops', ...")
@@ -61,7 +62,7 @@ def register(subparsers: Any) -> None:
     p.add_argument("--formats", metavar="FILE", help="what plan bits --save-scores wrote: decide formats in the place of zeros")
     p.add_argument("--capacity", choices=("ranks", "experts"), help="what is added (default: ranks)")
     add_set(p, "a number of the program: exponent, max_sparsity, min_capacity, alpha, ...; of a recipe exchange, gain, ...")
-    for p in kinds.choices.values():
+    for p in dict.fromkeys(kinds.choices.values()):
         add_out(p, "write the plan here (default: plan.json from a model, else it is shown)", metavar="PLAN")
 
 
@@ -137,9 +138,12 @@ def run_kept(a: argparse.Namespace) -> dict[str, Any]:
     return _finish(a, kept.plan(a))
 
 
-def run_cache(a: argparse.Namespace) -> dict[str, Any]:
-    """Plan formats of cached keys and values by the damage to a model."""
-    return _finish(a, cache.plan(a))
+def run_fit(a: argparse.Namespace) -> dict[str, Any]:
+    """Plan formats of weights and cache, or of the cache alone, by the damage to a model."""
+    plan = fit.plan(a)
+    if plan.kind == "fit":
+        fit.show(a, plan)
+    return _finish(a, plan)
 
 
 def run_ranks(a: argparse.Namespace) -> dict[str, Any]:
@@ -192,8 +196,8 @@ def _finish(
 
     if a.out and write:
         plan.save(a.out, overwrite=a.overwrite)
-    if not a.json:
-        _show(a, plan, price)
+    for part in () if a.json else parts_of(plan).values():
+        _show(a, part, price)
     say(a, *explain_plan(plan)["sentences"], *verdict, *([f"Written to {a.out}."] if a.out else []))
     say_next(a, plan)
     return to_jsonable(plan.to_dict())

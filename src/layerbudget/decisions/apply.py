@@ -20,7 +20,7 @@ _MAKE = {
     "sparsity": ".sparsity.plan:plan_sparsity",
     "experts": ".experts.plan:plan_experts",
     "ranks": ".ranks.plan:plan_ranks",
-    "bits": ".bits.program:plan_from_table",
+    "bits": ".bits.plan:plan_bits",
 }
 _APPLY = {
     "sparsity": ".sparsity.apply:prune",
@@ -29,6 +29,7 @@ _APPLY = {
     "ranks": ".ranks.apply:add_ranks",
     "bits": ".bits.apply:apply_bits",
     "cache": ".cache.cache:planned_cache",
+    "fit": ".fit.plan:apply_fit",
     "kept-experts": ".kept_experts.apply:keep_experts",
 }
 

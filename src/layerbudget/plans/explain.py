@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..compressors.formats import GGUF
+from ..decisions.fit.program import sentences as of_fit
 from ..decisions.joint.recipe import sentences as of_recipe
 from ..decisions.kept_experts.program import sentences as of_kept
 from ..decisions.ranks.plan import serving_note
@@ -48,7 +49,7 @@ def explain_plan(plan: Plan, scores: Scores | None = None, *, tokens: int | None
         parts.append(f"To serve it with vLLM: {serving_note(plan)}")
     if plan.kind in ("bits", "cache", "recipe"):
         parts += of_recipe(plan) if plan.kind == "recipe" else _on_formats(plan)
-    parts += of_kept(plan) if plan.kind == "kept-experts" else []
+    parts += of_kept(plan) if plan.kind == "kept-experts" else of_fit(plan) if plan.kind == "fit" else []
     bits = None if scores is None else codelengths(plan, scores, tokens)
     parts += [] if bits is None else [_on_codelengths(bits)]
     return Explanation(
@@ -167,6 +168,8 @@ def _on_file(plan: Plan) -> str:
     beside = e["fixed_bytes"] + e.get("head_bytes", 0)
     what = "The file takes" if e.get("head_bytes") else "Its tensors take"
     said = f"{what} {plan.budget['spent'] + beside:,} bytes"
+    if mix is None and not e["baselines"]:
+        return f"{said}."
     if mix is None:
         return f"{said}; no mix of llama.cpp fits in types that were measured and are allowed."
     row, own = e["baselines"]["mix"], e["predicted"]

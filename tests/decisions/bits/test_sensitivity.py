@@ -17,8 +17,8 @@ from layerbudget.decisions.bits import sensitivity as R
 from layerbudget.decisions.bits.apply import apply_bits
 from layerbudget.decisions.bits.blocks import blocks_of
 from layerbudget.decisions.bits.plan import check_plan, plan_bits
-from layerbudget.decisions.bits.program import Table
 from layerbudget.decisions.bits.sensitivity import DenseOutput, mean_and_error, mean_and_rest, rounding_damage
+from layerbudget.decisions.bits.table import Table
 from layerbudget.errors import InvalidInput
 from layerbudget.models.blocks import describe, end_modules, weight_of
 from layerbudget.scores import Scores

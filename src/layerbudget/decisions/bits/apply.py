@@ -139,6 +139,7 @@ def write_bits(
     batch_size: int = 8,
     resume: Path | str | None = None,
     overwrite: bool = False,
+    beside: Mapping[str, str] | None = None,
     progress: Progress | None = None,
     **own: Any,
 ) -> QuantisationReceipt:
@@ -157,6 +158,7 @@ def write_bits(
         resume: Folder that keeps finished layers; an interrupted run continues from it, to the same bytes. They stay there
             until :func:`layerbudget.storage.parts.clear`.
         overwrite: Replace a folder that an earlier call wrote.
+        beside: Further text files of the folder, by name.
         progress: Called with (pieces done, pieces).
         **own: Options of the quantiser.
 
@@ -185,6 +187,8 @@ def write_bits(
             request["imatrix"] = hashlib.sha256(Path(rounding.quantiser.imatrix).read_bytes()).hexdigest()
         rounding.parts = Parts(resume, request)
         rounding.run(batch_size, progress)
+        for name, text in (beside or {}).items():
+            write_text(folder / name, text)
         return _finish(folder, tokenizer, plan, rounding, rounding.writer)
 
 

@@ -33,7 +33,7 @@ from .gguf import fixed_bytes, in_file
 from .gguf_names import ROUTERS, find_architecture, find_names, split_stacks
 from .memory import cache_of
 from .mixes import LlamaModel
-from .program import Table
+from .table import Table
 
 UNWRITTEN = ("refuse", "16-bit", "plan")
 

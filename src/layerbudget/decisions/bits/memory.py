@@ -1,4 +1,4 @@
-"""The room that a card has for a model's file: its memory less the cache of a context and the buffers of a forward. No torch.
+"""Memory beside the weights, from the configuration alone: the cache of a context and the buffers of a forward. No torch.
 
 The cache holds keys and values in 16 bits, for one sequence. As llama.cpp allocates it, a layer with a sliding window holds the
 window and one batch, in steps of 256 tokens; latent attention holds one vector per token. The buffers are an estimate for
@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...errors import InfeasibleBudget, InvalidInput, UnknownUnit
-from ...planning.costs import parse_budget
+from ...errors import InvalidInput
 
 _BATCH, _STEP = 512, 256  # tokens of a forward; of an allocation
 _LINEAR = ("linear_attention",)
@@ -38,19 +37,25 @@ class Cache:
     hidden: int
     positions: int
 
-    def bytes(self, context: int) -> int:
-        """Return the bytes of cache and buffers at a context of so many tokens."""
+    def held(self, context: int) -> int:
+        """Return the bytes of keys and values in 16 bits at a context of so many tokens."""
         cells = _up(context)
-        held = sum(each * (min(cells, _up(window + _BATCH)) if window else cells) for each, window in self.layers)
-        logits, mask = 4 * (self.vocabulary + 2 * self.hidden), 4 * cells
-        return held + self.state + _BATCH * max(logits, mask)
+        return sum(each * (min(cells, _up(window + _BATCH)) if window else cells) for each, window in self.layers)
 
-    def longest(self, room: int) -> int:
-        """Return the longest context that takes no more than so many bytes, a multiple of 256; 0 where none does."""
+    def buffers(self, context: int) -> int:
+        """Return the bytes of the buffers of a forward."""
+        return _BATCH * max(4 * (self.vocabulary + 2 * self.hidden), 4 * _up(context))
+
+    def bytes(self, context: int) -> int:
+        """Return the bytes of cache, states and buffers at a context."""
+        return self.held(context) + self.state + self.buffers(context)
+
+    def longest(self, fits: Callable[[int], bool]) -> int:
+        """Return the longest context that fits, a multiple of 256; 0 where none does."""
         low, high = 0, (self.positions or 1 << 24) // _STEP
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.bytes(middle * _STEP) <= room else (low, middle - 1)
+            low, high = (middle, high) if fits(middle * _STEP) else (low, middle - 1)
         return low * _STEP
 
 
@@ -102,34 +107,3 @@ def read_context(text: str | int) -> int:
     if not tokens:
         raise InvalidInput(f"The context {text!r} is no number of tokens.", "It is a whole number.", "Write 8192 or 32k.")
     return tokens
-
-
-def room_on(card: str, context: str | int, cache: Cache | None, least: int) -> int:
-    """Return the bytes that a card has for the file at a context; refused below ``least``, those of the smallest plan.
-
-    Raises:
-        InfeasibleBudget: With the longest context that would leave enough.
-        InvalidInput: A model whose cache is not counted here, or a context beyond its positions.
-        UnknownUnit: A card that is not in bytes.
-    """
-    memory = parse_budget(card, default="bytes")
-    if memory.unit != "bytes" or memory.relative:
-        raise UnknownUnit(f"A card of {card} is not in bytes.", "It is the memory of the card.", "Write '8 GiB'.")
-    tokens = read_context(context)
-    if cache is None:
-        raise InvalidInput("The cache of this model is not counted here.", "", "Give the bytes of the file: --budget.")
-    if cache.positions and tokens > cache.positions:
-        raise InvalidInput(
-            f"A context of {tokens} tokens is too long.", f"The model is made for {cache.positions}.", "Ask for fewer."
-        )
-    taken = cache.bytes(tokens)
-    room = int(memory.amount) - taken
-    if room < least:
-        longest = cache.longest(int(memory.amount) - least)
-        fits = f"{longest} tokens are the longest context that leaves enough." if longest else "No context leaves enough."
-        raise InfeasibleBudget(
-            f"A card of {card} has {max(room, 0)} bytes left beside {taken} of cache and buffers at {tokens} tokens.",
-            f"The smallest plan takes {least} bytes. {fits}",
-            "Shorten the context, take a larger card, or allow smaller formats.",
-        )
-    return room

@@ -33,6 +33,7 @@ from .gguf import head_bytes
 from .gguf_names import is_written
 from .program import Limits, other_plan, plan_from_table, types_like
 from .sensitivity import DenseOutput, mean_and_error, rounding_damage
+from .table import Table
 
 BESIDE = ("uniform", "mix")
 
@@ -45,8 +46,6 @@ def plan_bits(
     bits: float | None = None,
     budget: str | None = None,
     like: str | None = None,
-    card: str | None = None,
-    context: str | int | None = None,
     forbid: Sequence[str] = (),
     keep: Mapping[str, str] | None = None,
     tokenizer: Any = None,
@@ -68,8 +67,6 @@ def plan_bits(
         bits: Mean bits per weight of the blocks, scales and padding counted.
         budget: Bytes of the file instead, such as ``"1.2 GiB"``: all of a GGUF file, the tensors of others.
         like: A mix of llama.cpp instead, such as ``"Q4_K_M"``: its bytes for this model, for a GGUF file.
-        card: Memory of a card instead, such as ``"8 GiB"``: cache and buffers of the context are subtracted.
-        context: Tokens of that context, such as ``"32k"``.
         forbid: Formats that are not used, or classes of slow ones: ``slow-cpu``, ``slow-gpu``.
         keep: Formats of some matrices, by regular expressions that are searched in their names: ``{"lm_head": "Q8_0"}``.
         tokenizer: The one that goes into the GGUF file: its vocabulary counts.
@@ -91,31 +88,24 @@ def plan_bits(
         InfeasibleBudget: A budget below the smallest plan; said before anything is measured.
         CoverageError: A check of a streamed model, whose weights stay in their files.
     """
-    asked: dict[str, Any] = {"bits": bits, "budget": budget, "like": like, "card": card, "context": context}
-    asked |= {"forbid": forbid, "keep": keep}
+    limits = Limits(bits=bits, budget=budget, like=like, forbid=forbid, keep=keep or {})
     if isinstance(source, Scores):
-        if data is not None or check is not None or options:
-            raise InvalidInput(
-                "Scores are planned as they are.", "Text and options of measuring are for a model.", "Leave them out."
-            )
-        return plan_from_table(source, rule=rule, **asked)
+        refuse_measuring(data, check, resume, save_scores, tokenizer, options)
+        return plan_from_table(source, limits, rule)
     if data is None:
         raise InvalidInput("A model is planned on calibration tokens.", "", "Pass data.")
     if check is not None and mapped(source) is not None:
         told = "The check puts whole plans into the model, and the weights of a streamed model stay in their files."
         raise CoverageError(told, "", "Leave the check out (--set check=0), or use --no-stream.")
-    limits = Limits(**{**asked, "keep": keep or {}})
     limits.check()
     if save_scores is not None:
         check_output(save_scores, overwrite=overwrite)
     options |= {"unwritten": unwritten} | ({} if like is None or "family" in options else {"family": GGUF})
-    own = options_of(formats_table)
-    table = formats_table(source, **{k: v for k, v in options.items() if k in own})
+    table = empty_table(source, tokenizer, options)
     if like is not None and options.get("formats") is None:  # also what the menu leaves out, such as IQ1_S
         options["formats"] = types_like(table, like)
-        table = formats_table(source, **{k: v for k, v in options.items() if k in own})
-    head = head_bytes(source, tokenizer) if table.llama is not None and is_written(text_config(config_of(source))) else 0
-    limits.bytes(dataclasses.replace(limits.restrict(table), head=head))
+        table = empty_table(source, tokenizer, options)
+    limits.bytes(limits.restrict(table))
     held = {"data": data.digest, "check": None if check is None else check.digest}
     parts = Parts(resume, {**request_of(source, computing=True), **held, "options": {"batch_size": batch_size, **options}})
 
@@ -124,14 +114,30 @@ def plan_bits(
         return to_jsonable(found.to_dict())
 
     scores = Scores.from_dict(parts.json("damages", measure))
-    scores = dataclasses.replace(scores, extra={**scores.extra, "choices": {**scores.extra["choices"], "head": head}})
+    scores = dataclasses.replace(scores, extra={**scores.extra, "choices": {**scores.extra["choices"], "head": table.head}})
     if save_scores is not None:
         scores.save(save_scores, overwrite=overwrite)
-    plan = plan_from_table(scores, rule=rule, **asked)
+    plan = plan_from_table(scores, limits, rule)
     if check is None:
         return plan
     say(progress, "plans as a whole")
     return check_plan(source, plan, scores, data, check, batch_size, parts)
+
+
+def refuse_measuring(*given: Any) -> None:
+    """Refuse text and options of measuring beside scores, which were measured."""
+    if any(each is not None and each != {} for each in given):
+        raise InvalidInput(
+            "Scores are planned as they are.", "Text and options of measuring are for a model.", "Leave them out."
+        )
+
+
+def empty_table(model: nn.Module, tokenizer: Any, options: Mapping[str, Any]) -> Table:
+    """Return the bytes of all formats before anything is measured, with those of a GGUF file's metadata where it is written."""
+    own = options_of(formats_table)
+    table = formats_table(model, **{k: v for k, v in options.items() if k in own})
+    written = table.llama is not None and is_written(text_config(config_of(model)))
+    return dataclasses.replace(table, head=head_bytes(model, tokenizer) if written else 0)
 
 
 def check_plan(
@@ -159,16 +165,38 @@ def check_plan(
         return measured[key]
 
     rows = {name: measure(each.extra["formats"]) for name, each in plans.items()}
-    table = {n: describe_rows(r, None if n == plan.rule else rows[plan.rule]) for n, r in rows.items()}
-    for name, row in table.items():
-        row["bytes"] = int(plans[name].budget["spent"])
-        row["same"] = name != plan.rule and plans[name].extra["formats"] == plan.extra["formats"]
-    best = min(table, key=lambda n: table[n]["kl"]) if plan.rule == "choices" else plan.rule
-    perplexity = float(describe_rows(dense.rows(model))["perplexity"])
-    record = {"data": check.describe(), "dense_perplexity": perplexity, "rows": table, "taken": best}
-    record["verdict"] = verdict(plan.rule, best, table)
-    chosen = plans[best]
+    spent = {name: int(each.budget["spent"]) for name, each in plans.items()}
+    same = [n for n, each in plans.items() if each.extra["formats"] == plan.extra["formats"]]
+    record = check_record(model, dense, plan.rule, rows, spent, same)
+    chosen = plans[record["taken"]]
     return dataclasses.replace(chosen, extra={**chosen.extra, "check": record, "asked": plan.rule})
+
+
+def check_record(
+    model: nn.Module,
+    dense: DenseOutput,
+    rule: str,
+    rows: Mapping[str, np.ndarray],
+    spent: Mapping[str, int],
+    same: Sequence[str],
+) -> dict[str, Any]:
+    """Return the record of whole plans on held-out text: ``rows``, the one that is ``taken``, and the ``verdict``.
+
+    Args:
+        model: The dense model.
+        dense: Its output on the text.
+        rule: The rule that was asked for; ``choices`` gives way to a better one.
+        rows: Of every rule's plan, as :meth:`DenseOutput.rows` gives them.
+        spent: Its bytes.
+        same: Rules whose plan is the one of ``rule``.
+    """
+    table = {n: describe_rows(r, None if n == rule else rows[rule]) for n, r in rows.items()}
+    for name, row in table.items():
+        row |= {"bytes": spent[name], "same": name != rule and name in same}
+    best = min(table, key=lambda n: (table[n]["kl"], n != rule)) if rule == "choices" else rule
+    perplexity = float(describe_rows(dense.rows(model))["perplexity"])
+    record = {"data": dense.text, "dense_perplexity": perplexity, "rows": table, "taken": best}
+    return {**record, "verdict": verdict(rule, best, table)}
 
 
 def describe_rows(rows: np.ndarray, beside: np.ndarray | None = None) -> dict[str, Any]:

@@ -20,124 +20,13 @@ from ...plan import Plan, PlanBlock
 from ...planning.costs import parse_budget
 from ...records import Block, to_jsonable
 from ...scores import Scores
-from ...solvers.choices import Choice, choose, near_ties
+from ...solvers.choices import Choice, choose
 from .gguf_names import split_stacks
-from .memory import Cache, read_context, room_on
-from .mixes import MIXES, LlamaModel, Tensor, find_mix, needs_matrix, types_of
+from .mixes import MIXES, Tensor, find_mix, needs_matrix, types_of
+from .table import CACHE, HUGE, Table
 
-ESTIMATOR = "rounding"
 _LARGEST = 16.0  # bits per weight: sixteen bits are always among the formats
-_TIES = 20
 _LAYER = re.compile(r"\.(\d+)\.")
-_HUGE = np.iinfo(np.int64).max
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Table:
-    """Bytes and damage of K blocks in m formats.
-
-    Attributes:
-        formats: Names, the smallest first.
-        size: Bytes, ``(K, m)``; where a block does not have a format its damage is infinite.
-        damage: Nats per token, ``(K, m)``, with the standard errors ``error``.
-        rest: What every sequence adds to a damage beside its share, ``(K, m, sequences)``, of norm ``error``.
-        fixed: Bytes of tensors that no plan changes.
-        head: Bytes of the file that are no tensors (metadata, vocabulary); 0 where they are not counted.
-        cache: What the memory of a context depends on; None where that is not known.
-        unwritten: Matrices that stay in 16 bits because no file holds them in fewer, with the reason.
-        llama: What the rules of llama.cpp's mixes read of the model; None where it has none, as for other files than GGUF.
-        stored: Names of every block's matrices in the GGUF file.
-    """
-
-    blocks: Sequence[Block]
-    formats: tuple[str, ...]
-    size: np.ndarray
-    damage: np.ndarray
-    error: np.ndarray
-    rest: np.ndarray
-    fixed: int
-    family: str
-    runtime: str
-    method: str
-    unwritten: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    llama: LlamaModel | None = None
-    stored: Sequence[Sequence[str]] = ()
-    head: int = 0
-    cache: Cache | None = None
-
-    @classmethod
-    def of(cls, scores: Scores) -> Table:
-        """Return the table in a record."""
-        held = scores.extra.get("choices") if isinstance(scores, Scores) else None
-        if not isinstance(held, Mapping):
-            raise InvalidInput(
-                "These scores say nothing of formats.",
-                "A plan of bits needs the damage of every format.",
-                "Measure it: layerbudget plan bits MODEL --save-scores FILE.",
-            )
-        size, damage, error = (np.array(held[k], dtype=np.float64) for k in ("size", "damage", "error"))
-        none = np.isnan(damage)
-        return cls(
-            blocks=scores.blocks,
-            formats=tuple(held["formats"]),
-            size=np.where(none, 0, size).astype(np.int64),
-            damage=np.where(none, np.inf, damage),
-            error=np.where(none, 0.0, error),
-            rest=np.array(held["rest"], dtype=np.float64),
-            unwritten=held.get("unwritten", {}),
-            llama=LlamaModel(**held["llama"]) if held.get("llama") else None,
-            stored=held.get("stored", ()),
-            head=held.get("head", 0),
-            cache=Cache(**held["cache"]) if held.get("cache") else None,
-            **{k: held[k] for k in ("fixed", "family", "runtime", "method")},
-        )
-
-    def record(self) -> dict[str, Any]:
-        """Return what a score record holds of the table; None where a block does not have a format."""
-
-        def rows(values: np.ndarray) -> list[list[float | None]]:
-            shown = np.where(np.isfinite(self.damage), values, np.nan)
-            return [[None if np.isnan(v) else float(v) for v in row] for row in shown]
-
-        rest = [[[float(f"{v:.4g}") for v in each] for each in row] for row in self.rest]
-        own = {k: getattr(self, k) for k in ("fixed", "head", "family", "runtime", "method")}
-        values = {"size": rows(self.size), "damage": rows(self.damage), "error": rows(self.error)}
-        found = {"formats": list(self.formats), **values, **own, "rest": rest, **_unwritten(self)}
-        if self.cache is not None:
-            found["cache"] = dataclasses.asdict(self.cache)
-        if self.llama is not None:
-            found |= {"llama": dataclasses.asdict(self.llama), "stored": [list(names) for names in self.stored]}
-        return found
-
-    def error_of(self, chosen: np.ndarray) -> float:
-        """Standard error of the summed damages of a choice, ``(K,)``; blocks share sequences, so these are summed first.
-
-        What of an error the sequences do not have is that of a sample of rows, which no two blocks share.
-        """
-        k = np.arange(len(self.blocks))
-        rest = self.rest[k, chosen]
-        rows = np.maximum(self.error[k, chosen] ** 2 - (rest**2).sum(-1), 0.0)
-        return float(np.sqrt((rest.sum(0) ** 2).sum() + rows.sum()))
-
-    @property
-    def has(self) -> np.ndarray:
-        """Whether a block has a format, ``(K, m)``."""
-        return np.isfinite(self.damage)
-
-    @property
-    def numel(self) -> int:
-        """Weights that are decided about."""
-        return sum(b.numel for b in self.blocks)
-
-    @property
-    def beside(self) -> int:
-        """Bytes of the file beside the blocks."""
-        return self.fixed + self.head
-
-    @property
-    def smallest(self) -> np.ndarray:
-        """Bytes of every block in its smallest format, ``(K,)``."""
-        return np.where(self.has, self.size, _HUGE).min(axis=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,8 +37,6 @@ class Limits:
         bits: Mean bits per weight.
         budget: Bytes of the file.
         like: A mix of llama.cpp, whose bytes are the budget.
-        card: Memory of a card, of which cache and buffers of a context leave the file's bytes.
-        context: Tokens of that context, such as ``"32k"``.
         forbid: Formats, or classes of them (``SLOW``), that are not used.
         keep: The format of matrices, by a regular expression that is searched in their names here or in the file.
     """
@@ -157,24 +44,20 @@ class Limits:
     bits: float | None = None
     budget: str | None = None
     like: str | None = None
-    card: str | None = None
-    context: str | int | None = None
     forbid: Sequence[str] = ()
     keep: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def check(self) -> None:
         """Refuse what no model can make possible."""
-        given = [name for name in ("bits", "budget", "like", "card") if getattr(self, name) is not None]
+        given = [name for name in ("bits", "budget", "like") if getattr(self, name) is not None]
         if len(given) != 1:
             what = f"{' and '.join(given)} were given together" if given else "No budget was given"
-            raise InvalidInput(
-                f"{what}.", "Give one of bits, budget, like and card.", "For example bits=3.5, or budget='1.2 GiB'."
-            )
+            raise InvalidInput(f"{what}.", "Give one of bits, budget and like.", "For example bits=3.5, or budget='1.2 GiB'.")
+        self.check_formats()
+
+    def check_formats(self) -> None:
+        """Refuse bits, mixes and formats that there are not."""
         check_bits(self.bits)
-        if (self.card is None) != (self.context is None):
-            raise InvalidInput("card and context belong together.", "The cache of the context is on the card.", "Give both.")
-        if self.context is not None:
-            read_context(self.context)
         if self.like is not None:
             find_mix(self.like)
         for name in (*self.forbid, *self.keep.values()):
@@ -184,7 +67,7 @@ class Limits:
     def record(self) -> dict[str, Any]:
         """Return what was given, for the plan."""
         return {"bits": self.bits, "budget": self.budget} | {
-            name: to_jsonable(value) for name in ("like", "card", "context", "forbid", "keep") if (value := getattr(self, name))
+            name: to_jsonable(value) for name in ("like", "forbid", "keep") if (value := getattr(self, name))
         }
 
     def restrict(self, table: Table) -> Table:
@@ -203,25 +86,21 @@ class Limits:
 
     def bytes(self, table: Table) -> int:
         """Return the bytes that the blocks may take; a budget below the smallest plan is refused."""
+        what, per = ("cache", "number") if table.family == CACHE else ("plan", "weight")
         if self.bits is not None:
             limit = int(self.bits * table.numel // 8)
         elif self.like is not None:
             limit = mix_of(table, find_mix(self.like))[0]
-        elif self.card is not None and self.context is not None:
-            limit = room_on(self.card, self.context, table.cache, int(table.smallest.sum()) + table.beside) - table.beside
         else:
-            wanted = parse_budget(str(self.budget), default="bytes")
-            if wanted.unit != "bytes" or wanted.relative:
-                told = f"A budget of {self.budget} is not in bytes."
-                raise UnknownUnit(told, "The file's size is planned.", "Write '1.2 GiB'.")
-            limit = int(wanted.amount) - table.beside
+            limit = read_bytes(str(self.budget), "A budget", "1.2 GiB") - table.beside
         least, given = int(table.smallest.sum()), max(limit, 0)
         if limit < least:
             others = "allow smaller formats" if not (self.forbid or self.keep) else "forbid and keep less"
+            others = "plan for a shorter context" if table.family == CACHE else others
+            beside = f", {least + table.beside} with what stays as it is" if table.beside else ""
             raise InfeasibleBudget(
-                f"{given} bytes for {len(table.blocks)} blocks ({8 * given / table.numel:.3f} bits per weight) are too few.",
-                f"The smallest plan takes {least} bytes ({8 * least / table.numel:.4f} bits per weight), "
-                f"{least + table.beside} with what stays as it is.",
+                f"{given} bytes for {len(table.blocks)} blocks ({8 * given / table.numel:.3f} bits per {per}) are too few.",
+                f"The smallest {what} takes {least} bytes ({8 * least / table.numel:.4f} bits per {per}){beside}.",
                 f"Raise the budget to that (--bits {_bits_up(least, table.numel):g}, or --budget {least + table.beside}), "
                 f"or {others}.",
             )
@@ -248,6 +127,18 @@ def _bits_up(size: int, numel: int) -> float:
     return math.ceil(8e4 * size / numel) / 1e4
 
 
+def read_bytes(text: str, what: str, example: str) -> int:
+    """Return bytes that a user wrote, such as ``"1.2 GiB"``.
+
+    Raises:
+        UnknownUnit: Another unit than bytes, or a share.
+    """
+    wanted = parse_budget(text, default="bytes")
+    if wanted.unit != "bytes" or wanted.relative:
+        raise UnknownUnit(f"{what} of {text} is not in bytes.", "Memory is counted here.", f"Write '{example}'.")
+    return int(wanted.amount)
+
+
 def check_bits(bits: float | None) -> None:
     """Refuse mean bits per weight that no plan can have."""
     if bits is not None and not 0 < bits <= _LARGEST:
@@ -255,22 +146,10 @@ def check_bits(bits: float | None) -> None:
         raise InvalidInput(f"bits is {bits:g}.", why, "Use for example 5.5.")
 
 
-def plan_from_table(
-    scores: Scores,
-    *,
-    bits: float | None = None,
-    budget: str | None = None,
-    like: str | None = None,
-    card: str | None = None,
-    context: str | int | None = None,
-    forbid: Sequence[str] = (),
-    keep: Mapping[str, str] | None = None,
-    rule: str = "choices",
-) -> Plan:
+def plan_from_table(scores: Scores, limits: Limits, rule: str = "choices") -> Plan:
     """Return a plan from damages that are known: :func:`~layerbudget.decisions.bits.plan.plan_bits` of scores."""
     if rule not in RULES:
         raise InvalidInput(f"There is no rule {rule!r} for bits.", f"There are {', '.join(RULES)}.", "Choose one of those.")
-    limits = Limits(bits=bits, budget=budget, like=like, card=card, context=context, forbid=forbid, keep=keep or {})
     limits.check()
     table = Table.of(scores)
     limit = limits.bytes(limits.restrict(table))
@@ -286,41 +165,65 @@ def other_plan(plan: Plan, scores: Scores, rule: str) -> Plan:
 
 def _plan(scores: Scores, limits: Limits, limit: int, given: Mapping[str, Any]) -> Plan:
     table = limits.restrict(Table.of(scores))
-    rule, k = given["rule"], np.arange(len(table.blocks))
-    found = choose(table.damage, table.size, limit)
     mix, mixed = best_mix(table, limit, limits.like)
-    baselines = {name: make(table, limit) for name, make in BASELINES.items()} | ({} if mixed is None else {"mix": mixed})
-    if rule == "mix" and mixed is None:
+    others = {name: make(table, limit) for name, make in BASELINES.items()} | ({} if mixed is None else {"mix": mixed})
+    if given["rule"] == "mix" and mixed is None:
         raise InvalidInput(
             f"No mix of llama.cpp can be the plan of {limit} bytes.",
             "It has to fit, in types that were measured and are allowed, for a GGUF file.",
             "Raise the budget, or use --rule choices.",
         )
-    chosen = baselines.get(rule, found.chosen)
-
-    def totals(choice: np.ndarray) -> dict[str, Any]:
-        return {"predicted": float(table.damage[k, choice].sum()), "spent": int(table.size[k, choice].sum())}
-
-    predicted, spent = totals(chosen).values()
-    extra = {
-        **extra_of(table, chosen),
-        "bits": 8 * spent / table.numel,
-        "predicted": predicted,
-        "baselines": {n: totals(c) for n, c in baselines.items()},
-        "near_ties": _ties(table, found) if rule == "choices" else [],
-        **({} if mix is None else {"mix": mix}),
-    }
+    found = Decision.of(table, limit, others)
+    chosen, spent = found.choices[given["rule"]], found.totals[given["rule"]]["spent"]
     return Plan(
         kind="bits",
-        rule=rule,
+        rule=given["rule"],
         model=scores.model,
         blocks=plan_blocks(table, chosen),
         hyperparameters=dict(given),
         budget={"unit": "bytes", "limit": limit, "spent": spent, "file": spent + table.fixed},
-        certificate=found.certificate() if rule == "choices" else {},
+        certificate=found.certificate(given["rule"]),
         scores_digest=scores.digest,
-        extra=extra,
+        extra={**extra_of(table, chosen), **found.record(given["rule"]), **({} if mix is None else {"mix": mix})},
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What the exact program and the rules without one choose within a budget of bytes.
+
+    Attributes:
+        choices: Formats of every block, ``(K,)``, by rule; ``choices`` is the program's.
+        totals: Damage and bytes of each.
+        found: The program's choice with its certificate.
+    """
+
+    table: Table
+    choices: Mapping[str, np.ndarray]
+    totals: Mapping[str, dict[str, Any]]
+    found: Choice
+
+    @classmethod
+    def of(cls, table: Table, limit: int, others: Mapping[str, np.ndarray]) -> Decision:
+        """Return the decision within so many bytes, beside the choices of other rules."""
+        found = choose(table.damage, table.size, limit)
+        choices = {"choices": found.chosen, **others}
+        return cls(table=table, choices=choices, totals={n: table.totals(c) for n, c in choices.items()}, found=found)
+
+    def certificate(self, rule: str) -> dict[str, Any]:
+        """Return the certificate of a rule's plan: rules without a program have none."""
+        return self.found.certificate() if rule == "choices" else {}
+
+    def record(self, rule: str) -> dict[str, Any]:
+        """Return what the plan of a rule says of the decision."""
+        own = self.totals[rule]
+        return {
+            "bits": 8 * own["spent"] / self.table.numel,
+            "predicted": own["predicted"],
+            "predicted_error": self.table.error_of(self.choices[rule]),
+            "baselines": {n: t for n, t in self.totals.items() if n != "choices" or rule != "choices"},
+            "near_ties": self.table.ties(self.found) if rule == "choices" else [],
+        }
 
 
 def file_of(plan: Plan) -> dict[str, Any]:
@@ -345,22 +248,9 @@ def plan_blocks(table: Table, chosen: np.ndarray) -> tuple[PlanBlock, ...]:
 
 def extra_of(table: Table, chosen: np.ndarray) -> dict[str, Any]:
     """Return what every plan with formats carries beside its blocks."""
-    formats = {m.name: table.formats[j] for b, j in zip(table.blocks, chosen, strict=True) for m in b.modules}
     own = {k: getattr(table, k) for k in ("family", "runtime", "method")}
     error = {"fixed_bytes": table.fixed, "head_bytes": table.head, "predicted_error": table.error_of(chosen)}
-    return {"formats": formats, **own, **error, **_unwritten(table)}
-
-
-def _unwritten(table: Table) -> dict[str, Any]:
-    return {"unwritten": dict(table.unwritten)} if table.unwritten else {}
-
-
-def _ties(table: Table, found: Choice) -> list[dict[str, Any]]:
-    formats = table.formats
-    return [
-        {"block": table.blocks[i].name, "chosen": formats[found.chosen[i]], "instead": formats[j], "excess": e, "noise": n}
-        for i, j, e, n in near_ties(found, table.error)[:_TIES]
-    ]
+    return {"formats": table.formats_of(chosen), **own, **error, **table.kept}
 
 
 def formats_of_plan(plan: Plan) -> Mapping[str, str]:
@@ -473,7 +363,7 @@ def _protect(table: Table, protected: np.ndarray, limit: int) -> np.ndarray:
     everywhere = [_nearest(has, order, n) for n in range(len(order))]
     fits = [n for n, chosen in enumerate(everywhere) if size[k, chosen].sum() <= limit]
     base = fits[-1] if fits else 0
-    chosen = everywhere[base] if fits else np.argmin(np.where(has, size, _HUGE), axis=1)
+    chosen = everywhere[base] if fits else np.argmin(np.where(has, size, HUGE), axis=1)
     for steps, who in ((1, protected), (2, protected), (1, ~protected)):
         higher = everywhere[min(base + steps, len(everywhere) - 1)]
         chosen = _spread(size, chosen, np.where(who, higher, chosen), limit)

@@ -13,8 +13,9 @@ sequences and sampled rows.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -35,8 +36,8 @@ from ...sensitivity.directional.terms import QuadraticTerms, interpolated, poole
 from ...sensitivity.directional.trials import Originals
 from .apply import need_data, quantiser_of, round_matrices
 from .blocks import formats_table, modules_by_name
-from .program import ESTIMATOR, Table
 from .rounding import RoundingErrors
+from .table import ESTIMATOR, Table
 
 
 def rounding_damage(
@@ -120,6 +121,7 @@ class DenseOutput:
     """The dense model's output on a text, and how far another one's is from it."""
 
     def __init__(self, model: nn.Module, data: CalibrationSet, batch_size: int = 8) -> None:
+        self.text = data.describe()
         self.data, self.batch_size = cast(CalibrationSet, pad_right(data)), batch_size
         self.device = next(model.parameters()).device
         self.compared = [b.targets != IGNORE for b in unlabelled(model, data, batch_size)]
@@ -149,12 +151,27 @@ class DenseOutput:
         self, model: nn.Module, formats: Mapping[str, str], data: CalibrationSet | None = None, method: str = "rtn"
     ) -> np.ndarray:
         """See :meth:`rows`, of the dense model with some matrices in formats; it is afterwards as it was."""
+        return self.rows_within(model, formats, [contextlib.nullcontext()], data, method)[0]
+
+    def rows_within(
+        self,
+        model: nn.Module,
+        formats: Mapping[str, str],
+        contexts: Iterable[contextlib.AbstractContextManager[None]],
+        data: CalibrationSet | None = None,
+        method: str = "rtn",
+    ) -> list[np.ndarray]:
+        """See :meth:`rows_of`; the matrices are rounded once, and the text is run within each of some contexts."""
         held = Originals(model, [Block(name="all", modules=tuple(modules_by_name(model, formats).values()))])
+        found = []
         try:
             round_matrices(model, formats, data, method=method, batch_size=self.batch_size)
-            return self.rows(model)
+            for each in contexts:
+                with each:
+                    found.append(self.rows(model))
         finally:
             held.restore()
+        return found
 
 
 def mean_and_rest(rows: np.ndarray) -> tuple[float, np.ndarray]:

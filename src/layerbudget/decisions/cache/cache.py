@@ -7,7 +7,6 @@ before they read it. The numbers stay in the model's own type: it computes what 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,10 +21,9 @@ from ...execution.modes import inference
 from ...kinds import check_kind
 from ...models.blocks import config_of, describe, layers
 from ...plan import Plan
-from .formats import CacheFormat, find_cache
+from .formats import CacheFormat, Kept, find_cache
 
 Change = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-PARTS = ("keys", "values")
 _LARGEST = 448.0  # of e4m3
 
 
@@ -83,29 +81,6 @@ def rounding(formats: Mapping[int, tuple[CacheFormat, CacheFormat]]) -> Change:
     return change
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Kept:
-    """Keys or values that one layer keeps.
-
-    Attributes:
-        layer: Index in the cache; ``name`` is the layer's.
-        part: 0 for keys, 1 for values.
-        heads, channels: Of a token.
-        window: Most tokens that are kept; None for all.
-    """
-
-    layer: int
-    name: str
-    part: int
-    heads: int
-    channels: int
-    window: int | None
-
-    def tokens(self, context: int) -> int:
-        """Tokens that are kept of a context."""
-        return context if self.window is None else min(context, self.window)
-
-
 def kept(model: nn.Module) -> list[Kept]:
     """Return what a model keeps, from one forward of one token.
 
@@ -161,5 +136,5 @@ def layer_formats(model: nn.Module, plan: Plan) -> dict[int, tuple[CacheFormat, 
     held = kept(model)
     runtime, formats = find_cache(str(plan.extra["runtime"])), plan.extra["formats"]
     known = {f.name: f for f in runtime.formats([k.channels for k in held], runtime.names, plan.extra["group"])}
-    chosen = {(k.layer, k.part): known[formats[f"{k.name}.{PARTS[k.part]}"]] for k in held}
+    chosen = {(k.layer, k.part): known[formats[k.module]] for k in held}
     return {k.layer: (chosen[k.layer, 0], chosen[k.layer, 1]) for k in held}

@@ -25,9 +25,11 @@ def modelopt_cache(plan: Plan) -> str:
 
 
 def llama_cache(plan: Plan) -> str:
-    """Return llama.cpp's options of the types of keys and of values."""
+    """Return llama.cpp's options of the context, of sequences at a time, and of the types of keys and of values."""
     found = {b.name: _format(plan, b.modules[0]).lower() for b in _blocks(plan, "llama.cpp")}
-    return f"--cache-type-k {found['keys']} --cache-type-v {found['values']} --flash-attn on\n"
+    tokens, batch = int(plan.extra["context"]), int(plan.extra["batch"])
+    types = f"--cache-type-k {found['keys']} --cache-type-v {found['values']} --flash-attn on"
+    return f"{types} --ctx-size {tokens * batch} --parallel {batch}\n"
 
 
 def _blocks(plan: Plan, runtime: str) -> tuple[PlanBlock, ...]:

@@ -8,7 +8,8 @@ A key or value of a token is ``heads x channels`` numbers. All formats round gro
 * ``fp8`` (vLLM): e4m3 without a scale.
 
 What a runtime may tell apart is what is decided: transformers layers, and keys from values; vLLM layers; llama.cpp keys from
-values.
+values. Bytes are those that it allocates: vLLM in blocks of 16 tokens; llama.cpp in steps of 256, beside a sliding window also
+the batch of 512 that is computed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ...compressors.formats import find_format
 from ...errors import InvalidInput
 
 RULES = ("choices", "uniform", "ends")
+PARTS = ("keys", "values")
 _GROUPS = (64, 32, 16)
 
 
@@ -46,6 +48,30 @@ class CacheFormat:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Keys or values that one layer keeps.
+
+    Attributes:
+        layer: Index in the cache; ``name`` is the layer's.
+        part: 0 for keys, 1 for values.
+        heads, channels: Of a token.
+        window: Most tokens that are read; None for all.
+    """
+
+    layer: int
+    name: str
+    part: int
+    heads: int
+    channels: int
+    window: int | None
+
+    @property
+    def module(self) -> str:
+        """The name in plans."""
+        return f"{self.name}.{PARTS[self.part]}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheRuntime:
     """A runtime: its formats, the smallest first, and what it tells apart.
 
@@ -53,6 +79,8 @@ class CacheRuntime:
         name: What users write.
         names: Formats; sixteen bits come last. Those ``by_name`` are no choice unless they are named.
         layers, parts: Whether layers may differ, and keys from values.
+        step: Tokens that are allocated at a time.
+        ahead: Tokens beside a sliding window that are kept while they are computed.
     """
 
     name: str
@@ -60,6 +88,13 @@ class CacheRuntime:
     by_name: tuple[str, ...] = ()
     layers: bool = True
     parts: bool = True
+    step: int = 1
+    ahead: int = 0
+
+    def tokens(self, context: int, window: int | None) -> int:
+        """Return the tokens of a context that a layer has room for."""
+        whole = -(-context // self.step) * self.step
+        return whole if window is None else min(whole, -(-(window + self.ahead) // self.step) * self.step)
 
     def formats(self, widths: Sequence[int], names: Sequence[str] | None = None, group: int | None = None) -> list[CacheFormat]:
         """Formats to choose among, the smallest first and sixteen bits last.
@@ -91,7 +126,7 @@ class CacheRuntime:
                     "",
                     "Choose another group size (--set group=8)."
                     if form.name.startswith("int")
-                    else f"Plan with --formats {self.names[-1]}, or for transformers.",
+                    else f"Plan with --formats {self.names[-1]} (fit: --set cache={self.names[-1]}), or for transformers.",
                 )
         return found
 
@@ -112,8 +147,14 @@ CACHES = {
     "transformers": CacheRuntime(
         name="transformers", names=("int2", "int3", "int4", "int5", "int6", "int8", "bf16"), by_name=("int5", "int6")
     ),
-    "vllm": CacheRuntime(name="vllm", names=("fp8", "bf16"), parts=False),
-    "llama.cpp": CacheRuntime(name="llama.cpp", names=("Q4_0", "IQ4_NL", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16"), layers=False),
+    "vllm": CacheRuntime(name="vllm", names=("fp8", "bf16"), parts=False, step=16),
+    "llama.cpp": CacheRuntime(
+        name="llama.cpp",
+        names=("Q4_0", "IQ4_NL", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16"),
+        layers=False,
+        step=256,
+        ahead=512,
+    ),
 }
 
 

@@ -12,9 +12,7 @@ text is then run with everything rounded, beside plans without a program; the pl
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,119 +20,45 @@ import torch
 from torch import nn
 
 from ...data.calibration import CalibrationSet
-from ...errors import CoverageError, InfeasibleBudget, InvalidInput
+from ...errors import CoverageError, InvalidInput
 from ...execution.backward import SampledLoss
 from ...execution.loss import IGNORE, logits_of, unlabelled
 from ...execution.modes import prepared
 from ...models.blocks import config_of, describe
 from ...models.offload import mapped
-from ...plan import Plan, PlanBlock
-from ...planning.costs import parse_budget
+from ...plan import Plan
 from ...progress import Progress, Steps, say
-from ...records import Block, Module
 from ...sensitivity.directional.terms import pooled
-from ...solvers.choices import choose, near_ties
-from ..bits.plan import describe_rows, verdict
-from ..bits.program import BASELINES, Table, check_bits
+from ..bits.plan import check_record
+from ..bits.program import BASELINES, Decision, Limits, plan_blocks
 from ..bits.sensitivity import DenseOutput
-from .cache import PARTS, Kept, caching, kept, rounded, rounding
-from .formats import RULES, CacheFormat, CacheRuntime, find_cache
-
-_TIES = 20
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CacheSpace:
-    """The decisions: blocks of kept keys and values, and formats to choose among."""
-
-    runtime: CacheRuntime
-    formats: list[CacheFormat]
-    members: list[list[Kept]]
-    blocks: list[Block]
-    context: int
-    batch: int
-
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        context: int,
-        batch: int = 1,
-        runtime: str = "transformers",
-        formats: Sequence[str] | None = None,
-        group: int | None = None,
-    ) -> CacheSpace:
-        """Return what may be decided for a model; arguments as of :func:`plan_cache`."""
-        target, config = find_cache(runtime), config_of(model)
-        longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-        if context < 1 or batch < 1 or (longest and context > longest):
-            feasible = f"Both are 1 or more{f', and the model reads at most {longest} tokens' if longest else ''}."
-            raise InvalidInput(f"context is {context} and batch {batch}.", feasible, "Choose them within that.")
-        if runtime != "transformers" and getattr(config, "kv_lora_rank", None):
-            what = f"{runtime} keeps one latent vector per token of this model, transformers its keys and values."
-            raise InvalidInput(what, "", "Plan for transformers (--runtime transformers).")
-        held, groups = kept(model), dict[str, list[Kept]]()
-        for k in held:
-            layer, part = k.name if target.layers else "", PARTS[k.part] if target.parts else ""
-            groups.setdefault(".".join(filter(None, (layer, part))), []).append(k)
-        blocks = [Block(name=n, modules=tuple(_module(k, context, batch) for k in each)) for n, each in groups.items()]
-        chosen = target.formats(sorted({k.channels for k in held}), formats, group)
-        return cls(runtime=target, formats=chosen, members=list(groups.values()), blocks=blocks, context=context, batch=batch)
-
-    def table(self, damage: np.ndarray | None = None, rest: np.ndarray | None = None) -> Table:
-        """Return bytes and damages of every block in every format; without damages they are zero."""
-        size = np.array([[sum(self._bytes(k, f) for k in each) for f in self.formats] for each in self.members], dtype=np.int64)
-        damage = np.zeros(size.shape) if damage is None else damage
-        rest = np.zeros((*size.shape, 0)) if rest is None else rest
-        return Table(
-            blocks=self.blocks,
-            formats=tuple(f.name for f in self.formats),
-            size=size,
-            damage=damage,
-            error=np.linalg.norm(rest, axis=-1),
-            rest=rest,
-            fixed=0,
-            family="cache",
-            runtime=self.runtime.name,
-            method="",
-        )
-
-    def _bytes(self, k: Kept, form: CacheFormat) -> int:
-        return self.batch * k.tokens(self.context) * k.heads * (k.channels // form.group) * form.bytes
-
-    def by_layer(self, chosen: np.ndarray) -> dict[int, tuple[CacheFormat, CacheFormat]]:
-        """Return the formats of keys and values of every layer of a choice, ``(K,)``."""
-        found = {(k.layer, k.part): self.formats[j] for each, j in zip(self.members, chosen, strict=True) for k in each}
-        return {layer: (found[layer, 0], found[layer, 1]) for layer, part in found if part == 0}
-
-    def limit(self, bits: float | None, budget: str | None) -> int:
-        """Return the bytes that the cache may take; a budget below the smallest plan is refused."""
-        if (bits is None) == (budget is None):
-            raise InvalidInput("Give either bits or a budget.", "", "For example bits=4, or budget='1.5 GiB'.")
-        numel = sum(b.numel for b in self.blocks)
-        if bits is not None:
-            check_bits(bits)
-            limit = int(bits * numel // 8)
-        else:
-            wanted = parse_budget(str(budget), default="bytes")
-            if wanted.unit != "bytes" or wanted.relative:
-                raise InvalidInput(
-                    f"A budget of {budget} is not in bytes.", "The size of the cache is planned.", "Write '1.5 GiB'."
-                )
-            limit = int(wanted.amount)
-        least = int(self.table().smallest.sum())
-        if limit < least:
-            raise InfeasibleBudget(
-                f"{limit} bytes ({8 * limit / numel:.3f} bits per number) are too few at {self.context} tokens x {self.batch}.",
-                f"The smallest cache takes {least} bytes ({8 * least / numel:.4f} bits per number).",
-                f"Raise the budget to that (--bits {math.ceil(8e4 * least / numel) / 1e4:g}, or --budget {least}), "
-                "or plan for a shorter context.",
-            )
-        return limit
+from .cache import caching, kept, rounded, rounding
+from .formats import RULES
+from .space import CacheSpace
 
 
-def _module(k: Kept, context: int, batch: int) -> Module:
-    return Module(name=f"{k.name}.{PARTS[k.part]}", d_in=batch * k.tokens(context), d_out=k.heads * k.channels)
+def cache_space(
+    model: nn.Module,
+    context: int,
+    batch: int = 1,
+    runtime: str = "transformers",
+    formats: Sequence[str] | None = None,
+    group: int | None = None,
+) -> CacheSpace:
+    """What may be decided about a model's cache; arguments and errors as of :func:`plan_cache`."""
+    config = config_of(model)
+    check_context(context, batch, getattr(config.get_text_config(decoder=True), "max_position_embeddings", None))
+    if runtime != "transformers" and getattr(config, "kv_lora_rank", None):
+        what = f"{runtime} keeps one latent vector per token of this model, transformers its keys and values."
+        raise InvalidInput(what, "", "Plan for transformers (--runtime transformers).")
+    return CacheSpace.of(kept(model), context, batch, runtime, formats, group)
+
+
+def check_context(context: int, batch: int, longest: int | None) -> None:
+    """Refuse a context beyond what a model reads."""
+    if context < 1 or batch < 1 or (longest and context > longest):
+        feasible = f"Both are 1 or more{f', and the model reads at most {longest} tokens' if longest else ''}."
+        raise InvalidInput(f"context is {context} and batch {batch}.", feasible, "Choose them within that.")
 
 
 def plan_cache(
@@ -184,53 +108,30 @@ def plan_cache(
         raise CoverageError(what, "", "Use --no-stream.")
     if rule not in RULES:
         raise InvalidInput(f"There is no rule {rule!r} for a cache.", f"There are {', '.join(RULES)}.", "Choose one of those.")
-    space = CacheSpace.of(model, context, batch, runtime, formats, group)
-    limit = space.limit(bits, budget)
+    space, limits = cache_space(model, context, batch, runtime, formats, group), Limits(bits=bits, budget=budget)
+    limits.check()
+    limit = limits.bytes(space.table())
     damage, rest, passes = cache_damage(model, data, space, draws, seed, batch_size, progress)
     table = space.table(damage, rest)
-    found = choose(table.damage, table.size, limit)
-    choices = {name: BASELINES[name](table, limit) for name in RULES[1:]} | {"choices": found.chosen}
-    record, taken = _checked(model, space, table, choices, rule, check, batch_size, progress)
-    chosen, k = choices[taken], np.arange(len(space.blocks))
-    spent = table.size[k, chosen]
-    names = [space.formats[j].name for j in chosen]
-    extra: dict[str, Any] = {
-        "formats": {m.name: n for b, n in zip(space.blocks, names, strict=True) for m in b.modules},
-        "runtime": runtime,
-        "context": context,
-        "batch": batch,
-        "group": group,
-        "passes": passes,
-        "bits": 8 * int(spent.sum()) / table.numel,
-        "predicted": float(table.damage[k, chosen].sum()),
-        "predicted_error": table.error_of(chosen),
-        "baselines": {n: _total(table, c) for n, c in choices.items() if n != taken},
-        "near_ties": _ties(table, found) if taken == "choices" else [],
-        **record,
-    }
+    found = Decision.of(table, limit, {name: BASELINES[name](table, limit) for name in RULES[1:]})
+    record, taken = _checked(model, space, found, rule, check, batch_size, progress)
+    chosen = found.choices[taken]
     return Plan(
         kind="cache",
         rule=taken,
         model=describe(model),
-        blocks=tuple(PlanBlock.of(b, 8 * s / b.numel, s) for b, s in zip(space.blocks, spent, strict=True)),
+        blocks=plan_blocks(table, chosen),
         hyperparameters={"bits": bits, "budget": budget, "rule": rule, "draws": draws, "seed": seed, "formats": formats},
-        budget={"unit": "bytes", "limit": limit, "spent": int(spent.sum())},
-        certificate=found.certificate() if taken == "choices" else {},
-        extra=extra,
+        budget={"unit": "bytes", "limit": limit, "spent": found.totals[taken]["spent"]},
+        certificate=found.certificate(taken),
+        extra={
+            "formats": table.formats_of(chosen),
+            **space.terms(group),
+            "passes": passes,
+            **found.record(taken),
+            **record,
+        },
     )
-
-
-def _total(table: Table, chosen: np.ndarray) -> dict[str, Any]:
-    k = np.arange(len(chosen))
-    return {"predicted": float(table.damage[k, chosen].sum()), "spent": int(table.size[k, chosen].sum())}
-
-
-def _ties(table: Table, found: Any) -> list[dict[str, Any]]:
-    names = table.formats
-    return [
-        {"block": table.blocks[i].name, "chosen": names[found.chosen[i]], "instead": names[j], "excess": e, "noise": n}
-        for i, j, e, n in near_ties(found, table.error)[:_TIES]
-    ]
 
 
 def cache_damage(
@@ -295,29 +196,23 @@ def cache_damage(
 def _checked(
     model: nn.Module,
     space: CacheSpace,
-    table: Table,
-    choices: Mapping[str, np.ndarray],
+    found: Decision,
     rule: str,
     check: CalibrationSet | None,
     batch_size: int,
     progress: Progress | None,
 ) -> tuple[dict[str, Any], str]:
-    """The record of all choices on held-out text, really rounded, and the one that is taken."""
+    """The record of all choices on held-out text, really rounded, and the rule that is taken."""
     if check is None:
         return {}, rule
     say(progress, "plans as a whole")
     dense, measured = DenseOutput(model, check, batch_size), dict[bytes, np.ndarray]()
-    for chosen in choices.values():
+    for chosen in found.choices.values():
         if chosen.tobytes() not in measured:
             with caching(model, rounding(space.by_layer(chosen))):
                 measured[chosen.tobytes()] = dense.rows(model)
-    rows = {n: measured[c.tobytes()] for n, c in choices.items()}
-    found = {n: describe_rows(r, None if n == rule else rows[rule]) for n, r in rows.items()}
-    for name, row in found.items():
-        row["bytes"] = _total(table, choices[name])["spent"]
-        row["same"] = name != rule and bool(np.array_equal(choices[name], choices[rule]))
-    best = min(found, key=lambda n: (found[n]["kl"], n != rule)) if rule == "choices" else rule
-    perplexity = float(describe_rows(dense.rows(model))["perplexity"])
-    record = {"data": check.describe(), "dense_perplexity": perplexity, "rows": found, "taken": best}
-    record["verdict"] = verdict(rule, best, found)
-    return {"check": record, "asked": rule}, best
+    rows = {n: measured[c.tobytes()] for n, c in found.choices.items()}
+    spent = {n: t["spent"] for n, t in found.totals.items()}
+    same = [n for n, c in found.choices.items() if np.array_equal(c, found.choices[rule])]
+    record = check_record(model, dense, rule, rows, spent, same)
+    return {"check": record, "asked": rule}, record["taken"]

@@ -27,7 +27,8 @@ from ...records import to_jsonable
 from ...scores import Scores
 from ...solvers.inputs import number
 from ...solvers.mixed import mix_recipe
-from ..bits.program import Table, extra_of, formats_of_plan, plan_blocks
+from ..bits.program import extra_of, formats_of_plan, plan_blocks
+from ..bits.table import Table
 from ..ranks.plan import increments_of
 
 if TYPE_CHECKING:

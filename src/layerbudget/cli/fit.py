@@ -1,0 +1,145 @@
+"""``layerbudget plan fit MODEL``: formats of weights and cache under one memory; ``plan cache``: of the cache alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+from ..compressors.base import QUANTISERS
+from ..decisions.bits.memory import read_context
+from ..decisions.bits.program import Limits, check_bits
+from ..decisions.cache.formats import CACHES
+from ..decisions.fit.program import Terms
+from ..errors import InvalidInput
+from ..plan import Plan
+from ..records import check_output
+from ..registry import Option
+from .display import expect, progress_bar, show_table, text_of, words_of
+from .files import need_scores
+from .options import DATA, PLACE, add_data, add_set, add_verb, batch_of, load, options_for, refuse
+
+_CHECK = {"check": Option(name="check", type=int, default=8)}
+
+
+def add(kinds: Any, handler: Callable[..., Any]) -> argparse.ArgumentParser:
+    """Return the parser of ``plan fit``, which ``plan cache`` is another name of."""
+    summary = "formats of the weights and of the cache under one memory; or (plan cache --bits, --budget) of the cache alone"
+    p = add_verb(kinds, "fit", handler, summary, aliases=["cache"])
+    p.add_argument("source", metavar="MODEL|SCORES", help="a decoder; or what --save-scores wrote before, with --memory")
+    budget = p.add_mutually_exclusive_group(required=True)
+    budget.add_argument("--memory", help="bytes of file, cache and buffers together: '8 GiB'")
+    budget.add_argument("--bits", type=float, help="of the cache alone: mean bits per cached number, scales counted: 3.5")
+    budget.add_argument("--budget", help="of the cache alone: bytes of all of it: '1.5 GiB'")
+    p.add_argument("--context", metavar="TOKENS", required=True, help="of a sequence, prompt and answer: 8192 or 32k")
+    p.add_argument("--batch", type=int, default=1, help="sequences at a time (default: 1)")
+    p.add_argument("--runtime", choices=tuple(CACHES), help="who runs it (default: llama.cpp; of the cache alone transformers)")
+    p.add_argument(
+        "--formats", metavar="LIST", help="choose among these for the weights; for the cache where it is planned alone"
+    )
+    p.add_argument("--method", choices=QUANTISERS.names(), help="quantiser that will write the weights (default: rtn)")
+    p.add_argument("--save-scores", metavar="FILE", help="also write what was measured, for other memories and contexts")
+    names = "cache=Q8_0,Q4_0 (its formats, beside the weights), rule, draws (of labels), group, or check (sequences, 0: none)"
+    add_set(p.add_argument_group("advanced"), names)
+    add_data(p, samples=16, length=512, dtype="float32")
+    return p
+
+
+def plan(a: argparse.Namespace) -> Plan:
+    """Return the plan that a command asks for, written where it names a file."""
+    a.context = read_context(a.context)
+    a.formats = a.formats.split(",") if a.formats else None
+    a.set = [f"cache={json.dumps(w[6:].split(','))}" if w.startswith("cache=") and "[" not in w else w for w in a.set]
+    if a.memory is None:
+        refuse(a, ("method", "save_scores"), "the cache alone")
+        return _cache(a)
+    for path in filter(None, (a.out, a.save_scores)):
+        check_output(path, overwrite=a.overwrite)
+    return _again(a) if a.source.endswith(".json") else _fit(a)
+
+
+def _again(a: argparse.Namespace) -> Plan:
+    """Plan from what was measured."""
+    from ..decisions.fit.plan import plan_fit
+
+    refuse(a, ("runtime", "formats", "method", "save_scores", *DATA, *PLACE), "scores that were measured before")
+    a.model = None
+    own = {k: v for k, v in options_for(a, plan_fit).items() if k not in ("runtime", "formats")}
+    found = plan_fit(need_scores(a.source), **own)
+    if a.out:
+        found.save(a.out, overwrite=a.overwrite)
+    return found
+
+
+def _fit(a: argparse.Namespace) -> Plan:
+    """Plan weights and cache by the damage to a model, checked as a whole."""
+    from ..compressors.formats import RUNTIMES, find_format
+    from ..decisions.bits.blocks import formats_table
+    from ..decisions.bits.sensitivity import rounding_damage
+    from ..decisions.fit.plan import plan_fit, ready
+    from ..doctor.cost import Part, choosing
+
+    a.model, a.out, a.runtime = a.source, a.out or "plan.json", a.runtime or "llama.cpp"
+    check_output(a.out, overwrite=a.overwrite)
+    own = options_for(a, plan_fit, rounding_damage, formats_table, _CHECK)
+    terms = Terms(**{k: own[k] for k in ("memory", "context", "batch", "forbid", "keep", "cache") if k in own})
+    terms.check(own.get("rule", "choices"))
+    for name in a.formats or ():
+        RUNTIMES[a.runtime].check(find_format(name, RUNTIMES[a.runtime].family))
+    model, tokenizer, data, check = _texts(a, own)
+    options = {k: v for k, v in own.items() if k in ("formats", "by", "group", "method", "unwritten")}
+    ready(model, terms, tokenizer, {**options, "runtime": a.runtime, "family": RUNTIMES[a.runtime].family})
+    draws = own.get("draws", 4)
+    parts = choosing(text_of(data, a), None if check is None else text_of(check, a), draws=draws)
+    parts.append(Part("directional", text_of(data, a), 1.0 + 2.0 * draws))
+    expect(a, words_of("weights and cache", data), model, parts)
+    with progress_bar(a, "measuring formats") as progress:
+        own |= {"tokenizer": tokenizer, "batch_size": batch_of(a, model, data), "progress": progress}
+        found = plan_fit(model, data, check, overwrite=a.overwrite, **own)
+    found.save(a.out, overwrite=a.overwrite)
+    return found
+
+
+def _cache(a: argparse.Namespace) -> Plan:
+    """Plan the cache by the damage to a model, checked as a whole."""
+    from ..decisions.cache.plan import cache_space, plan_cache
+    from ..doctor.cost import Part
+
+    a.model, a.out, a.runtime = a.source, a.out or "plan.json", a.runtime or "transformers"
+    check_output(a.out, overwrite=a.overwrite)
+    check_bits(a.bits)
+    own = options_for(a, plan_cache, _CHECK)
+    model, _, data, check = _texts(a, own)
+    space = cache_space(model, a.context, a.batch, a.runtime, a.formats, own.get("group"))
+    Limits(bits=a.bits, budget=a.budget).bytes(space.table())
+    parts = [Part("directional", text_of(data, a), 1.0 + 2.0 * own.get("draws", 4))]
+    parts += [] if check is None else [Part("forward", text_of(check, a), times=5.0)]
+    expect(a, words_of("the cache", data), model, parts)
+    with progress_bar(a, "measuring keys and values") as progress:
+        found = plan_cache(model, data, check, batch_size=batch_of(a, model, data, most=1), progress=progress, **own)
+    found.save(a.out, overwrite=a.overwrite)
+    return found
+
+
+def _texts(a: argparse.Namespace, own: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+    """Model, tokenizer, the tokens that decide and those that check; ``own`` loses the number of the latter."""
+    count, samples = own.pop("check", 8), a.data_defaults["samples"] if a.samples is None else a.samples
+    if count < 0:
+        raise InvalidInput(f"check is {count}.", "It is a number of sequences; 0 checks nothing.", "Leave it out.")
+    a.samples, a.dtype = samples + count, a.dtype or "float32"
+    model, tokenizer, text = load(a)
+    decides = max(1, text.samples * samples // (samples + count))  # of a short text both parts shrink alike
+    data, check = text.select(slice(0, decides)), text.select(slice(decides, None)) if decides < text.samples else None
+    return model, tokenizer, data, check
+
+
+def show(a: argparse.Namespace, plan: Plan) -> None:
+    """Show the best plans of several memories."""
+    unit, name = (2**30, "GiB") if plan.budget["limit"] >= 2**30 else (2**20, "MiB")
+    head = ("memory", "weights", "cache", "bits per weight", "per cached number", "predicted KL", f"KL per {name}")
+    rows = []
+    for row in plan.extra["curve"]:
+        sizes = [f"{row[n] / unit:.2f}" for n in ("memory", "weights_bytes", "cache_bytes")]
+        rows.append((*sizes, row["weights_bits"], row["cache_bits"], row["predicted"], row["price"] * unit / 2**30))
+    show_table(a, f"best plans over memory ({name}) at {plan.extra['context']} tokens x {plan.extra['batch']}", head, rows)

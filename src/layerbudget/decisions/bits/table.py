@@ -1,0 +1,172 @@
+"""Bytes and damage of blocks in formats: what every plan of formats decides from. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...errors import InvalidInput
+from ...records import Block
+from ...scores import Scores
+from ...solvers.choices import Choice, near_ties
+from .memory import Cache
+from .mixes import LlamaModel
+
+ESTIMATOR, CACHE = "rounding", "cache"
+HUGE = np.iinfo(np.int64).max
+_TIES = 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Table:
+    """Bytes and damage of K blocks in m formats.
+
+    Attributes:
+        formats: Names, the smallest first.
+        size: Bytes, ``(K, m)``; where a block does not have a format its damage is infinite.
+        damage: Nats per token, ``(K, m)``, with the standard errors ``error``.
+        rest: What every sequence adds to a damage beside its share, ``(K, m, sequences)``, of norm ``error``.
+        fixed: Bytes of tensors that no plan changes.
+        head: Bytes of the file that are no tensors (metadata, vocabulary); 0 where they are not counted.
+        cache: What the memory of a context depends on; None where that is not known.
+        unwritten: Matrices that stay in 16 bits because no file holds them in fewer, with the reason.
+        llama: What the rules of llama.cpp's mixes read of the model; None where it has none, as for other files than GGUF.
+        stored: Names of every block's matrices in the GGUF file.
+    """
+
+    blocks: Sequence[Block]
+    formats: tuple[str, ...]
+    size: np.ndarray
+    damage: np.ndarray
+    error: np.ndarray
+    rest: np.ndarray
+    fixed: int
+    family: str
+    runtime: str
+    method: str
+    unwritten: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    llama: LlamaModel | None = None
+    stored: Sequence[Sequence[str]] = ()
+    head: int = 0
+    cache: Cache | None = None
+
+    @classmethod
+    def of(cls, scores: Scores) -> Table:
+        """Return the table in a record."""
+        held = scores.extra.get("choices") if isinstance(scores, Scores) else None
+        if not isinstance(held, Mapping):
+            raise InvalidInput(
+                "These scores say nothing of formats.",
+                "A plan of bits needs the damage of every format.",
+                "Measure it: layerbudget plan bits MODEL --save-scores FILE.",
+            )
+        size, damage, error = (np.array(held[k], dtype=np.float64) for k in ("size", "damage", "error"))
+        none = np.isnan(damage)
+        return cls(
+            blocks=scores.blocks,
+            formats=tuple(held["formats"]),
+            size=np.where(none, 0, size).astype(np.int64),
+            damage=np.where(none, np.inf, damage),
+            error=np.where(none, 0.0, error),
+            rest=np.array(held["rest"], dtype=np.float64),
+            unwritten=held.get("unwritten", {}),
+            llama=LlamaModel(**held["llama"]) if held.get("llama") else None,
+            stored=held.get("stored", ()),
+            head=held.get("head", 0),
+            cache=Cache(**held["cache"]) if held.get("cache") else None,
+            **{k: held[k] for k in ("fixed", "family", "runtime", "method")},
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Return what a score record holds of the table; None where a block does not have a format."""
+
+        def rows(values: np.ndarray) -> list[list[float | None]]:
+            shown = np.where(np.isfinite(self.damage), values, np.nan)
+            return [[None if np.isnan(v) else float(v) for v in row] for row in shown]
+
+        rest = [[[float(f"{v:.4g}") for v in each] for each in row] for row in self.rest]
+        own = {k: getattr(self, k) for k in ("fixed", "head", "family", "runtime", "method")}
+        values = {"size": rows(self.size), "damage": rows(self.damage), "error": rows(self.error)}
+        found = {"formats": list(self.formats), **values, **own, "rest": rest, **self.kept}
+        if self.cache is not None:
+            found["cache"] = dataclasses.asdict(self.cache)
+        if self.llama is not None:
+            found |= {"llama": dataclasses.asdict(self.llama), "stored": [list(names) for names in self.stored]}
+        return found
+
+    def error_of(self, chosen: np.ndarray) -> float:
+        """Standard error of the summed damages of a choice, ``(K,)``; blocks share sequences, so these are summed first.
+
+        What of an error the sequences do not have is that of a sample of rows, which no two blocks share.
+        """
+        k = np.arange(len(self.blocks))
+        rest = self.rest[k, chosen]
+        rows = np.maximum(self.error[k, chosen] ** 2 - (rest**2).sum(-1), 0.0)
+        return float(np.sqrt((rest.sum(0) ** 2).sum() + rows.sum()))
+
+    def totals(self, chosen: np.ndarray) -> dict[str, Any]:
+        """Return the summed damage and bytes of a choice, ``(K,)``."""
+        k = np.arange(len(self.blocks))
+        return {"predicted": float(self.damage[k, chosen].sum()), "spent": int(self.size[k, chosen].sum())}
+
+    def ties(self, found: Choice) -> list[dict[str, Any]]:
+        """Return single changes that noise cannot tell from a choice, the closest first."""
+        names, taken = self.formats, found.chosen
+        return [
+            {"block": self.blocks[i].name, "chosen": names[taken[i]], "instead": names[j], "excess": e, "noise": n}
+            for i, j, e, n in near_ties(found, self.error)[:_TIES]
+        ]
+
+    def formats_of(self, chosen: np.ndarray) -> dict[str, str]:
+        """Return the format of every matrix in a choice."""
+        return {m.name: self.formats[j] for b, j in zip(self.blocks, chosen, strict=True) for m in b.modules}
+
+    def stacked(self, other: Table) -> Table:
+        """Return the table of the blocks of both, each with formats of its own; bytes beside the blocks add up."""
+        rows, columns = len(self.blocks), len(self.formats)
+        shape = rows + len(other.blocks), columns + len(other.formats)
+
+        def both(mine: np.ndarray, theirs: np.ndarray, empty: float) -> np.ndarray:
+            found = np.full((*shape, *mine.shape[2:]), empty, dtype=mine.dtype)
+            found[:rows, :columns], found[rows:, columns:] = mine, theirs
+            return found
+
+        return dataclasses.replace(
+            self,
+            blocks=(*self.blocks, *other.blocks),
+            formats=(*self.formats, *other.formats),
+            size=both(self.size, other.size, 0),
+            damage=both(self.damage, other.damage, np.inf),
+            error=both(self.error, other.error, 0.0),
+            rest=both(self.rest, other.rest, 0.0),
+            fixed=self.fixed + other.fixed,
+            stored=(*self.stored, *([()] * len(other.blocks))) if self.stored else (),
+        )
+
+    @property
+    def has(self) -> np.ndarray:
+        """Whether a block has a format, ``(K, m)``."""
+        return np.isfinite(self.damage)
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """Matrices that stay in 16 bits, for records; nothing where there are none."""
+        return {"unwritten": dict(self.unwritten)} if self.unwritten else {}
+
+    @property
+    def numel(self) -> int:
+        """Weights that are decided about."""
+        return sum(b.numel for b in self.blocks)
+
+    @property
+    def beside(self) -> int:
+        """Bytes of the file beside the blocks."""
+        return self.fixed + self.head
+
+    @property
+    def smallest(self) -> np.ndarray:
+        """Bytes of every block in its smallest format, ``(K,)``."""
+        return np.where(self.has, self.size, HUGE).min(axis=1)

@@ -1,0 +1,97 @@
+"""What may be decided about a cache, and the bytes of every choice. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...records import Block, Module
+from ..bits.table import CACHE, Table
+from .formats import PARTS, CacheFormat, CacheRuntime, Kept, find_cache
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheSpace:
+    """The decisions at a context: blocks of kept keys and values, and formats to choose among."""
+
+    runtime: CacheRuntime
+    formats: list[CacheFormat]
+    members: list[list[Kept]]
+    blocks: list[Block]
+    context: int
+    batch: int
+
+    @classmethod
+    def of(
+        cls,
+        held: Sequence[Kept],
+        context: int,
+        batch: int = 1,
+        runtime: str = "transformers",
+        formats: Sequence[str] | None = None,
+        group: int | None = None,
+    ) -> CacheSpace:
+        """Return what may be decided about what a model keeps; arguments as of :func:`~.plan.plan_cache`."""
+        target, groups = find_cache(runtime), dict[str, list[Kept]]()
+        for k in held:
+            layer, part = k.name if target.layers else "", PARTS[k.part] if target.parts else ""
+            groups.setdefault(".".join(filter(None, (layer, part))), []).append(k)
+
+        def module(k: Kept) -> Module:
+            return Module(name=k.module, d_in=batch * target.tokens(context, k.window), d_out=k.heads * k.channels)
+
+        blocks = [Block(name=n, modules=tuple(module(k) for k in each)) for n, each in groups.items()]
+        chosen = target.formats(sorted({k.channels for k in held}), formats, group)
+        return cls(runtime=target, formats=chosen, members=list(groups.values()), blocks=blocks, context=context, batch=batch)
+
+    def at(self, context: int, batch: int) -> CacheSpace:
+        """Return the same decisions at another context."""
+        held = [k for each in self.members for k in each]
+        group = next((f.group for f in self.formats if f.name.startswith("int")), None)
+        return CacheSpace.of(held, context, batch, self.runtime.name, [f.name for f in self.formats], group)
+
+    def table(self, damage: np.ndarray | None = None, rest: np.ndarray | None = None) -> Table:
+        """Return bytes and damages of every block in every format; without damages they are zero."""
+        size = np.array([[sum(self._bytes(k, f) for k in each) for f in self.formats] for each in self.members], dtype=np.int64)
+        damage = np.zeros(size.shape) if damage is None else damage
+        rest = np.zeros((*size.shape, 0)) if rest is None else rest
+        return Table(
+            blocks=self.blocks,
+            formats=tuple(f.name for f in self.formats),
+            size=size,
+            damage=damage,
+            error=np.linalg.norm(rest, axis=-1),
+            rest=rest,
+            fixed=0,
+            family=CACHE,
+            runtime=self.runtime.name,
+            method="",
+        )
+
+    def _bytes(self, k: Kept, form: CacheFormat) -> int:
+        tokens = self.batch * self.runtime.tokens(self.context, k.window)
+        return tokens * k.heads * (k.channels // form.group) * form.bytes
+
+    def by_layer(self, chosen: np.ndarray) -> dict[int, tuple[CacheFormat, CacheFormat]]:
+        """Return the formats of keys and values of every layer of a choice, ``(K,)``."""
+        found = {(k.layer, k.part): self.formats[j] for each, j in zip(self.members, chosen, strict=True) for k in each}
+        return {layer: (found[layer, 0], found[layer, 1]) for layer, part in found if part == 0}
+
+    def terms(self, group: int | None) -> dict[str, Any]:
+        """Return what a plan says of it."""
+        return {"runtime": self.runtime.name, "context": self.context, "batch": self.batch, "group": group}
+
+    def record(self) -> dict[str, Any]:
+        """Return what a score record holds of it, for other contexts."""
+        held = [dataclasses.asdict(k) for each in self.members for k in each]
+        group = next((f.group for f in self.formats if f.name.startswith("int")), None)
+        return {"runtime": self.runtime.name, "formats": [f.name for f in self.formats], "group": group, "kept": held}
+
+    @classmethod
+    def read(cls, record: Mapping[str, Any], context: int, batch: int) -> CacheSpace:
+        """Return the space of a record at a context."""
+        own = {k: record[k] for k in ("runtime", "formats", "group")}
+        return cls.of([Kept(**k) for k in record["kept"]], context, batch, **own)

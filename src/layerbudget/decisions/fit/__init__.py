@@ -1,0 +1,1 @@
+"""Formats of the weights and of the cache under one memory."""

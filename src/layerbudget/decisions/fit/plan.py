@@ -1,0 +1,189 @@
+"""A plan of weights and cache under one memory: measure both, decide once, and check the plan as a whole.
+
+The check rounds weights and cache at once and runs held-out text, for the plan and for two that decide one part after the
+other: one format for the whole cache beside planned weights, and a mix of llama.cpp (or one format) beside a planned cache. The
+plan *is* one of those where that is better.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from ...compressors.formats import RUNTIMES
+from ...data.calibration import CalibrationSet
+from ...errors import CoverageError, InvalidInput
+from ...models.offload import mapped
+from ...plan import Plan
+from ...progress import Progress, say
+from ...records import check_output, dumps, to_jsonable
+from ...scores import Scores
+from ..bits.apply import QuantisationReceipt, apply_bits, write_bits
+from ..bits.plan import check_record, empty_table, refuse_measuring
+from ..bits.sensitivity import DenseOutput, rounding_damage
+from ..cache.cache import PlannedCache, caching, planned_cache, rounding
+from ..cache.export import llama_cache
+from ..cache.plan import cache_damage, cache_space
+from .program import Fit, Fitted, Terms, split_fit
+
+
+def plan_fit(
+    source: nn.Module | Scores,
+    data: CalibrationSet | None = None,
+    check: CalibrationSet | None = None,
+    *,
+    memory: str,
+    context: str | int,
+    batch: int = 1,
+    runtime: str = "llama.cpp",
+    cache: Sequence[str] | None = None,
+    forbid: Sequence[str] = (),
+    keep: Mapping[str, str] | None = None,
+    tokenizer: Any = None,
+    rule: str = "choices",
+    draws: int = 4,
+    seed: int = 0,
+    batch_size: int = 8,
+    save_scores: Path | str | None = None,
+    overwrite: bool = False,
+    unwritten: str = "refuse",
+    progress: Progress | None = None,
+    **options: Any,
+) -> Plan:
+    """A plan that gives weights and cache formats, with the least total damage within one memory.
+
+    Args:
+        source: A model, which is left as it was; or a record of the damage of every format.
+        data: Calibration tokens, where a model is given; the longer the windows, the more of the cache is read.
+        check: Held-out tokens; without them nothing is checked.
+        memory: Bytes for the file, the cache and the buffers of a forward, such as ``"8 GiB"``.
+        context: Tokens of a sequence, prompt and answer, such as ``"32k"``.
+        batch: Sequences at a time.
+        runtime: ``llama.cpp`` (a GGUF file; one type for all keys, one for all values), ``transformers`` or ``vllm``.
+        cache: Formats of the cache to choose among; by default all of the runtime. Sixteen bits are always among them.
+        forbid: Formats of the weights that are not used, or classes of slow ones: ``slow-cpu``, ``slow-gpu``.
+        keep: Formats of some matrices, by regular expressions that are searched in their names.
+        tokenizer: The one that goes into a GGUF file: its vocabulary counts.
+        rule: ``choices`` (the exact program), ``uniform-cache`` or ``mix``.
+        draws: Labels drawn for every token.
+        seed: Of these draws.
+        batch_size: Sequences per forward; the damage of the cache is measured one sequence at a time.
+        save_scores: File that keeps what was measured, for other memories and contexts.
+        overwrite: Replace that file.
+        unwritten: See :func:`~layerbudget.decisions.bits.blocks.formats_table`.
+        progress: Called with (steps done, steps).
+        **options: Other options of :func:`~layerbudget.decisions.bits.sensitivity.rounding_damage`.
+
+    Its ``extra`` has what each part got, the best plan of one GiB more, and the curve over memory.
+
+    Raises:
+        InfeasibleBudget: A memory below the smallest plan; said before anything is measured.
+        CoverageError: A streamed model.
+        InvalidInput: A model without a cache, or a context beyond the model's.
+    """
+    terms = Terms(memory=memory, context=context, batch=batch, forbid=forbid, keep=keep or {}, cache=cache)
+    terms.check(rule)
+    if isinstance(source, Scores):
+        refuse_measuring(data, check, save_scores, tokenizer, options)
+        return Fitted.of(source, terms).plan(rule)
+    if data is None:
+        raise InvalidInput("A model is planned on calibration tokens.", "", "Pass data.")
+    if save_scores is not None:
+        check_output(save_scores, overwrite=overwrite)
+    if runtime not in RUNTIMES:
+        raise InvalidInput(f"There is no runtime {runtime!r}.", f"There are {', '.join(RUNTIMES)}.", "Choose one of those.")
+    options |= {"unwritten": unwritten, "runtime": runtime, "family": RUNTIMES[runtime].family}
+    space = ready(source, terms, tokenizer, options)[1]
+    scores = rounding_damage(source, data, draws=draws, seed=seed, batch_size=batch_size, progress=progress, **options)
+    damage, rest, passes = cache_damage(source, data, space, draws, seed, 1, progress)
+    held = {**space.record(), "damage": damage.tolist(), "rest": rest.tolist(), "passes": passes}
+    head = empty_table(source, tokenizer, options).head
+    extra = {**scores.extra, "choices": {**scores.extra["choices"], "head": head}, "cache": held}
+    scores = Scores.from_dict(to_jsonable(dataclasses.replace(scores, extra=extra).to_dict()))
+    if save_scores is not None:
+        scores.save(save_scores, overwrite=overwrite)
+    found = Fitted.of(scores, terms)
+    return found.plan(rule) if check is None else _checked(source, found, rule, data, check, batch_size, progress)
+
+
+def ready(model: nn.Module, terms: Terms, tokenizer: Any, options: Mapping[str, Any]) -> tuple[Fit, Any]:
+    """Return what is to be decided, and the space of the cache, before anything is measured; what cannot fit is refused."""
+    if mapped(model) is not None:
+        what = "The gradients of keys and values run through the whole model, and the weights of a streamed one stay in files."
+        raise CoverageError(what, "", "Use --no-stream.")
+    space = cache_space(model, terms.tokens, terms.batch, str(options["runtime"]), terms.cache)
+    fit = Fit.of(empty_table(model, tokenizer, options), space, terms)
+    fit.limit(terms.bytes)
+    return fit, space
+
+
+def _checked(
+    model: nn.Module,
+    found: Fitted,
+    rule: str,
+    data: CalibrationSet,
+    check: CalibrationSet,
+    batch_size: int,
+    progress: Progress | None,
+) -> Plan:
+    """The plan of a rule with the check of all on held-out tokens, or the one that beat it, which then says so."""
+    say(progress, "plans as a whole")
+    dense, choices = DenseOutput(model, check, batch_size), found.decision.choices
+    rows = joint_rows(model, dense, found.fit, choices, data)
+    spent = {n: t["spent"] + found.fit.beside for n, t in found.decision.totals.items()}
+    same = [n for n, c in choices.items() if np.array_equal(c, choices[rule])]
+    record = check_record(model, dense, rule, rows, spent, same)
+    plan = found.plan(record["taken"])
+    return dataclasses.replace(plan, extra={**plan.extra, "check": record, "asked": rule})
+
+
+def joint_rows(
+    model: nn.Module, dense: DenseOutput, fit: Fit, choices: Mapping[str, np.ndarray], data: CalibrationSet
+) -> dict[str, np.ndarray]:
+    """Rows of several choices, as :meth:`DenseOutput.rows` gives them, with weights and cache rounded at once.
+
+    Weights that several choices share are rounded once.
+    """
+    found: dict[str, np.ndarray] = {}
+    by_weights: dict[bytes, list[str]] = {}
+    for name, chosen in choices.items():
+        by_weights.setdefault(fit.apart(chosen)[0].tobytes(), []).append(name)
+    for names in by_weights.values():
+        weights = fit.weights.formats_of(fit.apart(choices[names[0]])[0])
+        caches = (caching(model, rounding(fit.space.by_layer(fit.apart(choices[n])[1]))) for n in names)
+        found |= dict(zip(names, dense.rows_within(model, weights, caches, data, fit.weights.method), strict=True))
+    return {n: found[n] for n in choices}
+
+
+def apply_fit(model: nn.Module, plan: Plan, data: CalibrationSet | None = None, **options: Any) -> PlannedCache:
+    """Round a model by a fit, in place, and return an empty cache that rounds as it says.
+
+    The cache is for ``model.generate(past_key_values=...)``. Further arguments are those of
+    :func:`~layerbudget.decisions.bits.apply.apply_bits`.
+    """
+    weights, cache = split_fit(plan)
+    held = planned_cache(model, cache)
+    apply_bits(model, weights, data, **options)
+    return held
+
+
+def write_fit(
+    model: nn.Module, plan: Plan, out_dir: Path | str, data: CalibrationSet | None = None, **options: Any
+) -> QuantisationReceipt:
+    """Write the weights of a fit as :func:`~layerbudget.decisions.bits.apply.write_bits` does, and beside them the cache.
+
+    ``cache.json`` is the plan of the cache; for llama.cpp ``cache.txt`` has its options.
+    """
+    weights, cache = split_fit(plan)
+    return write_bits(model, weights, out_dir, data, beside=files_of(cache), **options)
+
+
+def files_of(cache: Plan) -> dict[str, str]:
+    """Return the files of a plan of the cache, by name."""
+    more = {"cache.txt": llama_cache(cache)} if cache.extra["runtime"] == "llama.cpp" else {}
+    return {"cache.json": dumps(cache.to_dict()), **more}

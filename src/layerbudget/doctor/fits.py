@@ -1,0 +1,54 @@
+"""What fits a memory at a context, from the configuration alone: bits of the weights beside a cache in 16, 8 and 4 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..compressors.formats import GGUF, find_format
+from ..decisions.bits.blocks import formats_table
+from ..decisions.bits.memory import cache_of
+from ..decisions.bits.mixes import MIXES
+from ..decisions.bits.program import mix_of
+from ..decisions.bits.table import Table
+from ..errors import InvalidInput
+from ..models.blocks import text_config
+from ..models.loading import auto_class
+
+CACHES = ("F16", "Q8_0", "Q4_0")
+
+
+def what_fits(config: Any, memory: int, context: int) -> list[dict[str, Any]]:
+    """Rows of what a memory leaves for the weights at a context, one for every format of the cache; nothing is loaded.
+
+    A row has the ``cache`` with its ``cache_bytes``, the bytes that are ``left`` for weights, their mean ``bits`` (16 at most;
+    0 where the smallest formats do not fit), and the largest ``mix`` of llama.cpp that fits. A GGUF file's tensors are counted,
+    its metadata and vocabulary, some MB, are not.
+
+    Raises:
+        InvalidInput: A model without a cache that is counted here, or a context beyond its positions.
+    """
+    known = cache_of(text_config(config))
+    if known is None:
+        raise InvalidInput("The cache of this model is not counted here.", "", "Leave --context out.")
+    if known.positions and context > known.positions:
+        what = f"A context of {context} tokens is too long."
+        raise InvalidInput(what, f"The model reads at most {known.positions}.", "Ask for fewer.")
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config)
+    table, rows = formats_table(model, family=GGUF, method="weighted", unwritten="plan"), []
+    sizes = {} if table.llama is None else {mix: mix_of(table, mix)[0] for mix in MIXES}
+    for name in CACHES:
+        form = find_format(name, GGUF)
+        held = known.held(context) * form.block_bytes // (2 * (form.group or 1))
+        left = memory - held - known.state - known.buffers(context) - table.fixed
+        inside = [mix for mix, size in sizes.items() if size <= left]
+        row = {"cache": name, "cache_bytes": held, "left": max(left, 0), "bits": _bits(table, left)}
+        rows.append({**row, "mix": max(inside, key=lambda mix: sizes[mix], default=None)})
+    return rows
+
+
+def _bits(table: Table, left: int) -> float:
+    """Mean bits per weight of so many bytes; 0 where the smallest formats do not fit."""
+    return 0.0 if left < int(table.smallest.sum()) else min(16.0, 8 * left / table.numel)

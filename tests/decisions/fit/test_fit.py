@@ -1,0 +1,289 @@
+"""Weights and cache under one memory: the program against all choices, bytes against files, the check against a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tests import zoo
+
+import layerbudget as lb
+from layerbudget.cli import main
+from layerbudget.compressors.formats import find_format
+from layerbudget.decisions.bits.apply import apply_bits
+from layerbudget.decisions.bits.memory import cache_of
+from layerbudget.decisions.bits.sensitivity import DenseOutput, mean_and_error
+from layerbudget.decisions.cache.cache import caching, layer_formats, rounding
+from layerbudget.decisions.cache.formats import Kept
+from layerbudget.decisions.fit.plan import plan_fit, split_fit, write_fit
+from layerbudget.decisions.fit.program import GIB, RULES, Fitted, Terms, fit_of
+from layerbudget.errors import CoverageError, InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
+from layerbudget.exports import EXPORTS
+from layerbudget.plan import Plan
+from layerbudget.plans.explain import explain_plan
+from layerbudget.records import Block, Module
+from layerbudget.scores import Scores
+
+WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 96, "num_hidden_layers": 2}
+WEIGHTS, CACHE = ["w2-g32", "w4-g32", "bf16"], ["int2", "int4", "bf16"]
+BUFFERS = 512 * 4 * 256  # of up to 256 tokens: the mask, which is more than 96 logits and two hidden states
+
+
+def invented(seed=0, layers=2):
+    """What might have been measured of a model of two layers."""
+    rng = np.random.default_rng(seed)
+    modules = [Module(name=f"model.layers.{i}.mlp.{n}", d_out=64, d_in=64) for i in range(layers) for n in ("up", "down")]
+    blocks = [Block(name=m.name, modules=(m,)) for m in modules]
+    kept = [
+        Kept(layer=i, name=f"model.layers.{i}", part=p, heads=1, channels=32, window=None)
+        for i in range(layers)
+        for p in (0, 1)
+    ]
+    rows = {}
+    for name, count in (("weights", len(blocks)), ("cache", len(kept))):
+        damage = np.exp(rng.normal(size=(count, 1))) * np.array([1.0, 0.06, 0.0]) * np.exp(0.3 * rng.normal(size=(count, 3)))
+        rest = damage[..., None] * 0.1 * rng.normal(size=(*damage.shape, 4))
+        rows[name] = {"damage": damage.tolist(), "rest": rest.tolist()}
+    memory = {"layers": [[128, 0]] * layers, "state": 0, "vocabulary": 96, "hidden": 64, "positions": 4096}
+    own = {"fixed": 1000, "head": 24, "family": "compressed-tensors", "runtime": "transformers", "method": "rtn"}
+    size = [[find_format(n).bytes(64, 64) for n in WEIGHTS] for _ in blocks]
+    error = np.linalg.norm(rows["weights"]["rest"], axis=-1).tolist()
+    choices = {"formats": WEIGHTS, "size": size, "error": error, "cache": memory, **own, **rows["weights"]}
+    cache = {"runtime": "transformers", "formats": CACHE, "group": 32, "kept": [dataclasses.asdict(k) for k in kept]}
+    extra = {"choices": choices, "cache": {**cache, **rows["cache"], "passes": 9.0}}
+    return Scores.from_values(blocks, {b.name: 1.0 for b in blocks}, estimator="rounding", extra=extra)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("context", "batch"), [(64, 1), (300, 3)])
+def test_one_program_is_the_best_of_all_choices(seed, context, batch):
+    """Every choice of four matrices and four parts of the cache, 6,561 of them, by loops."""
+    scores = invented(seed)
+    fit, _ = fit_of(scores, Terms(memory="1 GiB", context=context, batch=batch))
+    table = fit.table
+    size = [table.size[i][table.has[i]].tolist() for i in range(8)]
+    damage = [table.damage[i][table.has[i]].tolist() for i in range(8)]
+    every = list(itertools.product(range(3), repeat=8))
+    low, high = sum(map(min, size)), sum(map(max, size))
+    for share in (0.0, 0.2, 0.5, 0.8):
+        limit = int(low + share * (high - low))
+        memory = limit + 1024 + (BUFFERS if context == 64 else 2 * BUFFERS)
+        plan = plan_fit(scores, memory=f"{memory} bytes", context=context, batch=batch)
+        sums = [(sum(damage[i][j] for i, j in enumerate(c)), sum(size[i][j] for i, j in enumerate(c))) for c in every]
+        assert plan.extra["predicted"] == pytest.approx(min(d for d, s in sums if s <= limit), rel=1e-12)
+        assert plan.budget["spent"] == sum(p["bytes"] for p in plan.extra["parts"].values()) <= plan.budget["limit"] == memory
+        assert plan.extra["predicted"] == pytest.approx(sum(plan.extra["parts"][n]["predicted"] for n in ("weights", "cache")))
+        assert all(plan.extra["predicted"] <= row["predicted"] + 1e-15 for row in plan.extra["baselines"].values())
+        one_by_one(plan, damage, size, limit)
+    curve = plan.extra["curve"]
+    assert curve[0]["memory"] == fit.least and curve[-1]["predicted"] == 0 and len(curve) == 8
+    assert all(a["predicted"] >= b["predicted"] for a, b in itertools.pairwise(curve))
+    assert plan.extra["more"] == {"bytes": GIB, "predicted": 0.0}
+    assert [len(row["values"]) for row in curve] == [8] * 8
+
+
+def one_by_one(plan, damage, size, limit):
+    """The two ways to decide one part after the other, by loops over the same numbers."""
+    weights = list(itertools.product(range(3), repeat=4))
+
+    def best(rows, costs, room):
+        sums = [(sum(rows[i][j] for i, j in enumerate(c)), sum(costs[i][j] for i, j in enumerate(c))) for c in weights]
+        return min((d for d, s in sums if s <= room), default=np.inf)
+
+    even = {"uniform-cache": (damage[4:], size[4:], damage[:4], size[:4]), "mix": (damage[:4], size[:4], damage[4:], size[4:])}
+    for rule, (d, s, other, costs) in even.items():
+        found = [sum(r[j] for r in d) + best(other, costs, limit - sum(r[j] for r in s)) for j in range(3)]
+        if rule in plan.extra["baselines"]:
+            assert plan.extra["baselines"][rule]["predicted"] == pytest.approx(min(found), rel=1e-12)
+        else:
+            assert min(found) == np.inf
+
+
+def test_a_plan_is_the_program_and_its_parts_stand_alone():
+    scores = invented(3)
+    terms = Terms(memory=f"{BUFFERS + 30000} bytes", context=64)
+    found = Fitted.of(scores, terms)
+    for rule in RULES:
+        plan = found.plan(rule)
+        weights, cache = split_fit(plan)
+        assert (weights.kind, cache.kind) == ("bits", "cache")
+        assert weights.extra["bits"] == pytest.approx(8 * weights.budget["spent"] / weights.numel.sum())
+        assert weights.budget["spent"] + cache.budget["spent"] == plan.counts.sum()
+        assert weights.budget["file"] == weights.budget["spent"] + 1000 and weights.extra["head_bytes"] == 24
+        assert {**weights.extra["formats"], **cache.extra["formats"]} == plan.extra["formats"]
+        table, chosen = found.decision.table, found.decision.choices[rule]
+        rest = sum(table.rest[i, j] for i, j in enumerate(chosen))  # what the sequences add, for both parts on the same ones
+        assert plan.extra["predicted_error"] == pytest.approx(np.linalg.norm(rest))
+        for part in (plan, weights, cache):
+            assert any("nats per token" in s for s in explain_plan(part)["sentences"])
+    assert len({*found.decision.choices["uniform-cache"][4:]}) == 1
+    sixteen = plan_fit(scores, memory=terms.memory, context=64, cache=[])
+    assert set(sixteen.extra["cache_formats"].values()) == {"bf16"}
+    with pytest.raises(InvalidInput, match="is no fit"):
+        split_fit(split_fit(plan)[0])
+
+
+def test_a_longer_context_takes_bytes_from_the_weights():
+    """Damages are measured once; bytes of the cache are those of any context."""
+    scores = invented(1)
+    shares = []
+    for context, buffers in ((16, BUFFERS), (128, BUFFERS), (512, 2 * BUFFERS)):
+        plan = plan_fit(scores, memory=f"{buffers + 55000} bytes", context=context)
+        shares.append(plan.extra["parts"]["weights"]["bytes"])
+        assert sum(b.numel for b in plan.blocks[-4:]) == 4 * context * 32
+    assert shares[0] > shares[1] > shares[2]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A model, its texts, the plan for llama.cpp and the file of what was measured."""
+    model, data, held = zoo.build("llama", **WIDE), zoo.tokens(4, 24, vocabulary=96), zoo.tokens(3, 24, vocabulary=96, seed=9)
+    path = tmp_path_factory.mktemp("fit") / "scores.json"
+    own = {"memory": f"{BUFFERS + 120000} bytes", "context": 64, "batch": 2}
+    plan = plan_fit(model, data, held, **own, draws=2, save_scores=path)
+    return model, data, held, own, plan, path
+
+
+def test_bytes_are_those_of_the_file_and_of_the_cache(measured, tmp_path):
+    pytest.importorskip("gguf")
+    model, _, _, own, plan, _ = measured
+    parts = plan.extra["parts"]
+    receipt = write_fit(zoo.build("llama", **WIDE), plan, tmp_path / "out")
+    file = (tmp_path / "out" / "model.gguf").stat().st_size
+    assert file == receipt.file == parts["weights"]["bytes"] + parts["rest of the file"]["bytes"]
+    per = {n: find_format(f, "gguf") for n, f in plan.extra["cache_formats"].items()}
+    assert parts["cache"]["bytes"] == sum(2 * 256 * 32 // (f.group or 1) * f.block_bytes for f in per.values())  # steps of 256
+    assert parts["buffers"]["bytes"] == BUFFERS == cache_of(model.config).buffers(64)
+    assert plan.budget["spent"] == file + parts["cache"]["bytes"] + BUFFERS <= plan.budget["limit"]
+    cache = Plan.load(tmp_path / "out" / "cache.json")
+    assert cache.kind == "cache" and cache == split_fit(plan)[1]
+    words = (tmp_path / "out" / "cache.txt").read_text()
+    assert words == EXPORTS.find("llama-cache").text(plan, {}) and "--ctx-size 128 --parallel 2" in words
+    assert EXPORTS.find("tensor-types").text(plan, {}) == (tmp_path / "out" / "tensor-types.txt").read_text()
+
+
+def test_the_check_rounds_both_at_once(measured):
+    """The KL of the record is that of a model whose weights were rounded, run with the cache of the plan."""
+    model, _, held, own, plan, _ = measured
+    weights, cache = split_fit(plan)
+    dense, other = DenseOutput(model, held), zoo.build("llama", **WIDE)
+    apply_bits(other, weights)
+    with caching(other, rounding(layer_formats(model, cache))):
+        kl = mean_and_error(dense.rows(other)[:, :2])[0]
+    rows = plan.extra["check"]["rows"]
+    assert rows[plan.rule]["kl"] == pytest.approx(kl, rel=1e-5) and plan.extra["check"]["taken"] == plan.rule
+    assert rows[plan.rule]["kl"] == min(r["kl"] for r in rows.values()) and set(rows) == {"choices", "uniform-cache", "mix"}
+    alone = mean_and_error(DenseOutput(model, held).rows(other)[:, :2])[0]
+    assert alone != pytest.approx(kl, rel=1e-3)
+    third = zoo.build("llama", **WIDE)
+    held_by = lb.apply_plan(third, plan)
+    with torch.no_grad():
+        a = third(held.input_ids, past_key_values=held_by, use_cache=True).logits
+        with caching(other, rounding(layer_formats(model, cache))):
+            assert torch.equal(a, other(held.input_ids).logits)
+    with pytest.raises(ModelMismatch):
+        lb.apply_plan(zoo.build("llama", seed=5, **WIDE), plan)
+
+
+def test_what_was_measured_serves_other_memories(measured):
+    model, data, held, own, plan, path = measured
+    again = plan_fit(Scores.load(path), **own)
+    assert again.blocks == plan.blocks or plan.rule != "choices"
+    longer = plan_fit(Scores.load(path), memory="1 MiB", context=64, batch=8, cache=["Q8_0"])
+    assert set(longer.extra["cache_formats"].values()) <= {"Q8_0", "F16"} and longer.extra["batch"] == 8
+    assert longer.names[-2:] == ["keys", "values"]
+    with pytest.raises(InvalidInput, match="Scores are planned as they are"):
+        plan_fit(Scores.load(path), data, **own)
+    bits = dataclasses.replace(Scores.load(path), extra={"choices": Scores.load(path).extra["choices"]})
+    with pytest.raises(InvalidInput, match="say nothing of the cache"):
+        plan_fit(bits, **own)
+
+
+def test_a_cache_differs_by_layer_where_the_runtime_lets_it(tmp_path):
+    model, data = zoo.build("llama", **WIDE), zoo.tokens(2, 16, vocabulary=96)
+    plan = plan_fit(model, data, memory=f"{BUFFERS + 200000} bytes", context=64, batch=8, runtime="vllm", draws=1,
+                    formats=["w4-g32", "w8-g32"])  # fmt: skip
+    names = [n for n in plan.names if n.count(".") == 2]
+    assert names == ["model.layers.0", "model.layers.1"] and plan.extra["runtime"] == "vllm"
+    assert json.loads(EXPORTS.find("vllm-cache").text(plan, {}))["kv_cache_dtype"] == "fp8"
+    with pytest.raises(InvalidInput, match="This plan is for vllm"):
+        EXPORTS.find("llama-cache").text(plan, {})
+    with pytest.raises(InvalidInput, match="no format for a plan of kind fit.*tensor-types"):
+        EXPORTS.find("lora").text(plan, {})
+
+
+def test_bad_input_is_one_sentence_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr("layerbudget.decisions.fit.plan.rounding_damage", lambda *a, **k: pytest.fail("measured"))
+    model, data = zoo.build("llama", **WIDE), zoo.tokens(2, 8, vocabulary=96)
+    for wrong, said in (
+        ({"context": 65}, "reads at most 64"),
+        ({"context": 8, "batch": 0}, "batch is 0"),
+        ({"context": "8 pages"}, "no number of tokens"),
+        ({"context": 8, "memory": "3% flops"}, "not in bytes"),
+        ({"context": 8, "rule": "ends"}, "no rule 'ends'"),
+        ({"context": 8, "runtime": "exllama"}, "no runtime 'exllama'"),
+        ({"context": 8, "cache": ["int4"]}, "llama.cpp keeps no int4"),
+        ({"context": 8, "forbid": ["Q9_0"]}, "no format 'Q9_0'"),
+        ({"context": 8, "data": None}, "planned on calibration tokens"),
+    ):
+        with pytest.raises((InvalidInput, UnknownUnit), match=said):
+            plan_fit(model, **{"data": data, "memory": "1 GiB", **wrong})
+    with pytest.raises(InfeasibleBudget, match="The smallest plan takes.*No context fits"):
+        plan_fit(model, data, memory="100 KB", context=8)
+    long = zoo.build("llama", **WIDE, max_position_embeddings=8192)
+    known = plan_fit_least(long, 2048)
+    with pytest.raises(InfeasibleBudget, match="At most 2048 tokens fit"):
+        plan_fit(long, data, memory=f"{known} bytes", context=4096)
+    for other in (zoo.build("bert"), _mamba()):
+        with pytest.raises(InvalidInput, match="keeps no keys and values"):
+            plan_fit(other, data, memory="1 GiB", context=8)
+    monkeypatch.setattr("layerbudget.decisions.fit.plan.mapped", lambda model: object())
+    with pytest.raises(CoverageError, match="streamed"):
+        plan_fit(model, data, memory="1 GiB", context=8)
+
+
+def plan_fit_least(model, context):
+    """Bytes of the smallest plan, from the refusal."""
+    with pytest.raises(InfeasibleBudget) as refused:
+        plan_fit(model, zoo.tokens(2, 8, vocabulary=96), memory="1 KB", context=context)
+    return int(str(refused.value).split("The smallest plan takes ")[1].split(":")[0])
+
+
+def _mamba():
+    config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32, state_size=4)
+    return transformers.MambaForCausalLM(config).eval()
+
+
+def test_the_command_plans_plans_again_and_applies(folder, monkeypatch, capsys):
+    zoo.build("llama", **{**WIDE, "vocab_size": 97}).save_pretrained(folder / "model")
+    monkeypatch.chdir(folder)
+    model = "model"
+    small = ["--data", "text.txt", "--samples", "2", "--length", "16", "--set", "check=1", "--set", "draws=1", "--quiet"]
+    given = ["--context", "32", "--batch", "2", "--formats", "Q4_0,Q8_0"]
+    assert main(["plan", "fit", model, "--memory", "1 MiB", *given, *small, "--save-scores", "sizes.json"]) == 0
+    plan, said = Plan.load("plan.json"), " ".join(capsys.readouterr().out.split())
+    assert plan.kind == "fit" and plan.extra["context"] == 32 and plan.made_by.startswith("layerbudget plan fit model --mem")
+    assert "best plans over memory" in said and "At the margin one MiB" in said and "apply model plan.json" in said
+    again = ["--memory", "2 MiB", "--context", "64", "--set", "cache=Q4_0,Q8_0", "--quiet", "-o", "more.json"]
+    assert main(["plan", "fit", "sizes.json", *again]) == 0
+    assert "Q8_0" in str(Plan.load("more.json").hyperparameters["cache"])
+    assert Plan.load("more.json").extra["context"] == 64
+    assert main(["apply", model, "plan.json", "-o", "out", "--quiet"]) == 0
+    assert Plan.load("out/cache.json").kind == "cache" and Plan.load("out/plan.json").kind == "bits"
+    assert main(["report", ".", "-o", "page.html", "--quiet"]) == 0
+    assert main(["export", "plan.json", "--to", "llama-cache", "-o", "words.txt"]) == 0
+    capsys.readouterr()
+    for words, wrong in (
+        ([model, "--memory", "1 KiB", "--context", "64"], "The smallest plan takes"),
+        ([model, "--memory", "8 MiB", "--context", "1k"], "reads at most 64 tokens"),
+        (["sizes.json", "--memory", "8 MiB", "--context", "1k"], "reads at most 64"),
+        (["sizes.json", "--memory", "8 MiB", "--context", "64", "--runtime", "vllm"], "--runtime has no meaning"),
+        ([model, "--bits", "4", "--context", "64", "--method", "rtn"], "--method has no meaning for the cache alone"),
+    ):
+        assert main(["plan", "fit", *words, "--quiet", "-o", "none.json"]) == 2
+        assert wrong in " ".join(capsys.readouterr().err.split()) and not (folder / "none.json").exists()
