@@ -188,7 +188,8 @@ CELLS: dict[str, tuple[str | None, str]] = {
     "prune smaller": ("plan shapes", "apply {m} {w}/structured.json --data {d} TEXT -o {w}/smaller"),
     "plan ranks": ("score rank-gain", "plan ranks {w}/gain.json --mean-rank 2 -o {w}/ranks.json"),
     "finetune": ("plan ranks", "finetune {m} {w}/ranks.json --data {r} --set train_rows=8 --epochs 1 --batch 4 -o {w}/tuned"),
-    "plan all ranks": ("score", "plan ranks {w}/score.json --mean-rank 2 -o {w}/all.json"),
+    "score linear": (None, "score {m} --by linear --data {d} TEXT -o {w}/linear.json"),
+    "plan all ranks": ("score linear", "plan ranks {w}/linear.json --mean-rank 2 --set min_rank=0 -o {w}/all.json"),
     "finetune all": ("plan all ranks", "finetune {m} {w}/all.json --data {r} --set train_rows=8 --epochs 1 --batch 4 -o {w}/whole"),
     "plan bits": (None, "plan bits {m} --bits 6 --set check=0 --data {d} TEXT -o {w}/bits.json"),
     "packed": ("plan bits", "apply {m} {w}/bits.json -o {w}/packed"),
@@ -387,28 +388,31 @@ def start() -> None:
     """Run the families, write the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
-    parser.add_argument("--out", help="write OUT.md and OUT.json")
+    parser.add_argument("--out", help="write OUT.md and OUT.json, after every family")
+    parser.add_argument("--add", action="store_true", help="to what OUT.json holds")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     transformers.utils.logging.disable_progress_bar()
-    found: dict[str, Any] = {}
+    earlier = Path(f"{arguments.out}.json")
+    held = json.loads(earlier.read_text()) if arguments.add and earlier.is_file() else {}
+    found: dict[str, Any] = {name: held[name] for name in FAMILIES if name in held}
     counter = Forwards()
     with tempfile.TemporaryDirectory() as place:
         base = Path(place)
         lines = [f"In the year {i} the river rose to {i % 7} feet and {i % 5} boats were lost." for i in range(400)]
         (base / "text.txt").write_text("\n\n".join(" ".join(lines[i : i + 20]) for i in range(0, 400, 20)))
         (base / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i}?", "completion": lines[i]}) for i in range(20)))
-        for i, name in enumerate(arguments.families):
+        for i, name in enumerate(n for n in arguments.families if not (arguments.add and n in held)):
             began = time.perf_counter()
             (folder := base / str(i)).mkdir()
             found[name] = family(name, folder, counter)
             shutil.rmtree(folder)
             cells = found[name]["cells"]
             print(f"{name} ({time.perf_counter() - began:.0f} s): " + ", ".join(f"{k} {c['state']}" for k, c in cells.items() if c["state"] != "works"), flush=True)  # fmt: skip
-    if arguments.out:
-        Path(f"{arguments.out}.json").write_text(json.dumps(found, indent=1) + "\n")
-        Path(f"{arguments.out}.md").write_text(table(found))
-    else:
+            if arguments.out:
+                Path(f"{arguments.out}.json").write_text(json.dumps(found, indent=1) + "\n")
+                Path(f"{arguments.out}.md").write_text(table(found))
+    if not arguments.out:
         print(table(found))
 
 

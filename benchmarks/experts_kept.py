@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 import layerbudget as lb
-from layerbudget.decisions.kept_experts.program import KeptProgram, Removal
+from layerbudget.decisions.kept_experts.plan import Masked, folds_for
+from layerbudget.decisions.kept_experts.program import KeptProgram, Removal, crossed, per_token
 from layerbudget.decisions.kept_experts.sensitivity import expert_removals
 from layerbudget.execution.divergence import Reference
 from layerbudget.execution.modes import inference
@@ -58,21 +59,6 @@ class Bench:
         now, ids = self.whole[name] if now is None else now, self.texts[name]["input_ids"]
         return math.exp(-float(now[:, :-1].gather(-1, ids[:, 1:, None]).mean()))
 
-    def on(self, data):
-        """What measures plans on calibration text, and counts them."""
-        reference, seen = Reference(self.model, data, 8), {}
-
-        def measure(kept):
-            key = tuple(map(tuple, kept.values()))
-            if key not in seen:
-                measure.count += 1
-                with masked(self.found, kept):
-                    seen[key] = reference.measure()
-            return seen[key]
-
-        measure.count = 0
-        return measure
-
 
 def singly(bench, data):
     """KL on the calibration text without every expert alone, ``(layers, E)``: one forward each."""
@@ -91,24 +77,23 @@ def by_singles(found, rows):
     out = []
     for layer, row in zip(found, rows, strict=True):
         order = np.argsort(row)[: layer.count - layer.floor]
-        damage = np.append(0.0, row[order].cumsum())
-        rest = np.zeros((len(damage), 1))
-        out.append(Removal(name=layer.name, experts=layer.count, order=tuple(order.tolist()), after=np.arange(len(damage)),
-                           damage=damage, rest=rest, single=row, scores=row))  # fmt: skip
+        terms = np.append(0.0, row[order].cumsum())[:, None]
+        out.append(Removal(name=layer.name, experts=layer.count, order=tuple(order.tolist()), after=np.arange(len(terms)),
+                           terms=terms, counts=np.ones(1), choosers=np.ones(1, dtype=bool), single=row, scores=row))  # fmt: skip
     return out
 
 
 def plans_of(bench, data, seed, rules=RULES, singles=True):
-    """Programs by rule, passes that they cost, and damages of single experts: predicted, measured."""
+    """Programs by rule, passes that they cost, those of folds, and damages of single experts: predicted, measured."""
     programs = {}
-    removals, passes = expert_removals(bench.model, bench.found, data, rules=rules, seed=seed)
+    (removals, *others), passes = expert_removals(bench.model, bench.found, data, rules=rules, seed=seed)
     for rule in rules:
         programs[rule] = removals[rule], passes if rule == "directional" else 0.0 if rule == "random" else 1.0
     measured = singly(bench, data) if singles else None
     if singles:
         programs["measured singly"] = by_singles(bench.found, measured), 1.0 + sum(map(len, measured))
     predicted = np.concatenate([r.single for r in programs["directional"][0]])
-    return programs, predicted, None if measured is None else np.concatenate(measured)
+    return programs, others, predicted, None if measured is None else np.concatenate(measured)
 
 
 def ranks(values):
@@ -135,24 +120,32 @@ def compare(bench, seeds, take):
     costs, said, single, passes = {}, {}, [], {}
     for seed in seeds:
         data = take(seed)
-        programs, predicted, measured = plans_of(bench, data, seed)
+        programs, others, predicted, measured = plans_of(bench, data, seed)
         there = measured > 1e-9
         ratio, a, b = predicted[there] / measured[there], np.log(predicted[there] + 1e-12), np.log(measured[there])
         single.append((np.corrcoef(ranks(predicted), ranks(measured))[0, 1], np.corrcoef(a, b)[0, 1], np.median(ratio)))
-        measure = bench.on(data)
+        own = Masked(bench.model, bench.found, data)
         programs["predicted alone"] = programs["directional"]
         for (rule, (removals, spent)), even in itertools.product(programs.items(), (True, False)):
             exact = rule in ("directional", "predicted alone", "measured singly")
             rivals = programs["reap"][0] if rule == "directional" else None
             program = KeptProgram(removals, rivals, even=even, exact=exact)
+            if rule == "directional":
+                theirs = [KeptProgram(r["directional"], r["reap"], even=even) for r in others]
+                folds = folds_for(bench.model, bench.found, data, 8, theirs)[0]
             for share in SHARES:
-                steps, before = within(program, share), measure.count
-                best = program.refined(steps, measure) if rule == "directional" else program
-                passes.setdefault((rule, even), []).append(spent + measure.count - before)
+                steps, before = within(program, share), len(own.seen)
+                best = program.refined(steps, own.measure) if rule == "directional" else program
+                passes.setdefault((rule, even), []).append(spent + len(own.seen) - before)
                 costs.setdefault((rule, even, share), []).append(bench.cost(best.kept(steps), "held-out"))
                 if rule == "directional":
-                    kept = best.kept(steps)
-                    told = (*best.predicted(steps), measure(kept), costs[rule, even, share][-1][0])
+                    told = crossed(folds, int(program.left(steps).sum()), np.ones(len(steps), dtype=np.int64))
+                    here = own.measure(best.kept(steps))
+                    told |= {
+                        "looked": per_token(*best.predicted(steps))[0],
+                        "here": here,
+                        "held-out": costs[rule, even, share][-1][0],
+                    }
                     said.setdefault((even, share), []).append(told)
     return costs, said, single, passes
 
@@ -176,27 +169,27 @@ def report(bench, a, costs, said, single, passes):
     lines += [
         "`predicted alone` is the plan before heavy layers are measured against REAP's sets.",
         "",
-        "Predicted before anything is removed, beside measured on held-out text:",
+        "The forecast, from the calibration text alone, beside held-out text. *Predicted* and *measured* are on the half of the",
+        "calibration text that did not choose (see the guide); the last columns are on the text that chose.",
         "",
     ]
-    rows = []
+    rows, ratios = [], []
     for (even, share), values in said.items():
-        p, e, c, m = (np.array([v[i] for v in values]) for i in range(4))
-        which, gone = "even" if even else "uneven", f"{100 * (1 - share):g} %"
-        rows.append((which, gone, figure(p), f"{e.mean():.2g}", figure(c), figure(m), figure(p / m), figure(c / m)))
-    lines += table(
-        (
-            "counts",
-            "gone",
-            "predicted",
-            "standard error",
-            "with masks on the calibration text",
-            "held-out",
-            "predicted over held-out",
-            "with masks over held-out",
-        ),
-        rows,
-    )
+        got = {name: np.array([v[name] for v in values]) for name in values[0]}
+        held = got["held-out"]
+        rows.append(("even" if even else "uneven", f"{100 * (1 - share):g} %",
+                     *(figure(got[n]) for n in ("predicted", "predicted_error", "measured", "measured_error", "held-out")),
+                     *(figure(got[n] / held) for n in ("predicted", "measured", "looked", "here"))))  # fmt: skip
+        ratios += [(share, v["predicted"] / v["held-out"], v["measured"] / v["held-out"]) for v in values]
+    lines += table(("counts", "gone", "predicted", "standard error", "measured", "standard error", "held-out", "predicted over held-out",
+                    "measured over held-out", "predicted where it chose over held-out", "measured where it chose over held-out"), rows)  # fmt: skip
+    for title, wanted in (("up to 25 %", lambda s: s >= 0.75), ("at all shares", lambda s: True)):
+        some = np.array([r[1:] for r in ratios if wanted(r[0])])
+        near = [int((np.abs(np.log(some[:, i])) <= math.log(1.5)).sum()) for i in (0, 1)]
+        lines.append(
+            f"Within a factor of 1.5 of held-out {title}: {near[0]} of {len(some)} predicted, {near[1]} of {len(some)} measured."
+        )
+    lines.append("")
     r, log, ratio = np.array(single).T
     lines += [f"Single experts, predicted beside measured on the calibration text: rank correlation {figure(r)}, correlation of "
               f"logarithms {figure(log)}, predicted over measured {figure(ratio)} in the median.", ""]  # fmt: skip
@@ -205,8 +198,8 @@ def report(bench, a, costs, said, single, passes):
 
 def specialised(bench, data):
     """Calibrated on code: what is kept of code and of books."""
-    programs, _, _ = plans_of(bench, data, 0, rules=("frequency", "reap", "directional"), singles=False)
-    rows, measure = [], bench.on(data)
+    programs, *_ = plans_of(bench, data, 0, rules=("frequency", "reap", "directional"), singles=False)
+    rows, measure = [], Masked(bench.model, bench.found, data).measure
     for (rule, (removals, _)), even in itertools.product(programs.items(), (True, False)):
         rivals = programs["reap"][0] if rule == "directional" else None
         program = KeptProgram(removals, rivals, even=even, exact=rule == "directional")

@@ -37,9 +37,17 @@ def kl_sum(logits: torch.Tensor, clean: torch.Tensor, mask: torch.Tensor | None 
     >>> round(kl_sum(torch.tensor([[0.25, 0.75]]).log(), p)[0], 4)
     0.1438
     """
+    nats, tokens = kl_of_sequences(logits, clean, mask)
+    return float(nats.sum()), float(tokens.sum())
+
+
+def kl_of_sequences(
+    logits: torch.Tensor, clean: torch.Tensor, mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The terms of :func:`kl_sum` of every sequence, nats and tokens, ``(B,)`` each."""
     each = token_divergence(logits, clean)
     real = torch.ones_like(each) if mask is None or mask.shape != each.shape else mask.to(each)
-    return float((each * real).sum()), float(real.sum())
+    return (each * real).reshape(len(each), -1).sum(1), real.reshape(len(each), -1).sum(1)
 
 
 def sequence_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -90,17 +98,27 @@ class Reference:
 
     def measure(self) -> float:
         """Mean divergence of the model as it is now, nats per token; one forward."""
+        nats, tokens = self.measure_sequences()
+        return mean(float(nats.sum()), float(tokens.sum()))
+
+    def measure_sequences(self) -> tuple[np.ndarray, np.ndarray]:
+        """Divergence of the model as it is now on each of this process's sequences, in nats, and their tokens; one forward."""
         with inference(self.walk.model):
             if mapped(self.walk.model) is None:
-                return self._mean(lambda batch: self.walk.model(**self.walk.inputs(batch)))
+                return self._each(lambda batch: self.walk.model(**self.walk.inputs(batch)))
             self.walk.capture()
             while self.walk.position < len(self.walk):  # every layer comes once, for all batches
                 self.walk.advance()
-            return self.reached()
+            return self._each(lambda batch: self.walk.tail(len(self.walk), batch))
 
     def _mean(self, output_of: Callable[[int], Any]) -> float:
-        found = tokens = 0.0
-        for batch in range(self.walk.batches):
-            each, count = kl_sum(output_of(batch).logits, self.clean(batch), self.counted[batch])
-            found, tokens = found + each, tokens + count
-        return mean(found, tokens)
+        nats, tokens = self._each(output_of)
+        return mean(float(nats.sum()), float(tokens.sum()))
+
+    def _each(self, output_of: Callable[[int], Any]) -> tuple[np.ndarray, np.ndarray]:
+        found = [
+            kl_of_sequences(output_of(batch).logits, self.clean(batch), self.counted[batch])
+            for batch in range(self.walk.batches)
+        ]
+        nats, tokens = (torch.cat(part).double().cpu().numpy() for part in zip(*found, strict=True))
+        return nats, tokens

@@ -112,5 +112,8 @@ class KeptExperts(TypedDict):
     predicted: float
     predicted_error: float
     measured: float
+    measured_error: float
+    measured_here: float
+    crossed: bool
     forecast: list[dict[str, float]]
     forward_passes: float

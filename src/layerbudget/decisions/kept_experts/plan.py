@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 from torch import nn
 
 from ...data.calibration import CalibrationSet
@@ -17,8 +18,8 @@ from ...plan import Plan, PlanBlock
 from ...planning.costs import Budget, parse_budget
 from ...progress import Progress
 from ...records import to_jsonable
-from .program import RIVAL, RULES, KeptProgram
-from .sensitivity import expert_removals
+from .program import RIVAL, RULES, Fold, Kept, KeptProgram, crossed, forecast, per_token
+from .sensitivity import expert_removals, folds_of
 
 
 def plan_kept_experts(
@@ -51,7 +52,8 @@ def plan_kept_experts(
 
     Returns:
         A plan of kind ``kept-experts``; ``count`` is the number of experts that a layer keeps. ``extra`` has their indices
-        (``kept``), the damage ``predicted``, its standard error, and ``measured`` with the others masked, and the ``forecast``.
+        (``kept``), the damage on other text of this kind, ``predicted`` and ``measured`` with the others masked, with standard
+        errors, the same at other shares (``forecast``), and what is ``measured_here``, on the text that chose.
 
     Raises:
         UnknownStructure: No routed experts, or experts that are called in an unknown way.
@@ -67,34 +69,88 @@ def plan_kept_experts(
     given = {"draws": draws, "seed": seed, "batch_size": batch_size}
     rules = (rule, RIVAL) if rule == "directional" else (rule,)
     removals, passes = expert_removals(model, found, data, rules=rules, progress=progress, **given)
-    program = KeptProgram(removals[rule], removals.get(RIVAL), even=even, exact=rule == "directional")
-    reference, measured = Reference(model, data, batch_size), dict[tuple[tuple[int, ...], ...], float]()
-
-    def measure(kept: Mapping[str, list[int]]) -> float:
-        key = tuple(map(tuple, kept.values()))
-        if key not in measured:
-            with masked(found, kept):
-                measured[key] = reference.measure()
-        return measured[key]
-
+    program, *others = (KeptProgram(r[rule], r.get(RIVAL), even=even, exact=rule == "directional") for r in removals)
+    own = Masked(model, found, data, batch_size)
     if room is None:
-        steps, choice = program.least(float(damage or 0.0), measure)
+        steps, choice = program.least(float(damage or 0.0), own.measure)
         budget = {"unit": "nats per token", "limit": damage, "spent": 0.0}
+        most, price = int(program.left(steps).sum()), np.ones(len(found), dtype=np.int64)
     else:
         most, price, rest = room
         steps, choice = program.within(most, price)
         spent = int(price @ program.left(steps)) + rest
         budget = {"unit": "bytes" if limit and limit.unit == "bytes" else "experts", "limit": most + rest, "spent": spent}
-    best = program.refined(steps, measure)
-    kept, (predicted, error) = best.kept(steps), best.predicted(steps)
-    budget |= {"spent": measure(kept)} if room is None else {}
-    told = {"predicted": predicted, "predicted_error": error, "measured": measure(kept), "kept": kept}
-    told |= {"forecast": program.forecast(measure), "forward_passes": passes + 1 + len(measured)}
+    best = program.refined(steps, own.measure)
+    kept = best.kept(steps)
+    budget |= {"spent": own.measure(kept)} if room is None else {}
+    folds, parts = folds_for(model, found, data, batch_size, others)
+    folds = folds or [Fold(program=program, measure=own.measure, judge=own.judge)]
+    told = {"kept": kept, "measured_here": own.measure(kept), "crossed": len(folds) > 1, **crossed(folds, most, price)}
+    told |= {"forecast": forecast(folds), "forward_passes": passes + sum(part.passes for part in (own, *parts))}
     blocks = [_block(e, kept[e.name]) for e in found]
     return Plan(
         kind="kept-experts", rule=rule, model=describe(model), blocks=tuple(blocks), budget=budget, extra=to_jsonable(told),
         hyperparameters={**given, "even": even}, certificate={} if choice is None else choice.certificate(),
     )  # fmt: skip
+
+
+class Masked:
+    """What sets of experts cost some of the sequences, measured with the others masked; every set once.
+
+    Args:
+        model: Is left as it was.
+        found: Its layers of experts.
+        data: Calibration tokens.
+        batch_size: Sequences per forward.
+        rows: Which of the sequences; all by default.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        found: Sequence[ExpertLayer],
+        data: CalibrationSet,
+        batch_size: int = 8,
+        rows: np.ndarray | None = None,
+    ) -> None:
+        self.found, self.seen = found, dict[tuple[tuple[int, ...], ...], tuple[np.ndarray, np.ndarray]]()
+        some = data if rows is None else data.select(torch.from_numpy(rows))
+        self.share, self.reference = some.samples / data.samples, Reference(model, some, batch_size)
+
+    def judge(self, kept: Kept) -> tuple[np.ndarray, np.ndarray]:
+        """Nats and tokens of every sequence."""
+        key = tuple(map(tuple, kept.values()))
+        if key not in self.seen:
+            with masked(self.found, kept):
+                self.seen[key] = self.reference.measure_sequences()
+        return self.seen[key]
+
+    def measure(self, kept: Kept) -> float:
+        """Nats per token."""
+        return per_token(*self.judge(kept))[0]
+
+    @property
+    def passes(self) -> float:
+        """Forward equivalents spent, the one of the whole model included."""
+        return self.share * (1 + len(self.seen))
+
+
+def folds_for(
+    model: nn.Module, found: Sequence[ExpertLayer], data: CalibrationSet, batch_size: int, programs: Sequence[KeptProgram]
+) -> tuple[list[Fold], list[Masked]]:
+    """The folds of a text, ``programs`` being what the others choose without each of them; and what measures there."""
+    parts = [Masked(model, found, data, batch_size, rows) for rows in folds_of(data.samples)]
+    return [Fold(program=p, measure=_without(parts, i), judge=parts[i].judge) for i, p in enumerate(programs)], parts
+
+
+def _without(parts: Sequence[Masked], fold: int) -> Callable[[Kept], float]:
+    """What measures sets of experts on all parts but one."""
+
+    def measure(kept: Kept) -> float:
+        both = zip(*(p.judge(kept) for i, p in enumerate(parts) if i != fold), strict=True)
+        return per_token(*(np.concatenate(part) for part in both))[0]
+
+    return measure
 
 
 def _check(keep: str | float | None, damage: float | None, rule: str, draws: int) -> Budget | None:

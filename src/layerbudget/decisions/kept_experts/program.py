@@ -27,6 +27,9 @@ SHARES = (0.875, 0.75, 0.625, 0.5)  # of the forecast
 _BEND = 3.0  # times the damage of the step before
 _HEAVY = 0.1  # of a plan's predicted damage: layers that carry as much are tried with their other set
 Counts = tuple[int, ...]  # for every layer, how many of the steps of its removal are taken
+Kept = Mapping[str, list[int]]  # experts that stay, by layer
+Measure = Callable[[Kept], float]  # nats per token when the others are masked
+_FEW = "The forecast is on the text that chose, and too low for other text: give four sequences or more."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,8 +41,9 @@ class Removal:
         experts: E, how many there are.
         order: The experts that go, first to last.
         after: How many are gone after every step, from 0 on, ``(m,)``: one, or one of every group.
-        damage: Predicted damage of each such set, nats per token, ``(m,)``.
-        rest: What every sequence adds to it beside its share: its norm is the standard error, ``(m, sequences)``.
+        terms: Nats that each such set costs each sequence, predicted, ``(m, sequences)``.
+        counts: Target tokens of the sequences.
+        choosers: The sequences whose damage decided who goes: all of them, or those outside a fold, ``(sequences,)``.
         single: Predicted damage of each expert alone, ``(E,)``.
         scores: What the rule ranks experts by, ``(E,)``; the lowest go first.
     """
@@ -48,15 +52,36 @@ class Removal:
     experts: int
     order: tuple[int, ...]
     after: np.ndarray
-    damage: np.ndarray
-    rest: np.ndarray
+    terms: np.ndarray
+    counts: np.ndarray
+    choosers: np.ndarray
     single: np.ndarray
     scores: np.ndarray
+
+    @property
+    def damage(self) -> np.ndarray:
+        """Predicted damage of each set to the sequences that chose it, nats per token, ``(m,)``."""
+        return self.terms[:, self.choosers].sum(1) / self.counts[self.choosers].sum()
+
+    @property
+    def judges(self) -> np.ndarray:
+        """The sequences of the fold that others chose for; all of them where all chose."""
+        return self.choosers if self.choosers.all() else ~self.choosers
 
     @property
     def floor(self) -> int:
         """The fewest that can stay."""
         return self.experts - int(self.after[-1])
+
+
+def per_token(terms: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
+    """Nats per token of sequences with so many nats and tokens, and the standard error.
+
+    >>> per_token(np.array([1.0, 3.0]), np.array([10.0, 10.0]))
+    (0.1, 0.05)
+    """
+    damage, scale = float(terms.sum() / counts.sum()), np.sqrt(len(counts) / max(len(counts) - 1, 1)) / counts.sum()
+    return damage, float(np.linalg.norm(terms - damage * counts) * scale)
 
 
 class KeptProgram:
@@ -79,11 +104,11 @@ class KeptProgram:
         """How many stay in every layer."""
         return np.array([r.experts - r.after[s] for r, s in zip(self.removals, steps, strict=True)])
 
-    def predicted(self, steps: Counts) -> tuple[float, float]:
-        """Damage of a plan, and its standard error."""
-        both = list(zip(self.removals, steps, strict=True))
-        rest = np.sum([r.rest[s] for r, s in both], axis=0)
-        return float(sum(r.damage[s] for r, s in both)), float(np.linalg.norm(rest))
+    def predicted(self, steps: Counts) -> tuple[np.ndarray, np.ndarray]:
+        """Predicted nats of a plan on the sequences that judge it, and their tokens; see :func:`per_token`."""
+        judges = self.removals[0].judges
+        terms = sum(r.terms[s][judges] for r, s in zip(self.removals, steps, strict=True))
+        return np.asarray(terms), self.removals[0].counts[judges]
 
     def within(self, most: int, price: np.ndarray) -> tuple[Counts, Choice | None]:
         """The plan whose experts cost at most so much, ``price`` being what one of every layer costs."""
@@ -117,7 +142,7 @@ class KeptProgram:
             steps[min(able, key=lambda i: able[i])] += 1
         return tuple(steps)
 
-    def refined(self, steps: Counts, measure: Callable[[Mapping[str, list[int]]], float]) -> KeptProgram:
+    def refined(self, steps: Counts, measure: Measure) -> KeptProgram:
         """The program with removals or rivals, whichever measure less: all of them first, then those of heavy layers."""
         both = list(zip(self.removals, self.rivals, strict=True))
         tried = {id(r): measure(KeptProgram(r).kept(steps)) for r in (self.removals, self.rivals)}
@@ -129,7 +154,7 @@ class KeptProgram:
                 best, cost = other, found
         return KeptProgram(best)
 
-    def least(self, damage: float, measure: Callable[[Mapping[str, list[int]]], float]) -> tuple[Counts, Choice | None]:
+    def least(self, damage: float, measure: Measure) -> tuple[Counts, Choice | None]:
         """As few experts as a measured damage allows, by halving."""
         price = np.ones(len(self.removals), dtype=np.int64)
         floors = [r.floor for r in self.removals]
@@ -140,19 +165,48 @@ class KeptProgram:
             low, high = (low, middle) if measure(self.kept(self.within(middle, price)[0])) <= damage else (middle + 1, high)
         return self.within(high, price)
 
-    def forecast(self, measure: Callable[[Mapping[str, list[int]]], float]) -> list[dict[str, float]]:
-        """At about every share of ``SHARES``: share and number that stay, damage predicted, its standard error, measured."""
-        price = np.ones(len(self.removals), dtype=np.int64)
-        floors, total = [r.floor for r in self.removals], sum(r.experts for r in self.removals)
-        least, rows = max(floors) * len(floors) if self.even else sum(floors), dict[Counts, dict[str, float]]()
-        for share in (s for s in SHARES if int(s * total) >= least):
-            steps, _ = self.within(int(share * total), price)
-            best = self.refined(steps, measure)
-            predicted, error = best.predicted(steps)
-            experts = int(self.left(steps).sum())
-            told = {"keep": experts / total, "experts": experts, "predicted": predicted, "error": error}
-            rows[steps] = {**told, "measured": measure(best.kept(steps))}
-        return list(rows.values())
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fold:
+    """Sequences that judge what the others choose: the program of the others, and what measures sets of experts.
+
+    ``measure`` gives nats per token on the sequences that choose, ``judge`` the nats and tokens of those that do not.
+    """
+
+    program: KeptProgram
+    measure: Measure
+    judge: Callable[[Kept], tuple[np.ndarray, np.ndarray]]
+
+
+def crossed(folds: Sequence[Fold], most: int, price: np.ndarray) -> dict[str, float]:
+    """Damage of a budget on text that did not choose: ``predicted`` from the look alone, ``measured`` with masks, and errors.
+
+    The plan is made again without each fold, in the same way, and judged there. A plan from more text is better.
+    """
+    predicted, measured = [], []
+    for fold in folds:
+        steps, _ = fold.program.within(most, price)
+        best = fold.program.refined(steps, fold.measure)
+        predicted.append(best.predicted(steps))
+        measured.append(fold.judge(best.kept(steps)))
+    found: dict[str, float] = {}
+    for name, parts in (("predicted", predicted), ("measured", measured)):
+        both = per_token(*(np.concatenate(part) for part in zip(*parts, strict=True)))
+        found |= dict(zip((name, f"{name}_error"), both, strict=True))
+    return found
+
+
+def forecast(folds: Sequence[Fold]) -> list[dict[str, float]]:
+    """At about every share of ``SHARES``: share and number that stay, and what :func:`crossed` says."""
+    removals, even = folds[0].program.removals, folds[0].program.even
+    price, floors = np.ones(len(removals), dtype=np.int64), [r.floor for r in removals]
+    total, rows = sum(r.experts for r in removals), dict[int, dict[str, float]]()
+    least = max(floors) * len(floors) if even else sum(floors)
+    for most in (int(share * total) for share in SHARES):
+        if most >= least:
+            left = int(folds[0].program.left(folds[0].program.within(most, price)[0]).sum())
+            rows[left] = rows.get(left) or {"keep": left / total, "experts": left, **crossed(folds, left, price)}
+    return list(rows.values())
 
 
 def bend(forecast: Sequence[Mapping[str, float]]) -> str:
@@ -172,18 +226,22 @@ def bend(forecast: Sequence[Mapping[str, float]]) -> str:
     return f"Between {near} and {far} of the experts each one costs {times}: the curve bends there."
 
 
+def _told(found: Mapping[str, float]) -> str:
+    return (
+        f"measured {found['measured']:.4g} +- {found['measured_error']:.2g}, "
+        f"predicted {found['predicted']:.4g} +- {found['predicted_error']:.2g}"
+    )
+
+
 def sentences(plan: Plan) -> list[str]:
     """Sentences on a plan of experts that stay: what it expects, what its forecast says, and who loads the result."""
     e = plan.extra
     said = [
-        f"Predicted damage {e['predicted']:.4g} +- {e['predicted_error']:.2g} nats per token; measured with the others masked: "
-        f"{e['measured']:.4g}, after {e['forward_passes']:.0f} forward equivalents."
+        f"Measured on the text that chose, with the others masked: {e['measured_here']:.4g} nats per token, after "
+        f"{e['forward_passes']:.0f} forward equivalents.",
+        f"{_told(e)} nats per token on other text of this kind." if e["crossed"] else _FEW,
     ]
-    said += [
-        f"At {100 * f['keep']:.3g} % of the experts: predicted {f['predicted']:.4g} +- {f['error']:.2g}, "
-        f"measured {f['measured']:.4g}."
-        for f in e["forecast"]
-    ]
+    said += [f"At {100 * f['keep']:.3g} % of the experts: {_told(f)}." for f in e["forecast"]]
     even = len(set(plan.counts.tolist())) == 1
     told = (
         "All layers keep as many: transformers loads the result as an ordinary checkpoint, and so does what reads those."

@@ -12,6 +12,9 @@ treatment (:mod:`layerbudget.sensitivity.directional.terms`). The table ``p`` is
 the damage of *any* set takes no more than a look at the router. Experts go one after the other, each time the one that leaves
 the least damage *of the whole set*: what one expert loses by another's absence is in it.
 
+The set that looks cheapest is chosen by the same draws and text that say how cheap it is, and so looks cheaper than it is. So
+the sequences are also dealt into folds (:data:`FOLDS`): what all folds but one choose is judged by that one.
+
 Inputs, gradients and table of one layer are held at a time where the model is walked layer by layer.
 """
 
@@ -34,7 +37,9 @@ from ...progress import Progress, Steps
 from ...records import Block, Module
 from .program import Removal
 
+FOLDS = 2  # of the sequences, for predictions on text that did not choose
 _ROWS = 8192  # tokens of which a router is asked at a time
+Removals = dict[str, tuple[Removal, ...]]  # of all layers, by rule
 
 
 @dataclasses.dataclass(eq=False)
@@ -50,14 +55,18 @@ class _Held:
 
 
 class ExpertSums(Accumulator):
-    """Tables of all layers, and the removals that follow from them. ``counts`` are the target tokens of every sequence."""
+    """Tables of all layers, and the removals that follow from them.
+
+    ``counts`` are the target tokens of every sequence. ``removals`` has, by layer, what every rule does with all sequences, and
+    then with all but those of each fold.
+    """
 
     def __init__(
         self, found: Sequence[ExpertLayer], losses: Sequence[Loss], rules: Sequence[str], seed: int, counts: np.ndarray
     ) -> None:
         self.layers = {e.name: e for e in found}
         self.losses, self.rules, self.seed, self.counts = losses, rules, seed, counts
-        self.removals: dict[str, dict[str, Removal]] = {}
+        self.removals: dict[str, list[dict[str, Removal]]] = {}
         self._held: dict[str, _Held] = {}
         self._batch: Batch | None = None
 
@@ -96,20 +105,23 @@ class ExpertSums(Accumulator):
             self.removals[name] = self._removals(self.layers[name], held)
         return False
 
-    def _removals(self, layer: ExpertLayer, held: _Held) -> dict[str, Removal]:
-        """The removal by every rule."""
+    def _removals(self, layer: ExpertLayer, held: _Held) -> list[dict[str, Removal]]:
+        """The removals by every rule, of all sequences and of each fold's choosers."""
         place = list(self.layers).index(layer.name)
         sets = _Sets(layer, held, self.counts)
-        single, found = sets.singles(), dict[str, Removal]()
-        for rule in self.rules:
-            scores = None
-            if rule != "directional":
-                scores = _scores(rule, sets, torch.cat(held.norms), torch.cat(held.real), (self.seed, place))
-            order, after, damage, rest = sets.remove(scores)
-            found[rule] = Removal(
-                name=layer.name, experts=layer.count, order=order, after=after, damage=damage, rest=rest, single=single,
-                scores=single if scores is None else scores,
-            )  # fmt: skip
+        single, found = sets.singles(), list[dict[str, Removal]]()
+        for choosers in (np.ones(len(self.counts), dtype=bool), *(~fold for fold in folds_of(len(self.counts)))):
+            found.append({})
+            for rule in self.rules:
+                scores = None
+                if rule != "directional":
+                    tokens = torch.cat(held.real) & torch.from_numpy(choosers).to(sets.rows.device)[sets.rows]
+                    scores = _scores(rule, sets, torch.cat(held.norms), tokens, (self.seed, place))
+                order, after, terms = sets.remove(scores, choosers)
+                found[-1][rule] = Removal(
+                    name=layer.name, experts=layer.count, order=order, after=after, terms=terms, counts=self.counts,
+                    choosers=choosers, single=single, scores=single if scores is None else scores,
+                )  # fmt: skip
         return found
 
 
@@ -141,16 +153,20 @@ class _Sets:
         along = ((gates - self.gates[changed]) * self.table[:, changed]).sum(-1)
         return self.sums.index_add(1, self.rows[changed], along.to(self.sums)), changed, gates
 
-    def damage(self, sums: torch.Tensor) -> float:
-        """Nats per token of sums ``(draws, sequences)``."""
-        return float(sums.double().square().mean(0).sum()) / (2 * self.tokens)
+    def damage(self, sums: torch.Tensor, choosers: np.ndarray | None = None) -> float:
+        """Nats per token of sums ``(draws, sequences)``, of all or of some sequences alone."""
+        terms = sums.double().square().mean(0).cpu().numpy()
+        return float(terms.sum() if choosers is None else terms[choosers].sum()) / (2 * self.tokens)
 
     def singles(self) -> np.ndarray:
         """Damage of every expert alone, ``(E,)``."""
         return np.array([self.damage(self.without(e)[0]) for e in self.kept])
 
-    def remove(self, scores: np.ndarray | None) -> tuple[tuple[int, ...], np.ndarray, np.ndarray, np.ndarray]:
-        """Let experts go one after the other: those of the lowest scores, or by the damage of what is left."""
+    def remove(self, scores: np.ndarray | None, choosers: np.ndarray) -> tuple[tuple[int, ...], np.ndarray, np.ndarray]:
+        """Let experts go one after the other: those of the lowest scores, or by the damage of what is left to some sequences.
+
+        Returns their order, how many are gone after every step, and the nats that each step costs each sequence.
+        """
         self._begin()
         order, after, sums = list[int](), [0], [self.sums]
         size, least = self.layer.count // self.layer.groups, self.layer.floor // self.layer.groups
@@ -159,7 +175,7 @@ class _Sets:
                 able = [e for e in self.kept if e // size == group]
                 if scores is None:
                     tried = {e: self.without(e) for e in able}
-                    gone = min(able, key=lambda e: self.damage(tried[e][0]))
+                    gone = min(able, key=lambda e: self.damage(tried[e][0], choosers))
                     found = tried[gone]
                 else:
                     gone = min(able, key=lambda e: float(scores[e]))
@@ -170,11 +186,13 @@ class _Sets:
                 order.append(gone)
             after.append(len(order))
             sums.append(self.sums)
-        each = torch.stack(sums).double().square().mean(1).cpu().numpy() / 2
-        damage = each.sum(1) / self.tokens
-        share = np.sqrt(len(self.counts) / max(len(self.counts) - 1, 1)) / self.tokens
-        rest = (each - damage[:, None] * self.counts) * share
-        return tuple(order), np.array(after), damage, rest
+        return tuple(order), np.array(after), torch.stack(sums).double().square().mean(1).cpu().numpy() / 2
+
+
+def folds_of(sequences: int) -> list[np.ndarray]:
+    """The sequences of each fold, dealt in turn, as masks; none where there are too few."""
+    dealt = np.arange(sequences) % FOLDS
+    return [dealt == fold for fold in range(FOLDS)] if sequences >= 2 * FOLDS else []
 
 
 def _scores(rule: str, sets: _Sets, norms: torch.Tensor, real: torch.Tensor, seed: Sequence[int]) -> np.ndarray:
@@ -206,8 +224,11 @@ def expert_removals(
     seed: int = 0,
     batch_size: int = 8,
     progress: Progress | None = None,
-) -> tuple[dict[str, tuple[Removal, ...]], float]:
-    """The removals of all layers by rule, and the forward equivalents spent: ``1 + 2 draws``, and E/k for the table."""
+) -> tuple[list[Removals], float]:
+    """The removals of all layers by rule, and the forward equivalents spent: ``1 + 2 draws``, and E/k for the table.
+
+    The removals are those that all sequences choose, and then, fold by fold, those that the others choose.
+    """
     losses = [SampledLoss(1009 * seed + draw) for draw in range(draws)]
     batches = list(unlabelled(model, data, batch_size))
     counts = np.concatenate([(b.targets != IGNORE).reshape(b.size, -1).sum(1).cpu().numpy() for b in batches]).astype(float)
@@ -215,4 +236,5 @@ def expert_removals(
     sums = ExpertSums(found, losses, rules, seed, counts)
     feed(model, batches, blocks, sums, tick=Steps(progress, data.samples, "gradients"), alone=True)
     passes = 1.0 + 2.0 * draws + float(np.mean([e.count / e.top_k for e in found]))
-    return {rule: tuple(sums.removals[e.name][rule] for e in found) for rule in rules}, passes
+    each = [sums.removals[e.name] for e in found]
+    return [{rule: tuple(layer[i][rule] for layer in each) for rule in rules} for i in range(len(each[0]))], passes
