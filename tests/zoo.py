@@ -318,9 +318,9 @@ def text(samples: int = 6, length: int = 10, seed: int = 3, padded: bool = False
     return tokens(samples, length, seed, padded, vocabulary=61)
 
 
-def speaker(name: str, seed: int = 0) -> Any:
+def speaker(name: str, seed: int = 0, **changes: Any) -> Any:
     """A model whose tokens are those of the ``tokenizer`` fixture."""
-    own = {"vocab_size": 96, "bos_token_id": 0, "eos_token_id": 1}
+    own = {"vocab_size": 96, "bos_token_id": 0, "eos_token_id": 1, **changes}
     return tiny(name, seed=seed, attention="sdpa", **own, **({} if name == "gpt2" else {"pad_token_id": 2}))
 
 

@@ -13,7 +13,7 @@ from layerbudget.cli import parse
 def command_result(*words):
     """What a command returns, and what it prints; a mistake is raised."""
     arguments = parse([str(w) for w in words])
-    arguments.quiet, arguments.console = True, Console(file=io.StringIO(), width=160)
+    arguments.quiet, arguments.console = True, Console(file=io.StringIO(), width=160, soft_wrap=True, markup=False)
     result = arguments.handler(arguments)
     json.dumps(result, allow_nan=False)
     return result, arguments.console.file.getvalue()

@@ -71,7 +71,7 @@ def test_every_long_verb_knows_its_total_and_its_cost_from_the_start(rarer, save
         check(shown, words)
         check_costs(json.loads(said.out), said.err.splitlines())
         if words[:2] == ["plan", "sparsity"]:
-            assert "Predicted damage " in said.err
+            assert "Verdict: " in said.err
 
 
 def check_costs(result, lines):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests import zoo
+from tests.cards import card_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
@@ -73,6 +74,9 @@ def test_a_head_learns_and_the_results_are_kept(encoder, tokenizer, task, tmp_pa
     assert len(stored["predictions"]["held_out"]) == len(truth) == len(task.evaluation["held_out"])
     assert np.mean(np.array(stored["predictions"]["held_out"]) == truth) == accuracy["by_seed"][0]
     assert (out / "seed-1" / "adapter" / "adapter_model.safetensors").is_file()
+    card = card_of(out / "seed-1" / "adapter")
+    assert f"| {accuracy['by_seed'][1]:.4f} |" in card.text and card.data.library_name == "peft"
+    assert card.data.pipeline_tag == "text-classification" and "AutoModelForSequenceClassification" in card.text
 
     with pytest.raises(AlreadyExists, match="--overwrite"):
         tuned((classifier_loader(encoder, 2), tokenizer, plan, task), out, protocol=QUICK)

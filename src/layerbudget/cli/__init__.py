@@ -16,9 +16,11 @@ import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
-from .options import COMMANDS, check_numbers, line_of
+from .options import COMMANDS, check_numbers, line_of, refuse
 
 PROCESSES = ("score", "plan sparsity", "apply", "finetune", "evaluate")  # these can run in several
+TABLES = ("score", "plan", "compare", "explain")  # these show tables that may be long
+LONG = ("demo", "score", "plan", "apply", "finetune", "evaluate", "compare", "explain")  # these can be asked what they would do
 
 
 class _Parser(argparse.ArgumentParser):
@@ -43,6 +45,9 @@ def _common() -> argparse.ArgumentParser:
     group.add_argument("--json", action="store_true", help="print one JSON document on stdout, everything else on stderr")
     group.add_argument("--quiet", action="store_true", help="show no progress and no expected cost")
     group.add_argument("--overwrite", action="store_true", help="replace existing output")
+    group.add_argument("--table", action="store_true", help="show every row of a table, and every sentence")
+    words = "say what would be read, run and written, how long it takes and how much memory; then end (long verbs)"
+    group.add_argument("--dry-run", action="store_true", help=words)
     return parser
 
 
@@ -82,16 +87,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(list(sys.argv[1:] if argv is None else argv))
     from ..errors import LayerbudgetError
     from ..records import dumps, running
-    from .display import conclude, terminal
+    from .display import DryRun, conclude, nothing_written, terminal
 
     arguments.console, errors = terminal(stderr=arguments.json), terminal()
     _quiet_libraries()
     try:
         check_numbers(arguments)
+        for name, verbs in (("table", TABLES), ("dry_run", LONG)):
+            if arguments.verb not in verbs:
+                refuse(arguments, (name,), f"{arguments.verb}: it belongs to {', '.join(verbs)}")
         writes = _join(arguments)
         given = dict(vars(arguments))
         with running(lambda: line_of(arguments, given)):
-            result = conclude(arguments, arguments.handler(arguments))
+            with nothing_written(arguments):
+                result = conclude(arguments, arguments.handler(arguments))
+    except DryRun as told:
+        result = told.result
     except LayerbudgetError as error:
         errors.print(f"layerbudget: {error}", style="red")
         return 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from ..compressors.base import QUANTISERS, TREATMENTS
 from ..compressors.formats import GGUF
 from ..registry import options_of
 from . import kept
-from .display import expect, progress_bar, say, say_share, text_of, words_of
+from .display import expect, progress_bar, say, say_next, say_share, text_of, words_of
 from .options import DATA, add, add_data, add_out, add_set, add_verb, batch_of, given, load, one_process, refuse, settings
 
 
@@ -81,7 +82,7 @@ def _prune(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     out = save_pruned(model, tokenizer, plan, receipt, a.out, overwrite=a.overwrite) if is_main() else a.out
     counted = f"Recounted sparsity {receipt.sparsity:.6f} (planned {receipt.planned:.6f}) in {receipt.seconds:.1f} s"
     say(a, f"{counted}; saved to {out}.", *receipt.notes[: len(receipt.notes) - len(said)])
-    a.console.print(runtime_box(pattern=a.pattern))
+    _say_end(a, plan, runtime_box(pattern=a.pattern))
     blocks = {name: record["sparsity"] for name, record in receipt.blocks.items()}
     return {"sparsity": receipt.sparsity, "blocks": blocks, "output": str(out)}
 
@@ -100,8 +101,8 @@ def _shrink(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     a.dtype = a.dtype or ("float32" if a.family else None)  # the sixteen bits of GGUF are not bfloat16
     model, tokenizer, data = load(a)
     check_room(model, a.out, plan=plan)
-    expect(a, words_of("smaller shapes", data), model, treating("sparsegpt", text_of(data, a)))
     check(model, plan)
+    expect(a, words_of("smaller shapes", data), model, treating("sparsegpt", text_of(data, a)))
     before = sum(p.numel() for p in model.parameters())
     with progress_bar(a, "remove heads and widths, layers") as progress:
         done = dict(apply_shapes(model, plan, data, batch_size=batch_of(a, model, data), progress=progress))
@@ -112,7 +113,7 @@ def _shrink(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
         f"Removed {done['saved']:.6g} {done['unit']} (planned {done['planned']:.6g}); parameters {before} -> {after} "
         f"({after / before:.3f}x, embeddings included); saved to {out}.",
     )
-    a.console.print(runtime_box(plan.kind))
+    _say_end(a, plan, runtime_box(plan.kind))
     return {**done, "parameters_before": before, "parameters_after": after, "output": str(out)}
 
 
@@ -149,7 +150,7 @@ def _quantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     with progress_bar(a, f"quantise by {a.method}") as progress:
         own |= {"tokenizer": tokenizer, "batch_size": batch_of(a, model, data), "progress": progress}
         receipt = write_bits(model, plan, a.out, data, beside=None if cache is None else files_of(cache), **own)
-    return _say_receipt(a, receipt)
+    return _say_receipt(a, plan, receipt)
 
 
 def _requantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
@@ -160,17 +161,30 @@ def _requantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     own = settings(a, requantise) | given(a, "method")
     with progress_bar(a, "requantise, tensors") as progress:
         receipt = requantise(a.model, plan, a.out, overwrite=a.overwrite, progress=progress, **own)
-    return _say_receipt(a, receipt)
+    return _say_receipt(a, plan, receipt)
 
 
-def _say_receipt(a: argparse.Namespace, receipt: Any) -> dict[str, Any]:
+def _say_receipt(a: argparse.Namespace, plan: Any, receipt: Any) -> dict[str, Any]:
     say(
         a,
         f"Recounted {receipt.bytes} bytes (planned {receipt.planned}), {receipt.bits:.4f} bits per weight; "
         f"{receipt.file} bytes of file; saved to {a.out}.",
         *receipt.notes,
     )
+    _say_end(a, plan)
     return {**receipt.to_dict(), "output": str(a.out)}
+
+
+def _say_end(a: argparse.Namespace, plan: Any, *told: str) -> None:
+    """Say what the result is expected to cost, and the command that measures it."""
+    from ..plans.verdict import expected
+
+    say(a, *told, expected(plan))
+    if a.out.endswith(".gguf") or a.family or plan.extra.get("family") == GGUF:
+        file = a.out if a.out.endswith(".gguf") else f"{a.out}/model.gguf"
+        say(a, f"Next: llama-perplexity -m {shlex.quote(file)} -f TEXT")
+        return
+    say_next(a, "evaluate", a.out, "--against", a.model)
 
 
 _WRITERS: dict[str, Callable[[argparse.Namespace, Any], dict[str, Any]]] = {

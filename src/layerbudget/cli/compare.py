@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import InvalidInput
 from ..registry import Option
-from .display import expect, progress_bar, say, show_table
+from .display import expect, progress_bar, say, say_next, show_table
 from .options import add, add_out, add_set, add_verb, given, load_model, load_tokenizer, refuse, settings
 
 _KINDS = ("sparsity", "ranks", "experts")  # the first is applied and measured on text, the others are trained
@@ -83,7 +83,8 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     head = ("budget", "place", "plan", result.unit, "against uniform", "Holm p", "places", "first")
     show_table(a, f"{kind}, {len(result.seeds)} seeds, {result.held_out} held-out items", head, map(_row, flat(result)))
     files = leave(result, a.out, overwrite=a.overwrite)
-    say(a, *result.sentences, f"Written to {a.out}: {', '.join(sorted(files))}.")
+    say(a, f"Written to {a.out}: {', '.join(sorted(files))}.", *result.sentences)
+    say_next(a, "report", a.out, "-o", f"{a.out}/report.html")
     return {**result, "files": files}
 
 

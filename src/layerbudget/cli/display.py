@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shlex
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -13,7 +16,8 @@ from rich.console import Console
 if TYPE_CHECKING:
     from ..doctor.cost import Part, Text
 
-ROWS = 400  # of a table: nobody reads more, and drawing a million takes minutes
+ROWS = 400  # of a table: drawing a million takes minutes
+FEW = 15  # of a table that was not asked for
 EVERY = 30.0  # seconds between two lines of progress where nothing can be drawn
 
 
@@ -34,10 +38,20 @@ def announce(a: argparse.Namespace, sentence: str) -> None:
         terminal().print(sentence, style="dim")
 
 
+def say_next(a: argparse.Namespace, *words: str) -> None:
+    """Print the command that follows, the last line of a verb."""
+    say(a, f"Next: {shlex.join(['layerbudget', *map(str, words)])}")
+
+
+def most_rows(a: argparse.Namespace) -> int:
+    """Return how many rows of a table are shown: few, or with ``--table`` as many as can be drawn."""
+    return ROWS if getattr(a, "table", False) else FEW
+
+
 def show_table(
     a: argparse.Namespace, title: str, head: Sequence[str], rows: Iterable[Any], cells: Callable[[Any], Sequence[Any]] = tuple
 ) -> None:
-    """Print a table that a person may read; a long one loses its middle."""
+    """Print a table that a person may read; a long one loses its middle, and ``--table`` shows it."""
     if a.json and not a.console.is_terminal:
         return
     from rich.table import Table
@@ -46,10 +60,13 @@ def show_table(
     for name in head:
         table.add_column(name, no_wrap=name == "block")  # cut names of layers would all look alike
     rows = rows if isinstance(rows, Sequence) else list(rows)
-    left_out = len(rows) - ROWS
-    shown = [cells(row) for row in (rows if left_out <= 0 else [*rows[: ROWS // 2], *rows[-(ROWS // 2) :]])]
+    most = most_rows(a)
+    left_out = len(rows) - most
+    shown = [cells(row) for row in (rows if left_out <= 0 else [*rows[: most // 2], *rows[-(most // 2) :]])]
     if left_out > 0:
-        shown.insert(ROWS // 2, (f"... {left_out:,} more", *[""] * (len(head) - 1)))
+        left_out = len(rows) - len(shown)
+        told = f"... {left_out:,} more" + ("" if most == ROWS else ": --table")
+        shown.insert(most // 2, (told, *[""] * (len(head) - 1)))
     for row in shown:
         table.add_row(*(f"{v:.4g}" if isinstance(v, float) else f"{v:,}" if isinstance(v, int) else str(v) for v in row))
     a.console.print(table)
@@ -108,9 +125,62 @@ class Progress:
         self.bar.update(self.task.id, description=f"{self.text}, {phase}")
 
 
+class DryRun(Exception):
+    """The end of a command that was only asked what it would do; ``result`` says it."""
+
+    def __init__(self, result: dict[str, Any]) -> None:
+        super().__init__("dry run")
+        self.result = result
+
+
 @contextlib.contextmanager
-def progress_bar(a: argparse.Namespace, text: str) -> Iterator[Progress | None]:
-    """Yield a callback ``(done, total, phase)`` that shows how far a command is, or nothing with ``--quiet``."""
+def nothing_written(a: argparse.Namespace) -> Iterator[None]:
+    """Remove what a dry run has begun to write: folders for parts, which are made before the work."""
+    paths = [Path(path) for name in ("out", "resume") if (path := getattr(a, name, None))] if a.dry_run else []
+    new = [path for path in paths if not path.exists()]
+    try:
+        yield
+    finally:
+        for path in new:
+            if path.is_dir():
+                shutil.rmtree(path)
+
+
+def end_dry_run(a: argparse.Namespace) -> None:
+    """End the command where ``--dry-run`` was given: say what would be read, run and written."""
+    if not a.dry_run:
+        return
+    told = getattr(a, "told", {"model": a.model, "runs": a.verb, "expected": None})
+    writes = [path for name in ("out", "save_scores", "resume") if (path := getattr(a, name, None))]
+    files = [path for name in ("plan", "scores", "adapter") if isinstance(path := getattr(a, name, None), str)]
+    files += [told["data"]] if told.get("data") else []
+    known, cost = told["expected"], "its cost is not known"
+    if known is not None:
+        from ..doctor.cost import HOWS, duration
+
+        memory = f"{known['memory'] / 2**30:.2g} GiB{'' if known['fits'] else ', more than is free here'}"
+        passes = f"{known['forwards']:.3g} forward equivalents, about {duration(known['seconds'])}"
+        cost = f"{passes} and {memory}, {HOWS[known['how']]} (expect a factor of two)"
+    say(
+        a,
+        f"Would read: {', '.join([told['model'], *files])}.",
+        f"Would run: {told['runs']}: {cost}.",
+        f"Would write: {', '.join(writes) or 'nothing'}.",
+        "Nothing was run or written: the same command without --dry-run does it.",
+    )
+    result = {"reads": [told["model"], *files], "runs": told["runs"], "writes": writes, "expected": known}
+    raise DryRun({"dry_run": True, **result})
+
+
+@contextlib.contextmanager
+def progress_bar(a: argparse.Namespace, text: str) -> Iterator[Callable[..., None] | None]:
+    """Yield a callback ``(done, total, phase)`` that shows how far a command is, or nothing with ``--quiet``.
+
+    It is told of zero steps when everything was checked and the work begins: there ``--dry-run`` ends.
+    """
+    if getattr(a, "dry_run", False):
+        yield lambda *_: end_dry_run(a)
+        return
     if a.quiet:
         yield None
         return
@@ -152,7 +222,7 @@ def expect(a: argparse.Namespace, what: str, model: Any = None, parts: Sequence[
     from ..errors import UnknownStructure
     from ..models.loading import describe_place
 
-    if a.quiet and not a.json:
+    if a.quiet and not a.json and not a.dry_run:
         return
     place = a.model if model is None else f"{a.model}: {describe_place(model)}."
     if hasattr(a, "began"):
@@ -165,8 +235,11 @@ def expect(a: argparse.Namespace, what: str, model: Any = None, parts: Sequence[
             a.expected = price(a.verb, parts, *place_of(model, text))
             said = f": about {duration(a.expected.seconds)} and {a.expected.memory / 2**30:.2g} GiB"
             said += f"{'' if a.expected.fits else ', more than is free here'}, {HOWS[a.expected.how]}"
-    announce(a, f"{place} {what}{said}.")
     a.began = time.perf_counter()
+    if a.dry_run:
+        a.told = {"model": place.removesuffix("."), "runs": what, "expected": expected_record(a)}
+    else:
+        announce(a, f"{place} {what}{said}.")
 
 
 def conclude(a: argparse.Namespace, result: dict[str, Any]) -> dict[str, Any]:
@@ -177,5 +250,12 @@ def conclude(a: argparse.Namespace, result: dict[str, Any]) -> dict[str, Any]:
 
     seconds, expected = time.perf_counter() - a.began, a.expected
     announce(a, f"took {duration(seconds)}{'' if expected is None else f'; expected {duration(expected.seconds)}'}.")
-    before = None if expected is None else {n: getattr(expected, n) for n in ("seconds", "memory", "how", "forwards")}
+    before = expected_record(a)
+    before = before and {name: value for name, value in before.items() if name != "fits"}
     return {**result, "expected": before, "took": {"seconds": seconds}}
+
+
+def expected_record(a: argparse.Namespace) -> dict[str, Any] | None:
+    """Return the expected cost as fields; None where nobody knows it."""
+    names = ("seconds", "memory", "how", "forwards", "fits")
+    return None if a.expected is None else {name: getattr(a.expected, name) for name in names}

@@ -12,8 +12,9 @@ from ..plan import Plan
 from ..records import to_jsonable
 from .display import expect, progress_bar, say, show_table, text_of, words_of
 from .files import need_scores
-from .options import COMMANDS, add, add_data, add_out, add_set, add_verb, batch_of, given, load, options_for, settings
+from .options import COMMANDS, add, add_data, add_out, add_set, add_verb, batch_of, given, load, options_for, refuse, settings
 
+_SECONDS = "files: only certify runs a model"
 QUESTIONS = ("plan", "diff", "sweep", "transfer", "certify")
 
 
@@ -70,12 +71,14 @@ def register(subparsers: Any) -> None:
 def run_plan(a: argparse.Namespace) -> dict[str, Any]:
     """Say what a plan does."""
     from ..plans.explain import explain_plan
+    from ..plans.verdict import verdict
 
+    refuse(a, ("dry_run",), _SECONDS)
     if a.tokens is not None and a.scores is None:
         raise InvalidInput("--tokens has no meaning without --scores.", "Bits are those of gains.", "Name the scores.")
     plan, scores = Plan.load(a.plan), None if a.scores is None else need_scores(a.scores)
     result = explain_plan(plan, scores, tokens=a.tokens)
-    say(a, *result["sentences"])
+    say(a, *result["sentences"], verdict(plan))
     return to_jsonable(result)
 
 
@@ -83,6 +86,7 @@ def run_diff(a: argparse.Namespace) -> dict[str, Any]:
     """Show what differs between two plans."""
     from ..plans.compare import diff_plans
 
+    refuse(a, ("dry_run",), _SECONDS)
     result = diff_plans(Plan.load(a.first), Plan.load(a.second))
     rows = [(r["name"], r["first"], r["second"], r["difference"], r["count_difference"]) for r in result["blocks"]]
     title = f"{result['rules'][0]} against {result['rules'][1]}"
@@ -96,6 +100,7 @@ def run_sweep(a: argparse.Namespace) -> dict[str, Any]:
     from ..decisions.apply import maker
     from ..plans.compare import sweep
 
+    refuse(a, ("dry_run",), _SECONDS)
     options = given(a, "rule") | settings(a, maker(a.kind))
     budgets = [int(b) if isinstance(b, float) else b for b in a.budgets or ()] if a.kind == "experts" else a.budgets
     result = sweep(need_scores(a.scores), kind=a.kind, budgets=budgets, exponents=a.exponents, **options)
@@ -120,6 +125,7 @@ def run_transfer(a: argparse.Namespace) -> dict[str, Any]:
     """Show what a plan made on one task costs on another."""
     from ..plans.compare import transfer_scores
 
+    refuse(a, ("dry_run",), _SECONDS)
     found = transfer_scores(need_scores(a.source), need_scores(a.target), **options_for(a, transfer_scores))
     result = {"program": a.program, **found.to_dict()}
     show_table(a, "transfer", ("quantity", "value"), [(k, v) for k, v in result.items() if k != "program"])

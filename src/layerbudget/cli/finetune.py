@@ -10,7 +10,7 @@ from typing import Any
 from ..finetuning.protocol import DEVICES, PRESETS, Protocol
 from ..progress import Steps
 from ..registry import Option, options_of
-from .display import expect, progress_bar, say, show_table
+from .display import expect, progress_bar, say, say_next, show_table
 from .options import add, add_out, add_set, add_verb, given, load_model, load_tokenizer, refuse, settings, split_revision
 
 LONGEST = 1024  # tokens of a row of text where no cutoff is named, as TRL has it
@@ -85,7 +85,8 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     labels = len(getattr(task, "labels", ()))
     loader = classifier_loader(name, labels, revision=revision, **given(a, "dtype", "device", "four_bit"), **prepared)
     with progress_bar(a, f"finetune on {task.name}") as progress:
-        Steps(progress, math.ceil(len(task.train) / protocol.batch * protocol.epochs), "loading")
+        if not a.dry_run:  # what is checked beside ends with the first step
+            Steps(progress, math.ceil(len(task.train) / protocol.batch * protocol.epochs), "loading")
         result = finetune(
             loader,
             plan,
@@ -100,8 +101,11 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     _show(a, result)
     if recipe is not None:
         result = {**result, "recipe": _recounted(a, recipe, result["seeds"][0])}
-    for split, tests in result.get("against", {}).items():
-        say(a, f"{split}: {tests['verdict']}", f"{split}, in detail: {tests['samples']['sentence']}")
+    tests = result.get("against", {})
+    for split, test in tests.items():
+        say(a, f"{split}: {test['verdict']}", f"{split}, in detail: {test['samples']['sentence']}")
+    say(a, _verdict(result, tests))
+    say_next(a, "evaluate", a.model, "--adapter", f"{a.out}/seed-{result['seeds'][0]}/adapter", "--against", a.model)
     return {**result, "output": a.out}
 
 
@@ -151,6 +155,20 @@ def _recounted(a: argparse.Namespace, recipe: Any, seed: int) -> dict[str, int]:
     counted = f"Recounted {found['base']} bytes of base and {found['adapter']} of adapter, {found['spent']} of {found['limit']}"
     say(a, f"{counted}; the adapter belongs on {where}.")
     return found
+
+
+def _verdict(result: dict[str, Any], tests: dict[str, Any]) -> str:
+    """The first split's metric, what it was before, what it cost, and how it stands beside another run."""
+    split, metrics = next(iter(result["metrics"].items()))
+    name, before = result["metric"], metrics.get("loss_before")
+    told = f"{split} {name} {metrics[name]['value']:.4f}"
+    told += f" (before: {before['value']:.4f})" if before else ""
+    beside = (
+        f"{next(iter(tests.values()))['verdict']}"
+        if tests
+        else "Nothing was compared with uniform: train a plan of --rule uniform with as many parameters, and add --against."
+    )
+    return f"Verdict: {told}, by {result['trained_parameters']:,} trained parameters. {beside}"
 
 
 def _show(a: argparse.Namespace, result: dict[str, Any]) -> None:

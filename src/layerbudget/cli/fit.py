@@ -63,7 +63,7 @@ def _again(a: argparse.Namespace) -> Plan:
     """Plan from what was measured."""
     from ..decisions.fit.plan import plan_fit
 
-    refuse(a, ("runtime", "formats", "method", "save_scores", *DATA, *PLACE), "scores that were measured before")
+    refuse(a, ("runtime", "formats", "method", "save_scores", "dry_run", *DATA, *PLACE), "scores that were measured before")
     a.model = None
     own = {k: v for k, v in options_for(a, plan_fit).items() if k not in ("runtime", "formats")}
     found = plan_fit(need_scores(a.source), **own)

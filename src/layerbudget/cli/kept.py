@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ..decisions.kept_experts.program import RULES
 from ..plan import Plan
 from ..records import check_output
-from .display import expect, progress_bar, say, text_of, words_of
+from .display import end_dry_run, expect, progress_bar, say, say_next, text_of, words_of
 from .options import DATA, add_data, add_set, add_verb, batch_of, load, one_process, options_for, refuse
 
 
@@ -56,10 +59,11 @@ def _is_number(text: str) -> bool:
 
 def write(a: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     """Remove the experts that a plan lets go, recount, and save a checkpoint."""
-    from ..decisions.kept_experts.apply import keep_experts
+    from ..decisions.kept_experts.apply import expert_card, keep_experts
     from ..decisions.sparsity.save import check_room
-    from ..models.blocks import pretrained
+    from ..models.blocks import describe, pretrained
     from ..models.machine import versions
+    from ..plans.verdict import expected
     from ..records import SCHEMA_VERSION, dumps, write_text
     from ..storage.folders import write_model
 
@@ -67,9 +71,15 @@ def write(a: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     refuse(a, ("method", "pattern", "set", "resume", *DATA), f"a plan of kind {plan.kind}")
     model, tokenizer, _ = load(a, data=False)
     check_room(model, a.out, plan=plan)
+    if a.dry_run:
+        plan.validate(describe(model))
+        expect(a, "experts go, no text is read", model)
+        end_dry_run(a)
     receipt = dict(keep_experts(model, plan))
     record = dumps({"schema_version": SCHEMA_VERSION, "plan_digest": plan.digest, **receipt, "versions": versions()})
-    beside = {"plan.json": plan.save, "receipt.json": lambda path: write_text(path, record)}
+    card = expert_card(plan, receipt, type(pretrained(model)).__name__)
+    beside: dict[str, Callable[[Path], object]] = {"plan.json": plan.save, "receipt.json": partial(write_text, text=record)}
+    beside["README.md"] = partial(write_text, text=card)
     write_model(pretrained(model), tokenizer, a.out, beside, overwrite=a.overwrite)
     experts, size = receipt["experts"], receipt["parameters"]
     say(
@@ -77,5 +87,7 @@ def write(a: argparse.Namespace, plan: Plan) -> dict[str, Any]:
         f"{experts['after']} of {experts['before']} experts stay; parameters {size['before']:,} -> {size['after']:,}, of which "
         f"a token passes through {receipt['active']['after']:,}; saved to {a.out}.",
         f"It is loaded by {receipt['loads']}.",
+        expected(plan),
     )
+    say_next(a, "evaluate", a.out, "--against", a.model)
     return {**receipt, "output": str(a.out)}

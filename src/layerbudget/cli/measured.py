@@ -63,18 +63,10 @@ def plan_sparsity(a: argparse.Namespace) -> Plan:
     own = options_for(a, plan_by_damage, {n: o for n, o in options_of(TREATMENTS.find(a.method)).items() if n != "method"})
     model, _, data = load(a)
     say_share(a, model, partition(model, "linear" if a.by.startswith("rows:") else a.by))
-    expect(a, words_of(a.method, data), model, [Part("directional", text_of(data, a), a.passes)])
+    expect(a, words_of(a.method, data), model, [Part("directional", text_of(data, a), a.passes or 24.0)])
     with progress_bar(a, f"stepping down, {a.method}") as progress:
         plan = plan_by_damage(model, data, batch_size=batch_of(a, model, data), progress=progress, **own)
     return _save(a, plan)
-
-
-def against_uniform(plan: Plan) -> str:
-    """Return what a plan was predicted to cost beside uniform, where its steps began, and what it cost."""
-    predicted, measured, uniform = plan.extra["predicted"], plan.extra["measured"], plan.extra["path"][0]["divergence"]
-    less = 100.0 * (1.0 - predicted / uniform) if uniform > 0 else 0.0
-    word = f"{less:.0f} % less" if less >= 0.5 else "take uniform" if less < -0.5 else "no difference: take uniform"
-    return f"Predicted damage {predicted:.4f} nats per token, uniform {uniform:.4f}: {word}. Measured: {measured:.4f}."
 
 
 # --- bits -------------------------------------------------------------------------------------------------------------------
@@ -199,23 +191,19 @@ def plan_shapes(a: argparse.Namespace) -> Plan:
 
 
 def show_shapes(a: argparse.Namespace, plan: Plan) -> None:
-    """Show which units go."""
+    """Show which units go: a row for every layer, one row where all are alike."""
     from ..decisions.shapes.program import layers_differ
 
-    shapes, gone, budget = plan.extra["shapes"], plan.extra["dropped"], plan.budget
-    rows = [(n, s["by"], s["units"], "whole layer" if s["layer"] in gone else s["removed"]) for n, s in shapes.items()]
-    show_table(a, "units to remove", ("part", "unit", "units", "removed"), rows)
-    say(
-        a,
-        f"The plan saves {budget['spent']:.6g} {budget['unit']}, {budget['spent'] / budget['base']:.2%} of the layers "
-        f"({budget['limit']:.6g} were asked for).",
-        f"Measured, cut and refitted: {plan.extra['measured']:.4g} nats per token, after "
-        f"{plan.extra['forward_passes']:.0f} forward equivalents.",
-    )
-    if layers_differ(plan):
-        say(
-            a,
-            "Layers differ: a plain config cannot describe the model. It works in memory, and in llama.cpp where apply "
-            "--format gguf writes it. --even plans one that every runtime loads.",
-        )
-    say(a, f"Written to {a.out}.")
+    gone, kinds = plan.extra["dropped"], dict[str, None]()
+    layers: dict[str, dict[str, str]] = {}
+    for part in plan.extra["shapes"].values():
+        kind = f"{part['kind']} ({part['by']})"
+        kinds[kind] = None
+        said = "whole layer" if part["layer"] in gone else f"{part['removed']} of {part['units']}"
+        layers.setdefault(str(part["layer"]), {})[kind] = said
+    rows = [(layer.rpartition(".")[2], *(cells.get(kind, "") for kind in kinds)) for layer, cells in layers.items()]
+    rows = rows if a.table or layers_differ(plan) or gone else [("every", *rows[0][1:])]
+    show_table(a, "removed", ("layer", *kinds), rows)
+    budget = plan.budget
+    share = f"{budget['spent'] / budget['base']:.2%} of the layers ({budget['limit']:.6g} were asked for)"
+    say(a, f"The plan saves {budget['spent']:.6g} {budget['unit']}, {share}.")

@@ -28,7 +28,7 @@ COMMANDS = {
     "report": ("report", "write one HTML page of a results folder"),
     "explain": ("explain", "say what a plan does and rests on; compare, sweep, transfer and certify"),
 }
-COMMON = "--json, --quiet and --overwrite may follow every command: see layerbudget --help."
+COMMON = "--json, --quiet, --overwrite, --table and --dry-run may follow every command: see layerbudget --help."
 DATA = ("data", "samples", "length", "seed", "batch_size")
 PLACE = ("dtype", "device", "stream")
 _ASIDE = ("help", "resume", "part")  # change no number: where parts and processes are

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..decisions.apply import find_rule, rules_of
@@ -18,11 +18,13 @@ from ..records import check_output, to_jsonable
 from ..registry import Option
 from ..scores import Scores
 from . import fit, kept, measured
-from .display import ROWS, say, show_table
+from .display import say, say_next, show_table
 from .files import load_scores, need_scores, read_curves, read_fixed, read_latency
 from .options import COMMANDS, DATA, PLACE, add, add_data, add_out, add_set, add_verb, given, options_for, refuse
 
 SCORES = "scores.json; or a .csv or .json table of name, score, d_in and d_out; for rules without scores a config.json"
+_SECONDS = "scores: planning from them takes seconds"
+BLOCKS = 2000  # of a plan that is drawn layer by layer
 _MEASURING = ("family", "runtime", "formats", "by", "method", "unwritten", "save_scores", "resume", "set")
 
 
@@ -93,15 +95,12 @@ def _fix(p: Any, metavar: str) -> None:
 def run_sparsity(a: argparse.Namespace) -> dict[str, Any]:
     """Plan a sparsity from scores, or by the damage to a model."""
     from ..decisions.sparsity.plan import plan_by_scores
-    from ..report.tables import path_table
 
     if measured.is_model(a):
         refuse(a, ("curves", "exclude", "fix"), "a model, whose damage is measured: they belong to scores")
-        plan = measured.plan_sparsity(a)
-        a.console.print(path_table(plan))
-        return _finish(a, plan, verdict=[measured.against_uniform(plan)])
+        return _finish(a, measured.plan_sparsity(a))
     unread = (name for name in (*DATA, *PLACE) if name != "seed")
-    refuse(a, ("by", "method", "passes", "resume", *unread), "scores: it belongs to a model")
+    refuse(a, ("by", "method", "passes", "resume", "dry_run", *unread), "scores: it belongs to a model")
     own = options_for(a, plan_by_scores, _options_of_rule(a)) | given(a, "seed")
     curves, method = read_curves(a.curves) if a.curves else (None, None)
     if curves and own.get("penalty") is not None:
@@ -121,16 +120,13 @@ def run_bits(a: argparse.Namespace) -> dict[str, Any]:
         check_output(path, overwrite=a.overwrite)
     if not a.source.endswith(".json"):
         return _finish(a, measured.plan_bits(a))
-    refuse(a, (*_MEASURING, *DATA, *PLACE), "scores that were measured before")
+    refuse(a, (*_MEASURING, "dry_run", *DATA, *PLACE), "scores that were measured before")
     return _finish(a, plan_bits(need_scores(a.source), **measured.limits_of(a), rule=a.rule), write=True)
 
 
 def run_shapes(a: argparse.Namespace) -> dict[str, Any]:
     """Plan heads, widths and layers to remove by the damage to a model."""
-    plan = measured.plan_shapes(a)
-    measured.show_shapes(a, plan)
-    say_next(a, plan)
-    return to_jsonable(plan.to_dict())
+    return _finish(a, measured.plan_shapes(a))
 
 
 def run_kept(a: argparse.Namespace) -> dict[str, Any]:
@@ -150,6 +146,7 @@ def run_ranks(a: argparse.Namespace) -> dict[str, Any]:
     """Plan ranks from scores."""
     from ..decisions.ranks.plan import plan_ranks
 
+    refuse(a, ("dry_run",), _SECONDS)
     scores, own = load_scores(a.source), options_for(a, plan_ranks, _options_of_rule(a)) | _counted(a)
     price = rank_parameters(scores.blocks if isinstance(scores, Scores) else scores)
     return _finish(a, plan_ranks(scores, **own), price, write=True)
@@ -159,6 +156,7 @@ def run_experts(a: argparse.Namespace) -> dict[str, Any]:
     """Plan experts from scores."""
     from ..decisions.experts.plan import plan_experts
 
+    refuse(a, ("dry_run",), _SECONDS)
     own = options_for(a, plan_experts, _options_of_rule(a)) | _counted(a)
     return _finish(a, plan_experts(load_scores(a.source), **own), write=True)
 
@@ -168,6 +166,7 @@ def run_joint(a: argparse.Namespace) -> dict[str, Any]:
     from ..decisions.joint.plan import plan_joint
     from ..decisions.joint.recipe import plan_recipe
 
+    refuse(a, ("dry_run",), _SECONDS)
     scores = need_scores(a.source)
     if a.formats:
         refuse(a, ("capacity",), "a recipe of formats and ranks")
@@ -188,40 +187,47 @@ def _counted(a: argparse.Namespace) -> dict[str, Any]:
     return {"latency": read_latency(a.latency) if a.latency else None, "fixed": {k: int(v) for k, v in fixed.items()}}
 
 
-def _finish(
-    a: argparse.Namespace, plan: Plan, price: Any = None, *, write: bool = False, verdict: Sequence[str] = ()
-) -> dict[str, Any]:
-    """Write a plan where it is not yet, and show it."""
-    from ..plans.explain import explain_plan
+def _finish(a: argparse.Namespace, plan: Plan, price: Any = None, *, write: bool = False) -> dict[str, Any]:
+    """Write a plan where it is not yet, show it, and end with what it comes to and the command that follows."""
+    from ..plans.explain import advice, explain_plan
+    from ..plans.verdict import verdict
 
     if a.out and write:
         plan.save(a.out, overwrite=a.overwrite)
     for part in () if a.json else parts_of(plan).values():
         _show(a, part, price)
-    say(a, *explain_plan(plan)["sentences"], *verdict, *([f"Written to {a.out}."] if a.out else []))
-    say_next(a, plan)
+    say(a, *(explain_plan(plan)["sentences"] if a.table else advice(plan)))
+    if a.out:
+        say(a, f"Written to {a.out}; layerbudget explain {shlex.quote(a.out)} says what it rests on.")
+    say(a, verdict(plan))
+    _say_what_follows(a, plan)
     return to_jsonable(plan.to_dict())
 
 
-def say_next(a: argparse.Namespace, plan: Plan) -> None:
+def _say_what_follows(a: argparse.Namespace, plan: Plan) -> None:
     """Say the command that follows: what is done with a plan of this kind."""
-    command = KINDS.find(plan.kind).command
+    command = KINDS.find(plan.kind).command or "export"
     if not a.out:
         say(a, "Nothing is written: -o plan.json keeps the plan.")
-    elif command:
-        model = str(getattr(a, "model", None) or plan.model.get("id") or "MODEL")
-        more = {"apply": ["-o", "DIR"], "finetune": ["--data", "FILE", "-o", "DIR"]}[command]
-        say(a, f"Next: {shlex.join(['layerbudget', command, model, a.out, *more])}")
+        return
+    model = str(getattr(a, "model", None) or plan.model.get("id") or "MODEL")
+    more = {"apply": (model, a.out, "-o", "DIR"), "finetune": (model, a.out, "--data", "FILE", "-o", "DIR"), "export": (a.out,)}
+    say_next(a, command, *more[command])
 
 
 def _show(a: argparse.Namespace, plan: Plan, price: Any) -> None:
-    """Show the decision as a picture of the network, or as a table where that would be too wide or too long."""
-    from ..report.tables import plan_grid
+    """Show the decision as a picture of the network, as a table where that would be too wide, or by ``--table``."""
+    from ..report.tables import path_table, plan_grid
 
+    if a.table and plan.extra.get("path") and plan.kind == "sparsity":
+        a.console.print(path_table(plan))
+    if plan.kind == "shapes":
+        measured.show_shapes(a, plan)
+        return
     title = f"{plan.kind} by {plan.rule}{', in percent' if plan.kind == 'sparsity' else ''}"
     formats = plan.extra["formats"] if plan.kind in ("bits", "cache") else {}
     said = [formats[b.modules[0]] for b in plan.blocks] if formats else None
-    grid = plan_grid(plan, title, price=price, said=said) if len(plan.blocks) <= ROWS else None
+    grid = plan_grid(plan, title, price=price, said=said) if len(plan.blocks) <= BLOCKS and not a.table else None
     if grid is not None:
         a.console.print(grid)
         return

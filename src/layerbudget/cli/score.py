@@ -6,8 +6,9 @@ import argparse
 import dataclasses
 from typing import Any
 
+from ..scores import Scores
 from ..sensitivity.estimators import ESTIMATORS, Estimator
-from .display import expect, progress_bar, say, say_share, text_of, words_of
+from .display import expect, progress_bar, say, say_next, say_share, show_table, text_of, words_of
 from .options import DATA, add, add_data, add_out, add_set, add_verb, given, load, load_model, refuse, settings
 
 
@@ -36,7 +37,6 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     """Score, write the file, show the table."""
     from ..execution.processes import is_main
     from ..records import check_output
-    from ..report.tables import scores_table
 
     chosen = ESTIMATORS.find(a.estimator or "fisher-gram")
     if a.given:
@@ -46,10 +46,32 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     check_output(a.out, overwrite=a.overwrite)
     scores = _imported(a) if a.given else _measured(a, chosen)
     path = scores.save(a.out, overwrite=a.overwrite) if is_main() else a.out
-    a.console.print(scores_table(scores))
-    verdict = scores.extra.get("verdict")
-    say(a, *([str(verdict)] if verdict else []), f"written to {path}")
+    if not a.json:
+        _show(a, scores)
+    say(a, f"Written to {path}.", _verdict(scores))
+    kind = ("ranks", "--mean-rank", "8") if "increments" in scores.extra else ("sparsity", "--sparsity", "0.5")
+    say_next(a, "plan", kind[0], path, *kind[1:], "-o", "plan.json")
     return scores.to_dict()
+
+
+def _show(a: argparse.Namespace, scores: Scores) -> None:
+    """Show scores of single matrices as a picture of the network, others as a table; ``--table`` shows every row."""
+    from ..report.tables import cell, scores_grid, scores_table
+
+    sheet, grid = scores_table(scores), None if a.table else scores_grid(scores)
+    if grid is not None:
+        a.console.print(grid)
+    else:
+        show_table(a, sheet.title, sheet.header, sheet.rows, lambda row: [cell(value) for value in row])
+
+
+def _verdict(scores: Scores) -> str:
+    """What the scores say: their own verdict, and the blocks at either end."""
+    values = scores.values()
+    names = [scores.names[i] for i in (int(values.argmax()), int(values.argmin()))]
+    own = scores.extra.get("verdict")
+    ends = f"most at {names[0]} ({values.max():.3g}), least at {names[1]} ({values.min():.3g}), in {scores.unit}"
+    return f"Verdict: {own} {ends[0].upper()}{ends[1:]}." if own else f"Verdict: {ends}. What a plan makes of it, plan says."
 
 
 def _imported(a: argparse.Namespace) -> Any:

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InvalidInput
+from ..errors import InvalidInput, NotFound
 from ..evaluation.statistics import corrected, difference, holm, ranking
 from ..models.machine import versions
+from ..planning.rule import find_rule
 from ..progress import Progress, Steps
 from ..records import Result, digest, dumps, made_by, write_text
 from ..scores import Scores
@@ -83,6 +84,17 @@ def _scored(
     return None if cell is None else (Scores.from_dict(cell["scores"]), {k: cell[k] for k in _COST})
 
 
+def _check_names(kind: str, named: Mapping[str, Any], rules: Sequence[str | Callable[..., Any]]) -> None:
+    """Refuse scores and rules that do not exist, before the first of them is measured."""
+    for given in named.values():
+        if isinstance(given, str) and Path(given).suffix not in (".csv", ".json"):
+            ESTIMATORS.find(given)
+        elif isinstance(given, str) and not Path(given).is_file():
+            raise NotFound(f"There is no file {given}.", "", "Name an estimator, or a file of scores.")
+    for rule in rules:
+        find_rule(kind, rule)
+
+
 def compare_scores(
     bench: Bench,
     scores: Mapping[str, str | Scores | Mapping[str, float]] | Sequence[str],
@@ -119,6 +131,7 @@ def compare_scores(
     for what, values in (("score", named), ("rule", rules), ("budget", budgets), ("seed", seeds)):
         if not len(values):
             raise InvalidInput(f"There is no {what} to compare.", "At least one is needed.", f"Name a {what}.")
+    _check_names(kind, named, rules)
     cells = Cells(None if folder is None else Path(folder) / "cells", part)
     settings = {
         "scores": {n: Path(v).name if isinstance(v, str) else "given" for n, v in named.items()}, "budgets": list(budgets),

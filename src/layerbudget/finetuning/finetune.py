@@ -28,6 +28,7 @@ from ..execution.processes import broadcast, is_main
 from ..models.loading import load_tokenizer
 from ..models.machine import computation, versions
 from ..plan import Plan
+from ..planning.card import hub_name, loading, model_card
 from ..records import dumps, made_by, read_json, write_text
 from ..storage import folders, reading
 from ..storage.parts import Parts
@@ -163,6 +164,7 @@ class _Run:
         if found is not None:
             return found
         plain = self.load(seed)
+        architecture = type(plain).__name__
         rows = rows_of(self.task, self.tokenizer, plain, self.protocol)
         model = started(plain, self.plan, self.protocol, rows, self.task)
         check_space({folder: _room(model, keep)})
@@ -184,11 +186,36 @@ class _Run:
         record["trained_parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
         if is_main():
             write_text(folder / _RESULT, dumps(record), overwrite=True)
+            card = adapter_card(self.plan, self.task, record, architecture)
+            write_text(folder / "adapter" / "README.md", card, overwrite=True)
             if keep:
                 folders.seal(folder, ("adapter", _RESULT))
             else:
                 shutil.rmtree(folder / _CHECKPOINTS, ignore_errors=True)
         return record
+
+
+def adapter_card(plan: Plan, task: Task | Texts, record: Mapping[str, Any], architecture: str) -> str:
+    """The model card of the adapter of one seed: its ranks or experts, and what was measured on held-out rows.
+
+    ``architecture`` is the name of the base's class.
+    """
+    low, high = int(plan.counts.min()), int(plan.counts.max())
+    rows = {
+        plan.kind: f"{low} to {high}" if low < high else f"{low}",
+        "trained parameters": f"{record['trained_parameters']:,}",
+        "trained on": f"{len(task.train)} rows of {Path(task.name).name}, seed {record['seed']}",
+    }
+    rows |= {
+        f"held-out {name} ({split})": f"{value:.4f}" for split, own in record["metrics"].items() for name, value in own.items()
+    }
+    load = loading(architecture).replace("'.'", repr(hub_name(plan) or "BASE"))
+    ranks = f"{load}\nfrom peft import PeftModel\nmodel = PeftModel.from_pretrained(model, '.')"
+    use = ranks if plan.kind == "ranks" else "layerbudget evaluate BASE --adapter ."
+    what = "left as they are, with an adapter beside them whose size differs from matrix to matrix."
+    return model_card(
+        plan, "adapter", f"adapted by {plan.kind}", what, rows, use, architecture=architecture, library="peft", tags=("lora",)
+    )
 
 
 def _room(model: nn.Module, keep: bool) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 from ..compressors.formats import GGUF
 from ..decisions.fit.program import sentences as of_fit
 from ..decisions.joint.recipe import sentences as of_recipe
+from ..decisions.kept_experts.program import bend
 from ..decisions.kept_experts.program import sentences as of_kept
 from ..decisions.ranks.plan import serving_note
 from ..errors import InvalidInput, ModelMismatch
@@ -19,9 +20,9 @@ from ..kinds import KINDS
 from ..plan import Plan
 from ..records import Result
 from ..scores import Scores
+from .verdict import TAKE_UNIFORM
 
 NEARLY_UNIFORM = 0.05  # standard deviation over mean
-TAKE_UNIFORM = 0.95  # share of the gain
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,6 +59,16 @@ def explain_plan(plan: Plan, scores: Scores | None = None, *, tokens: int | None
         least=[plan.names[i] for i in order[:5]],
         codelengths=bits,
     )
+
+
+def advice(plan: Plan) -> list[str]:
+    """Sentences that call for something: a budget that does not bind, what stays as it is, how to serve or load the result."""
+    e, c, said = plan.extra, plan.certificate, list[str]()
+    said += [c["message"]] if "multiplier" in c and c["status"] != "binding" else []
+    said += _on_unwritten(plan) + _on_reserve(plan) + _on_nearly_uniform(plan)
+    if plan.kind == "ranks" and plan.counts.any():
+        said.append(f"To serve it with vLLM: {serving_note(plan)}")
+    return [*said, bent] if plan.kind == "kept-experts" and (bent := bend(e["forecast"])) else said
 
 
 def _on_budget(plan: Plan) -> list[str]:
@@ -117,20 +128,40 @@ def _on_decision(plan: Plan) -> list[str]:
         said.append(f"Verdict: uniform already has {share:.1%} of the gain: take uniform.")
     elif share is not None:
         said.append(f"Verdict: uniform would have {share:.1%} of this gain: the rest is what there is to win.")
-    if smaller := e.get("smaller_reserve"):
-        times = smaller["reserved"] / smaller["max_rank"]
-        less = "halves" if times == 2 else f"divides by {times:g}"
-        said.append(f"--max-rank {smaller['max_rank']} keeps {smaller['share']:.1%} of the gain and {less} what vLLM reserves.")
+    said += _on_reserve(plan)
     if bent := e.get("convexified"):
         worst = max(bent, key=lambda name: bent[name])
         said.append(f"{len(bent)} measured curves were not convex and were replaced by their hulls; {worst} moved most.")
+    return said + _on_nearly_uniform(plan)
+
+
+def _on_reserve(plan: Plan) -> list[str]:
+    """A lower cap of ranks that a server would reserve less for."""
+    smaller = plan.extra.get("smaller_reserve")
+    if not smaller:
+        return []
+    times = smaller["reserved"] / smaller["max_rank"]
+    less = "halves" if times == 2 else f"divides by {times:g}"
+    return [f"--max-rank {smaller['max_rank']} keeps {smaller['share']:.1%} of the gain and {less} what vLLM reserves."]
+
+
+def _on_nearly_uniform(plan: Plan) -> list[str]:
     spread = plan.values.std() / max(abs(plan.values.mean()), 1e-300)
-    if plan.rule == "mdl" and len(plan.blocks) > 1 and spread < NEARLY_UNIFORM:
-        said.append(
-            f"This is nearly uniform (the values differ by {spread:.1%} of their mean). Gains damped relative to each block's "
-            "own curvature are often so: one damping for all blocks (score with --set damping_unit=median) tells them apart."
-        )
-    return said
+    if plan.rule != "mdl" or len(plan.blocks) < 2 or spread >= NEARLY_UNIFORM:
+        return []
+    return [
+        f"This is nearly uniform (the values differ by {spread:.1%} of their mean). Gains damped relative to each block's "
+        "own curvature are often so: one damping for all blocks (score with --set damping_unit=median) tells them apart."
+    ]
+
+
+def _on_unwritten(plan: Plan) -> list[str]:
+    """Matrices that no file holds in fewer bits."""
+    if not (kept := plan.extra.get("unwritten")):
+        return []
+    size = sum(b.count for b in plan.blocks if set(b.modules) <= set(kept))
+    first = next(iter(kept))
+    return [f"{len(kept)} matrices stay in 16 bits and count as such ({size} bytes), first {first}: {kept[first]}."]
 
 
 def _on_formats(plan: Plan) -> list[str]:
@@ -146,10 +177,7 @@ def _on_formats(plan: Plan) -> list[str]:
         f"{e['bits']:.4f} {told} "
         f"Damages of single blocks add up to {e['predicted']:.4g} +- {e['predicted_error']:.1g} nats per token{others}."
     )
-    if kept := e.get("unwritten"):
-        size = sum(b.count for b in plan.blocks if set(b.modules) <= set(kept))
-        first = next(iter(kept))
-        said.append(f"{len(kept)} matrices stay in 16 bits and count as such ({size} bytes), first {first}: {kept[first]}.")
+    said += _on_unwritten(plan)
     if plan.certificate:
         price = plan.certificate["price"] * 0.01 * plan.budget["limit"]
         said.append(f"One percent more bytes would save about {price:.2g} nats.")

@@ -17,6 +17,7 @@ from ..records import Block, natural_key
 from ..scores import Scores
 
 MOST_COLUMNS = 12
+LAYERS = 40  # of a grid that is shown whole
 _WORDS = ("block", "status", "model")  # columns that begin at the left
 _READ = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")  # matrices in the order in which a layer runs them
 
@@ -72,13 +73,19 @@ def sheet_of(rows: Sequence[Mapping[str, Any]], title: str = "") -> Sheet:
 def scores_table(scores: Scores, damping: float | None = None) -> Sheet:
     """One row per block: score, standard error, noise floor, status."""
     i = scores.index(damping)
-    title = f"{scores.estimator}, {scores.data.get('samples')} x {scores.data.get('length')} tokens of "
-    title += f"{scores.data.get('source')}, {scores.unit}"
+    read = f"{scores.data['samples']} x {scores.data['length']} tokens of {scores.data.get('source')}" if scores.data else ""
+    title = ", ".join(filter(None, (scores.estimator, read, scores.unit)))
     if scores.damping_unit != "none":
         title += f", damping {scores.damping[i]:g} ({scores.damping_unit})"
     columns = (scores.gain[i], scores.standard_error[i], scores.noise_floor[i], scores.status[i])
     rows = [(b.name, b.numel, *values) for b, *values in zip(scores.blocks, *columns, strict=True)]
     return Sheet(title, ("block", "parameters", "score", "standard error", "noise floor", "status"), rows)
+
+
+def scores_grid(scores: Scores) -> Table | None:
+    """Scores of single matrices as :func:`grid_table`; None where every layer is one block."""
+    sheet = scores_table(scores)
+    return grid_table(scores.blocks, [f"{row[2]:.3g}" for row in sheet.rows], sheet.title)
 
 
 def plan_table(plan: Plan) -> Sheet:
@@ -111,28 +118,53 @@ def demo_table(result: Mapping[str, Any]) -> Sheet:
 
 
 def plan_grid(
-    plan: Plan, title: str = "", *, said: Sequence[str] | None = None, price: Sequence[float] | None = None
+    plan: Plan, title: str = "", *, said: Sequence[str] | None = None, price: Sequence[float] | None = None, most: int = LAYERS
 ) -> Table | None:
-    """The decision as a picture: layers downwards, matrices across; None where one column would say it all.
+    """The decision of a plan as :func:`grid_table`; ``said`` is written for every block in the place of its value.
 
-    ``said`` is written for every block in the place of its value. With the ``price`` of one unit of every block, in parameters,
-    each row ends with those of its adapters.
+    With the ``price`` of one unit of every block, in parameters, each row ends with those of its adapters.
     """
-    grid = grid_of(plan.blocks)
+    words = [_decided(plan, block) for block in plan.blocks] if said is None else list(said)
+    each = None if price is None else [b.count * p for b, p in zip(plan.blocks, price, strict=True)]
+    return grid_table(plan.blocks, words, title, parameters=each, most=most)
+
+
+def grid_table(
+    blocks: Sequence[Block | PlanBlock],
+    words: Sequence[str],
+    title: str = "",
+    *,
+    parameters: Sequence[float] | None = None,
+    most: int = LAYERS,
+) -> Table | None:
+    """One word for every block as a picture: layers downwards, matrices across; None where one column would say it all.
+
+    More than ``most`` layers lose their middle. What stands in no layer is said in the title.
+    """
+    beside = {k: b.name.rpartition(".")[2] for k, b in enumerate(blocks) if not _PLACE.match(b.name)}
+    title = "; ".join([title, *(f"{name} {words[k]}" for k, name in beside.items())])
+    inside = [k for k in range(len(blocks)) if k not in beside]
+    blocks, words = [blocks[k] for k in inside], [words[k] for k in inside]
+    parameters = None if parameters is None else [parameters[k] for k in inside]
+    grid = grid_of(blocks)
     if grid.whole or len(grid.columns) > MOST_COLUMNS:
         return None
-    words = [_decided(plan, block) for block in plan.blocks] if said is None else list(said)
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("layer", justify="right", no_wrap=True)
     for name in grid.columns:
-        table.add_column(name.removesuffix("_proj"), justify="right")
-    if price is not None:
+        table.add_column(name.removesuffix("_proj"), justify="right", no_wrap=True)
+    if parameters is not None:
         table.add_column("parameters", justify="right", no_wrap=True)
+    near, far = (len(grid.rows), 0) if len(grid.rows) <= most else (most // 2, len(grid.rows) - most // 2)
     for row, label in enumerate(grid.rows):
+        if near <= row < far:
+            if row == near:
+                table.add_row(f"... {far - near} more")
+            continue
         found = [grid.cells.get((row, column)) for column in range(len(grid.columns))]
         cells = ["" if k is None else words[k] for k in found]
-        if price is not None:
-            cells.append(f"{sum(plan.blocks[k].count * price[k] for k in set(found) if k is not None):,.0f}")
+        if parameters is not None:
+            cells.append(f"{sum(parameters[k] for k in set(found) if k is not None):,.0f}")
         table.add_row(label, *cells)
     return table
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests import zoo
+from tests.cards import card_of
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, DeepseekV2Config
 
@@ -365,6 +366,8 @@ def test_the_commands_plan_and_write_a_smaller_mixture(tmp_path, tokenizer, monk
     assert main(["apply", "model", "plan.json", "-o", "small", "--json"]) == 0
     receipt = json.loads(capsys.readouterr().out)
     assert receipt["experts"] == {"before": 24, "after": 12} and sum(b["count"] for b in plan["blocks"]) == 12
+    said = card_of(tmp_path / "small").text
+    assert "| experts | 12 of 24 |" in said and "layerbudget apply model plan.json --out small" in said
     assert main(["evaluate", "small", "--perplexity", "text.txt", "--length", "16", "--windows", "2", "--json"]) == 0
     assert main(["apply", "model", "plan.json", "-o", "other", "--method", "wanda"]) == 2
     assert main(["plan", "kept-experts", "model", "--keep", "0.1", *text, "-o", "p2.json"]) == 2

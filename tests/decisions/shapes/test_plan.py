@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from tests import zoo
+from tests.cards import card_of
 
 from layerbudget.cli import main
 from layerbudget.decisions.shapes.apply import apply_shapes, measure_plan
@@ -99,6 +100,7 @@ def test_layers_go_with_heads_and_widths_and_the_rest_loads_in_plain_transformer
         torch.testing.assert_close(loaded(**batch).logits, model(**batch).logits, rtol=1e-5, atol=1e-5)
     assert json.loads((tmp_path / "out" / "receipt.json").read_text())["plan_digest"] == plan.digest
     assert Plan.load(tmp_path / "out" / "plan.json") == plan
+    assert card_of(tmp_path / "out").data.pipeline_tag == "text-generation"
 
 
 def test_even_plans_keep_the_heads_that_a_config_cannot_lose():

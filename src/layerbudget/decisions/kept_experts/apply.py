@@ -13,6 +13,7 @@ from ...kinds import check_kind
 from ...models.blocks import describe
 from ...models.experts import EXPERTS_KEPT, ExpertLayer, cut_experts, find_experts
 from ...plan import Plan
+from ...planning.card import loading, model_card
 from ...records import Result
 
 
@@ -57,6 +58,19 @@ def keep_experts(model: nn.Module, plan: Plan) -> ExpertReceipt:
         **{name: {"before": before[name], "after": after[name]} for name in before}, layers=layers, even=even,
         loads="transformers, and what reads its checkpoints" if even else "layerbudget.load_model",
     )  # fmt: skip
+
+
+def expert_card(plan: Plan, receipt: Mapping[str, Any], name: str) -> str:
+    """The model card of a model that lost experts."""
+    experts, sizes = receipt["experts"], receipt["parameters"]
+    rows = {
+        "experts": f"{experts['after']} of {experts['before']}",
+        "parameters": f"{sizes['before']:,} before, {sizes['after']:,} now",
+        "of a token": f"{receipt['active']['after']:,} parameters",
+    }
+    use = loading(name) if receipt["even"] else "import layerbudget as lb\nmodel = lb.load_model('.')"
+    what = "with fewer experts and the same routing among them. `plan.json` says which stay, `receipt.json` what was counted."
+    return model_card(plan, "finetune", "left with fewer experts", what, rows, use, architecture=name, tags=("pruned", "moe"))
 
 
 def _sizes(model: nn.Module) -> dict[str, Any]:

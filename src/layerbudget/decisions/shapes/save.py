@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ...errors import UnknownStructure
 from ...models.blocks import config_of, describe, layers, pretrained, text_config
 from ...models.machine import versions
 from ...plan import Plan
+from ...planning.card import loading, model_card
 from ...records import SCHEMA_VERSION, dumps, write_text
 from ...storage.folders import new_folder, write_model
 from ..bits.gguf import GgufWriter
@@ -182,7 +184,7 @@ def save_gguf(
         for piece in writer.head.pieces:
             writer.add(writer.tensors(piece, {}))
         notes = writer.close()
-        for name, write in _beside(plan, {**(record or {}), "notes": notes}).items():
+        for name, write in _beside(plan, {**(record or {}), "notes": notes}, model, gguf=True).items():
             write(folder / name)
     return Path(out_dir)
 
@@ -207,14 +209,29 @@ def save_smaller(
         overwrite: Replace what an earlier call wrote: the files that the folder's ``manifest.json`` names, and no others.
     """
     check_exportable(model)
-    return write_model(pretrained(model), tokenizer, out_dir, _beside(plan, record), overwrite=overwrite)
+    return write_model(pretrained(model), tokenizer, out_dir, _beside(plan, record, model), overwrite=overwrite)
 
 
-def _beside(plan: Plan | None, record: Mapping[str, Any] | None) -> dict[str, Callable[[Path], object]]:
-    """What writes the plan and the recount beside a model."""
+def _beside(
+    plan: Plan | None, record: Mapping[str, Any] | None, model: nn.Module, *, gguf: bool = False
+) -> dict[str, Callable[[Path], object]]:
+    """What writes the plan, the recount and a model card beside a model."""
     beside: dict[str, Callable[[Path], object]] = {} if plan is None else {"plan.json": plan.save}
     if record is not None:
         digest = {"plan_digest": plan.digest} if plan is not None else {}
         content = dumps({"schema_version": SCHEMA_VERSION, **digest, **record, "versions": versions()})
-        beside["receipt.json"] = lambda path: write_text(path, content)
+        beside["receipt.json"] = partial(write_text, text=content)
+    if plan is not None:
+        beside["README.md"] = partial(write_text, text=_card(plan, record or {}, type(pretrained(model)).__name__, gguf))
     return beside
+
+
+def _card(plan: Plan, record: Mapping[str, Any], name: str, gguf: bool) -> str:
+    """The model card of a smaller model."""
+    rows = {"removed": f"{record['saved']:.6g} {record['unit']}, recounted"} if "saved" in record else {}
+    if sizes := record.get("parameters"):
+        rows["parameters"] = f"{sizes['before']:,} before, {sizes['after']:,} now"
+    what = "with fewer heads, narrower MLPs or fewer layers: `plan.json` says which, `receipt.json` what was counted."
+    use, tags = ("llama-cli -m model.gguf", ("gguf", "pruned")) if gguf else (loading(name), ("pruned",))
+    library = None if gguf else "transformers"
+    return model_card(plan, "finetune", "made smaller", what, rows, use, architecture=name, library=library, tags=tags)

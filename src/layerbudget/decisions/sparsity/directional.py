@@ -90,9 +90,11 @@ def plan_by_damage(
     request = {**settings, "model": identity["digest"], "data": data.digest}
     request |= {"versions": versions(), "computation": computation(model)}
     parts = Parts(resume if is_main() else None, request)
-    treated = TreatedModel(model, data, Units.by(model, by), treatment, batch_size=batch_size)
+    units = Units.by(model, by)
+    tick = Steps(progress, max(1, int((passes - APPLYING - 1.0) / PRICE)))
+    treated = TreatedModel(model, data, units, treatment, batch_size=batch_size)
     try:
-        path = _descend(treated, sparsity, max_sparsity, trust, passes - APPLYING, parts, progress)
+        path = _descend(treated, sparsity, max_sparsity, trust, passes - APPLYING, parts, tick)
         measured = _last_step(treated, path)
     finally:
         treated.restore()
@@ -111,14 +113,12 @@ class _Path:
 
 
 def _descend(
-    treated: TreatedModel, sparsity: float, cap: float, radius: float, passes: float, parts: Parts, progress: Progress | None
+    treated: TreatedModel, sparsity: float, cap: float, radius: float, passes: float, parts: Parts, tick: Steps
 ) -> _Path:
     """A descent until nothing is gained or the passes are spent. Its last step is left to the caller, who measures it."""
     numel = treated.units.numel
     total = round(sparsity * int(numel.sum()))
     levels = NESTED_LEVELS if treated.treatment.nested else WRITTEN_LEVELS
-    most = max(1, int((passes - 1.0) / PRICE))
-    tick = Steps(progress, most)
 
     def levels_at(counts: np.ndarray, trust: float) -> np.ndarray:
         return loop.reach(counts / numel, trust, cap, levels)
@@ -139,7 +139,7 @@ def _descend(
             yield loop.Proposal(state=counts, promise=promise, trust=trust * length, length=length)
 
     def affords() -> bool:
-        return len(path.log) < most and treated.passes + PRICE <= passes
+        return len(path.log) < tick.total and treated.passes + PRICE <= passes
 
     def record(point: Point, **more: Any) -> None:
         path.counts.append(point.counts)
@@ -159,7 +159,7 @@ def _descend(
         moved = float(np.abs(step.point.counts - point.counts).sum() / numel.sum())
         point, trust, done = step.point, step.trust, step.proposal
         record(point, length=done.length, trust=done.trust, moved=moved, predicted=done.promise, measured=step.change)
-        say(progress, f"damage {point.divergence:.3g}")
+        say(tick.progress, f"damage {point.divergence:.3g}")
         tick(len(path.log) - 1 - tick.done)
     last = next(proposals(point, trust), None)
     if last is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from ...errors import InvalidInput
 from ...models.blocks import pretrained
 from ...models.offload import mapped
 from ...plan import Plan
-from ...records import stacks
+from ...planning.card import loading, model_card
+from ...records import stacks, write_text
 from ...storage.folders import write_model
 from ...storage.writing import check_space
 from .receipt import Receipt
@@ -35,7 +38,7 @@ def check_room(model: nn.Module, out: Path | str, *, resume: Path | str | None =
 def save_pruned(
     model: nn.Module, tokenizer: Any, plan: Plan, receipt: Receipt, out_dir: Path | str, *, overwrite: bool = False
 ) -> Path:
-    """Write checkpoint, tokenizer (where it is not None), ``plan.json`` and ``receipt.json``, and return the folder.
+    """Write checkpoint, tokenizer (where it is not None), plan, receipt and a model card (README.md); return the folder.
 
     The folder appears complete or not at all. The weights are stored densely, zeros included, so that every runtime reads
     them; no ``sparsity_config`` is written, because runtimes without sparse kernels refuse such models.
@@ -46,7 +49,15 @@ def save_pruned(
         AlreadyExists: The folder exists and is not empty (with ``overwrite``: and is none of ours).
     """
     limits = {} if mapped(model) is None else {"max_shard_size": "1GB"}
-    beside = {"plan.json": plan.save, "receipt.json": receipt.save}
+    name = type(pretrained(model)).__name__
+    rows = {"zeros": f"{receipt.sparsity:.4%} of the matrices' weights, recounted", "pruned by": receipt.method}
+    what = "with zeros where `plan.json` says so; `receipt.json` has what was counted. Zeros save neither disk nor time."
+    card = model_card(plan, "finetune", "pruned", what, rows, loading(name), architecture=name, tags=("pruned",))
+    beside: dict[str, Callable[[Path], object]] = {
+        "plan.json": plan.save,
+        "receipt.json": receipt.save,
+        "README.md": partial(write_text, text=card),
+    }
     return write_model(pretrained(model), tokenizer, out_dir, beside, overwrite=overwrite, **limits)
 
 

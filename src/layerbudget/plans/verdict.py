@@ -1,0 +1,189 @@
+"""What a plan comes to in one sentence: what one gets, beside uniform, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..compressors.formats import GGUF
+from ..decisions.shapes.program import layers_differ
+from ..kinds import KINDS
+from ..plan import Plan
+
+TAKE_UNIFORM = 0.95  # share of the gain
+_BESIDE = "compare it with the dense model on text of your own"
+_SAME = 0.005  # a smaller difference is none
+
+
+def verdict(plan: Plan) -> str:
+    """One sentence on a plan of any kind: what it decides, its damage or gain beside uniform, and the passes that it took."""
+    own = _VERDICTS.get(plan.kind)
+    return f"Verdict: {_in_general(plan) if own is None else own(plan)}"
+
+
+def expected(plan: Plan) -> str:
+    """What is known of the damage of a plan that was applied, in one sentence: measured or predicted when it was made."""
+    e = plan.extra
+    if plan.kind in ("bits", "cache", "fit") and e.get("check"):
+        return f"Verdict: planned to cost {e['check']['rows'][plan.rule]['kl']:.3g} nats per token; {_BESIDE}."
+    damage = e.get("measured", e.get("predicted"))
+    if damage is None:
+        return f"Verdict: scores decided, and nothing is known of the damage; {_BESIDE}."
+    return f"Verdict: planned to cost {damage:.3g} nats per token; {_BESIDE}."
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def _less(own: float, other: float, name: str, error: float = 0.0) -> str:
+    """How a damage stands beside that of another choice; within twice its standard error they are not told apart."""
+    if abs(own - other) <= max(2 * error, _SAME * other):
+        return f"not to be told from {name} ({other:.3g})"
+    share = 100 * abs(1 - own / other) if other > 0 else 100.0
+    word = "less" if own < other else "more"
+    return f"{share:.{0 if share >= 10 else 1}f} % {word} than {name} ({other:.3g})"
+
+
+def _took(plan: Plan, name: str = "forward_passes") -> str:
+    passes = plan.extra.get(name)
+    return f"; planning took {passes:.0f} forward equivalents" if passes else ""
+
+
+def _is_uniform(plan: Plan) -> bool:
+    return float(np.ptp(plan.values)) <= 1e-9 * float(np.abs(plan.values).max(initial=0.0))
+
+
+# --- kinds ------------------------------------------------------------------------------------------------------------------
+
+
+def _on_sparsity(plan: Plan) -> str:
+    e, share = plan.extra, _percent(plan.sparsity)
+    if "measured" not in e:
+        if _is_uniform(plan):
+            return f"every block loses {share} of its weights: this is uniform."
+        low, high = (_percent(v) for v in (plan.values.min(), plan.values.max()))
+        return (
+            f"{share} of the weights become zero, {low} to {high} of a block. Scores do not say what uniform would cost: "
+            "plan from the model, or apply both plans and evaluate them."
+        )
+    beside = _less(e["measured"], e["path"][0]["divergence"], "uniform")
+    return (
+        f"{share} of the weights become zero for {e['measured']:.3g} nats per token, {beside}, on the text that decided"
+        f"{_took(plan)}."
+    )
+
+
+def _on_formats(plan: Plan) -> str:
+    """Of bits, of a cache or of both: the check on held-out text where there is one, else what the program expects."""
+    e, check = plan.extra, plan.extra.get("check")
+    if plan.kind == "fit":
+        size = f"weights and cache in {plan.budget['spent']:,.0f} of {plan.budget['limit']:,.0f} bytes"
+    elif plan.kind == "cache":
+        size = f"{e['bits']:.4g} bits per cached number, {plan.budget['spent']:,} bytes"
+    else:
+        size = f"{e['bits']:.4g} bits per weight, {_file_bytes(plan):,} bytes"
+    others: dict[str, tuple[float, float]]  # damage of the other choices, and the error of the difference
+    if check:
+        own, on = check["rows"][plan.rule]["kl"], "on held-out text"
+        others = {n: (r["kl"], r.get("difference_error", 0.0)) for n, r in check["rows"].items() if not r.get("same")}
+    else:
+        own, on = e["predicted"], "predicted and not checked"
+        others = {n: (r["predicted"], e["predicted_error"]) for n, r in e["baselines"].items()}
+    mix = (e.get("named") or {}).get("mix") or e.get("mix")
+    names = {"mix": f"llama.cpp's {mix}", "uniform": "uniform", "uniform-cache": "one format for the cache"}
+    rows = [_less(own, kl, names[n], error) for n, (kl, error) in others.items() if n in names and n != plan.rule]
+    beside = f", {' and '.join(rows)} in as many bytes" if rows else ""
+    asked = e.get("asked", plan.rule)
+    took = "" if asked == plan.rule else f". The plan is {names.get(plan.rule, plan.rule)}, which was better than the program's"
+    return f"{size} for {own:.3g} nats per token{beside}, {on}{took}{_took(plan, 'passes')}."
+
+
+def _file_bytes(plan: Plan) -> int:
+    e = plan.extra
+    if e.get("family") == GGUF:
+        return int(plan.budget["spent"] + e["fixed_bytes"] + e.get("head_bytes", 0))
+    return int(plan.budget.get("file", plan.budget["spent"]))
+
+
+def _on_kept(plan: Plan) -> str:
+    e, total = plan.extra, round(sum(b.count / b.value for b in plan.blocks if b.value))
+    even = "" if len(set(plan.counts.tolist())) == 1 else ". Layers keep different numbers: --even plans the same for all"
+    return (
+        f"{int(plan.counts.sum())} of {total} experts stay for {e['measured']:.3g} nats per token, measured with the others "
+        f"masked{_took(plan)}{even}."
+    )
+
+
+def _on_shapes(plan: Plan) -> str:
+    e, b = plan.extra, plan.budget
+    differ = (
+        ". Layers differ: only llama.cpp loads the result (apply --format gguf); --even plans one for every runtime"
+        if layers_differ(plan)
+        else ". Every runtime loads the result"
+    )
+    return (
+        f"{_percent(b['spent'] / b['base'])} of the layers' {b['unit']} go for {e['measured']:.3g} nats per token, cut and "
+        f"refitted{_took(plan)}{differ}."
+    )
+
+
+def _on_ranks(plan: Plan) -> str:
+    low, high, share = int(plan.counts.min()), int(plan.counts.max()), plan.extra.get("uniform_share")
+    if low == high:
+        return f"every block gets rank {low}: this is uniform."
+    told = f"ranks from {low} to {high}"
+    if share is None:
+        return f"{told}. The scores do not say what uniform would gain: train both plans, and pair them by finetune --against."
+    advice = "take uniform" if share >= TAKE_UNIFORM else "the rest is what there is to win"
+    return f"{told}; uniform would have {share:.1%} of this gain with as many parameters: {advice}."
+
+
+def _on_experts(plan: Plan) -> str:
+    low, high = int(plan.counts.min()), int(plan.counts.max())
+    if low == high:
+        return f"every block gets {low} experts: this is uniform."
+    return (
+        f"{low} to {high} experts a block. No rule has beaten uniform in our own trainings: train both plans, and pair them by "
+        "finetune --against."
+    )
+
+
+def _on_joint(plan: Plan) -> str:
+    held, b = plan.extra["capacity"], plan.budget
+    counts = [int(c) for c in held["counts"].values()]
+    return (
+        f"{_percent(plan.sparsity)} of the weights become zero and pay for {min(counts)} to {max(counts)} {held['kind']} a "
+        f"block: {b['spent']:,.0f} bytes in all. Scores do not say what uniform would cost: train and evaluate both."
+    )
+
+
+def _on_recipe(plan: Plan) -> str:
+    e, b = plan.extra, plan.budget
+    return (
+        f"{b['base']:,} bytes of base and {b['adapter']:,} of adapter; rounding costs {e['predicted']:.3g} nats per token, and "
+        f"training may gain up to {e['adapter']['gain']:.3g} by the quadratic model. Nothing was compared with uniform."
+    )
+
+
+def _in_general(plan: Plan) -> str:
+    if _is_uniform(plan):
+        return f"every block gets {plan.values[0]:.4g}: this is uniform."
+    decides, low, high = KINDS.find(plan.kind).decides, plan.values.min(), plan.values.max()
+    return f"{decides} from {low:.3g} to {high:.3g} over {len(plan.blocks)} blocks. Nothing was compared with uniform."
+
+
+_VERDICTS: Mapping[str, Callable[[Plan], Any]] = {
+    "sparsity": _on_sparsity,
+    "bits": _on_formats,
+    "cache": _on_formats,
+    "fit": _on_formats,
+    "kept-experts": _on_kept,
+    "shapes": _on_shapes,
+    "ranks": _on_ranks,
+    "experts": _on_experts,
+    "joint": _on_joint,
+    "recipe": _on_recipe,
+}

@@ -1,0 +1,138 @@
+"""Every plan ends with what it comes to in one sentence and the command that follows; long tables are shown where asked."""
+
+import dataclasses
+import json
+import shlex
+
+import numpy as np
+import pytest
+from tests import zoo
+from tests.cli.helpers import command_result
+
+from layerbudget.cli import display, main, parse
+from layerbudget.models.blocks import partition
+from layerbudget.plan import Plan
+from layerbudget.plans.verdict import verdict
+from layerbudget.report.tables import grid_table
+from layerbudget.scores import Scores
+
+TEXT = ["--data", "text.txt", "--samples", "4", "--length", "16"]
+FEW = [*TEXT, "--set", "draws=1"]
+PLANS = {
+    "sparsity": ["MODEL", "--sparsity", "0.5", "--passes", "6", *TEXT],
+    "bits": ["MODEL", "--bits", "4.5", "--set", "group=16", "--set", "check=2", *FEW],
+    "cache": ["MODEL", "--bits", "7", "--context", "32", "--set", "group=8", "--set", "check=2", *FEW],
+    "fit": ["SMALL", "--memory", "1 GiB", "--context", "32", "--set", "check=2", *FEW],
+    "shapes": ["SMALL", "--save", "20%flops", "--even", "--passes", "32", *TEXT],
+    "kept-experts": ["MIXTURE", "--keep", "0.5", *FEW],
+    "ranks": ["scores.json", "--mean-rank", "2"],
+    "experts": ["scores.json", "--total", "200"],
+    "joint": ["scores.json", "--budget=-8KiB"],
+}
+WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}  # heads of 32 channels, for caches of llama.cpp
+SIX = ("sparsity", "bits", "cache", "shapes", "kept-experts", "ranks")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, tokenizer):
+    """A model of 12 layers and 84 matrices, one with experts, scores with the gain of every further rank, and a text."""
+    folder, rng = tmp_path_factory.mktemp("verdict"), np.random.default_rng(0)
+    deep = zoo.speaker("llama", num_hidden_layers=12)
+    for name, model in (("MODEL", deep), ("SMALL", zoo.speaker("llama", **WIDE)), ("MIXTURE", zoo.speaker("qwen3-moe"))):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    blocks = partition(deep, "linear")
+    rows = np.sort(rng.gamma(1.0, size=(len(blocks), 8)))[:, ::-1] * rng.random((len(blocks), 1))
+    Scores(estimator="rank-gain", blocks=blocks, gain=[rows.sum(1).tolist()], extra={"increments": [rows.tolist()]}).save(
+        folder / "scores.json"
+    )
+    (folder / "text.txt").write_text("".join(chr(33 + (7 * i * i + 3 * i) % 80) for i in range(4000)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(place):
+    """A function that makes a plan once: the record, what was shown, and the plan."""
+    found = {}
+
+    def make(kind):
+        if kind not in found:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.chdir(place)
+                result, shown = command_result("plan", kind, *PLANS[kind], "-o", f"{kind}.json")
+                found[kind] = result, shown.strip().splitlines(), Plan.load(f"{kind}.json")
+        return found[kind]
+
+    return make
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_a_plan_ends_with_its_verdict_and_the_command_that_follows(made, kind):
+    result, lines, plan = made(kind)
+    assert lines[-2] == verdict(plan) and lines[-2].startswith("Verdict: ") and lines[-2].endswith(".")
+    words = shlex.split(lines[-1].removeprefix("Next: "))
+    assert lines[-1].startswith("Next: layerbudget ") and f"{kind}.json" in words and parse(words[1:]).handler
+    assert (
+        len(lines) < (40 if kind == "fit" else 32) and result["kind"] == kind
+    )  # 84 matrices: a grid of 12 layers; a fit has two grids and a curve
+    if kind in SIX:
+        assert "uniform" in lines[-2] or "nats per token" in lines[-2]
+
+
+def test_the_verdict_has_the_numbers_of_the_plan(made):
+    _, lines, plan = made("sparsity")
+    own, start = plan.extra["measured"], plan.extra["path"][0]["divergence"]
+    share = 100 * (1 - own / start)
+    told = f"{share:.{0 if share >= 10 else 1}f} % less than uniform" if share > 0.5 else "not to be told from uniform"
+    assert told in lines[-2] and own <= start
+    assert "50 % of the weights" in lines[-2] and f"{own:.3g} nats" in lines[-2]
+    _, lines, plan = made("bits")
+    check = plan.extra["check"]["rows"]
+    assert f"{check[plan.rule]['kl']:.3g} nats per token" in lines[-2] and "held-out" in lines[-2]
+    assert f"{check['uniform']['kl']:.3g}" in lines[-2] or plan.rule == "uniform" or check["uniform"]["same"]
+    _, lines, plan = made("ranks")
+    assert f"{plan.extra['uniform_share']:.1%}" in lines[-2]
+    _, lines, plan = made("kept-experts")
+    assert f"{plan.counts.sum()} of 24 experts stay" in lines[-2] and f"{plan.extra['measured']:.3g} nats" in lines[-2]
+    _, lines, plan = made("shapes")
+    assert "Every runtime loads" in lines[-2] and f"{plan.extra['measured']:.3g} nats" in lines[-2]
+
+
+def test_a_difference_within_the_noise_is_none(made):
+    plan = made("bits")[2]
+    rows = {"choices": {"kl": 0.01}, "uniform": {"kl": 0.011, "difference": 0.001, "difference_error": 0.002, "same": False}}
+    check = {**plan.extra["check"], "rows": rows}
+    plan = dataclasses.replace(plan, rule="choices", extra={**plan.extra, "check": check})
+    assert "not to be told from uniform (0.011)" in verdict(plan)
+    rows["uniform"]["difference_error"] = 1e-5
+    assert "9.1 % less than uniform (0.011)" in verdict(dataclasses.replace(plan, extra={**plan.extra, "check": check}))
+    rows["choices"]["kl"] = 0.022
+    assert "100 % more than uniform (0.011)" in verdict(dataclasses.replace(plan, extra={**plan.extra, "check": check}))
+
+
+def test_a_table_shows_every_row_and_every_sentence(place, monkeypatch):
+    monkeypatch.chdir(place)
+    words = ["plan", "ranks", *PLANS["ranks"]]
+    (plain, short), (told, long) = command_result(*words), command_result(*words, "--table")
+    assert "self_attn.q_proj" not in short and long.count("self_attn.q_proj") >= 12
+    assert len(long.splitlines()) > 84 > len(short.splitlines())
+    assert {k: v for k, v in plain.items() if k != "made_by"} == {k: v for k, v in told.items() if k != "made_by"}
+    few = command_result("explain", "diff", "ranks.json", "ranks.json")[1] if (place / "ranks.json").exists() else ""
+    assert len(few.splitlines()) < display.FEW + 8
+    assert main(["export", "scores.json", "--table"]) == 2
+
+
+def test_a_deep_grid_loses_its_middle():
+    blocks = partition(zoo.speaker("llama", num_hidden_layers=5), "linear")
+    table = grid_table(blocks, ["7"] * len(blocks), "title", most=4)
+    assert [list(c.cells) for c in table.columns][0] == ["0", "1", "... 1 more", "3", "4"]
+
+
+def test_the_terminal_of_a_score_is_short(place, monkeypatch):
+    monkeypatch.chdir(place)
+    result, shown = command_result("score", "MODEL", "--estimator", "spectral-tail", "--by", "linear", "-o", "tail.json")
+    lines = shown.strip().splitlines()
+    assert len(lines) < 24 and lines[-2].startswith("Verdict: ") and lines[-1].startswith("Next: layerbudget plan ")
+    values = dict(zip([b["name"] for b in result["blocks"]], result["gain"][0], strict=True))
+    assert max(values, key=values.get) in lines[-2]
+    json.dumps(result)
