@@ -6,6 +6,7 @@ large its weights are, so that what a test looks at (masks, gains, adapters) is 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,8 +15,10 @@ import torch
 import transformers
 from torch import nn
 
+from layerbudget.compressors.formats import find_format
 from layerbudget.compressors.select import share
 from layerbudget.data.calibration import CalibrationSet
+from layerbudget.decisions.cache.formats import Kept
 from layerbudget.execution import loss as L
 from layerbudget.models import blocks as B
 from layerbudget.plan import Plan, PlanBlock
@@ -311,6 +314,32 @@ def scores(values: Sequence[float], sizes: Sequence[int] | None = None, **fields
         for i, d in enumerate(sizes)
     ]
     return Scores.from_values(blocks, {b.name: float(v) for b, v in zip(blocks, values, strict=True)}, **fields)
+
+
+def fit_scores(seed: int = 0, layers: int = 2) -> Scores:
+    """What might have been measured of weights and cache: four matrices and four parts, three formats each."""
+    weights, cached = ["w2-g32", "w4-g32", "bf16"], ["int2", "int4", "bf16"]
+    rng = np.random.default_rng(seed)
+    modules = [Module(name=f"model.layers.{i}.mlp.{n}", d_out=64, d_in=64) for i in range(layers) for n in ("up", "down")]
+    held = [Block(name=m.name, modules=(m,)) for m in modules]
+    kept = [
+        Kept(layer=i, name=f"model.layers.{i}", part=p, heads=1, channels=32, window=None)
+        for i in range(layers)
+        for p in (0, 1)
+    ]
+    rows = {}
+    for name, count in (("weights", len(held)), ("cache", len(kept))):
+        damage = np.exp(rng.normal(size=(count, 1))) * np.array([1.0, 0.06, 0.0]) * np.exp(0.3 * rng.normal(size=(count, 3)))
+        rest = damage[..., None] * 0.1 * rng.normal(size=(*damage.shape, 4))
+        rows[name] = {"damage": damage.tolist(), "rest": rest.tolist()}
+    memory = {"layers": [[128, 0]] * layers, "state": 0, "vocabulary": 96, "hidden": 64, "positions": 4096}
+    own = {"fixed": 1000, "head": 24, "family": "compressed-tensors", "runtime": "transformers", "method": "rtn"}
+    size = [[find_format(n).bytes(64, 64) for n in weights] for _ in held]
+    error = np.linalg.norm(rows["weights"]["rest"], axis=-1).tolist()
+    choices = {"formats": weights, "size": size, "error": error, "cache": memory, **own, **rows["weights"]}
+    cache = {"runtime": "transformers", "formats": cached, "group": 32, "kept": [dataclasses.asdict(k) for k in kept]}
+    extra = {"choices": choices, "cache": {**cache, **rows["cache"], "passes": 9.0}}
+    return Scores.from_values(held, {b.name: 1.0 for b in held}, estimator="rounding", extra=extra)
 
 
 def text(samples: int = 6, length: int = 10, seed: int = 3, padded: bool = False) -> CalibrationSet:

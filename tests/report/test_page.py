@@ -10,11 +10,14 @@ import pytest
 from tests import zoo
 
 from layerbudget.decisions.experts.plan import plan_experts
+from layerbudget.decisions.fit.plan import plan_fit
 from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.decisions.sparsity.plan import plan_sparsity
+from layerbudget.plan import Plan
 from layerbudget.records import dumps, write_text
-from layerbudget.report.data import solved_grid
+from layerbudget.report.data import charts_of, solved_grid
 from layerbudget.report.page import build_page, write_report
+from layerbudget.report.records import gather
 from layerbudget.report.tables import grid_of
 
 BROWSER = next((b for b in ("chromium", "chromium-browser", "google-chrome", "chrome") if shutil.which(b)), None)
@@ -50,7 +53,7 @@ def by_rank():
 @pytest.fixture
 def folders(tmp_path):
     """One folder of each kind."""
-    for name in ("demo", "scores", "ranks", "experts", "pruned", "tuned", "other", "compared"):
+    for name in ("demo", "scores", "ranks", "experts", "pruned", "tuned", "other", "compared", "fit"):
         (tmp_path / name).mkdir()
     scores = zoo.scores([1.0, 2.0, 3.0])
     scores.save(tmp_path / "demo" / "scores.json")
@@ -60,6 +63,8 @@ def folders(tmp_path):
     by_rank().save(tmp_path / "ranks" / "scores.json")
     plan_ranks(by_rank(), mean_rank=8).save(tmp_path / "ranks" / "plan.json")
     plan_experts(scores, total=9).save(tmp_path / "experts" / "plan.json")
+    fit = plan_fit(zoo.fit_scores(), memory="600 KB", context=64)
+    fit.save(tmp_path / "fit" / "plan.json")
     seeds = {"value": 2.1, "stderr": 0.01, "by_seed": [2.0, 2.2]}
     test = {"difference": -0.1, "low": -0.3, "high": 0.1, "sentence": "a cannot be told from b"}
     tuned = {
@@ -90,6 +95,7 @@ def test_every_kind_of_folder_has_its_headline(folders, pruned):
         "scores": ("can still gain", "The scores: made from Python"),
         "ranks": ("LoRA ranks", "take uniform", "No command is recorded"),
         "experts": ("9 LoRA experts", "The plan in words"),
+        "fit": ("600 KB at 64 tokens x 1 for", 'data-chart="memory"', "Over memory", "id='budget'", "memory, MiB"),
         "tuned": ("rows.jsonl: ranks, rule by-rank", "Before: 2.5000", "told from", "loss before"),
         "compared": ("6 plans of sparsity compared: owl(own) is first", 'data-chart="paired"', "The comparison: made"),
         "other": ("Results of other", "a&lt;b"),
@@ -112,6 +118,21 @@ def test_the_grid_is_the_planners_own(folders):
     assert solved_grid(scores, "shapes") is None
     ranks = solved_grid(by_rank(), "ranks")
     assert max(ranks["budgets"]) < 64, "budgets beyond what was measured have no place"
+
+
+def test_the_slider_of_a_fit_has_the_best_plan_of_every_memory(folders):
+    """Solved again at each memory, and the plan's own bytes by part."""
+    plan = Plan.load(folders / "fit" / "plan.json")
+    data = charts_of(gather(folders / "fit"))
+    assert len(data["grid"]["budgets"]) == 8 and len(data["memory"]["points"]) == 9
+    for row, shown in zip(plan.extra["curve"], data["grid"]["plans"], strict=True):
+        again = plan_fit(zoo.fit_scores(), memory=f"{row['memory']} bytes", context=64)
+        assert shown["values"] == pytest.approx(again.values, rel=1e-3) and row["predicted"] == again.extra["predicted"]
+    own = next(p for p in data["memory"]["points"] if p["own"])
+    assert sum(own["parts"]) * 2**20 == pytest.approx(plan.budget["spent"]) and data["memory"]["names"][:2] == [
+        "weights",
+        "cache",
+    ]
 
 
 def test_blocks_lie_by_layer_and_matrix(mistral):
@@ -151,7 +172,7 @@ const out = document.createElement('pre'); out.id = 'found'; out.textContent = J
 @pytest.mark.skipif(BROWSER is None, reason="no headless browser is installed (Debian: chromium)")
 @pytest.mark.parametrize("width", [1200, 420])
 def test_in_a_browser_the_slider_moves_the_bars_and_nothing_is_reported(folders, width):
-    for name in ("demo", "ranks", "tuned", "scores"):
+    for name in ("demo", "ranks", "tuned", "scores", "fit"):
         page = write_report(folders / name, folders / f"{name}.html", overwrite=True)
         text = page.read_text()
         page.write_text(text.replace("<body>", "<body>" + PROBE) + ACT)
@@ -162,5 +183,5 @@ def test_in_a_browser_the_slider_moves_the_bars_and_nothing_is_reported(folders,
         found = json.loads(match[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
         assert found["trouble"] == [] and found["wide"], (name, found)
         assert found["svg"] >= 1
-        if name in ("demo", "ranks"):
+        if name in ("demo", "ranks", "fit"):
             assert found["moved"] and found["back"] and found["walked"] and found["cells"] >= 3, (name, found)

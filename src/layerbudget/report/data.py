@@ -44,8 +44,10 @@ def charts_of(found: Found) -> dict[str, Any]:
         data["gains"] = {"gain": scores.gain[i], "error": scores.standard_error[i], "floor": scores.noise_floor[i]}
         data["gains"] |= {"unit": scores.unit, "names": scores.names}
     kind = plan.kind if plan is not None else "ranks" if scores is not None and "increments" in scores.extra else "sparsity"
-    if scores is not None and (plan is None or scores.names == plan.names):
+    if scores is not None and (plan is None or scores.names == plan.names) and "cache" not in scores.extra:
         data["grid"] = solved_grid(scores, kind, plan)
+    if plan is not None and plan.kind == "fit":
+        data |= {"grid": fitted_grid(plan), "memory": _memory(plan)}
     if plan is not None or data.get("grid"):
         data["water"] = {"cap": None, "uniform": None} if plan is None else _water(plan)
     return data
@@ -62,6 +64,41 @@ def _water(plan: Plan) -> dict[str, Any]:
     numel = plan.numel.astype(np.float64)
     even = values @ numel / numel.sum() if plan.kind == "sparsity" else plan.hyperparameters.get("mean_rank") or values.mean()
     return {"cap": cap if whole else None, "uniform": float(even)}
+
+
+def _unit(plan: Plan) -> tuple[int, str]:
+    """Bytes of the unit in which a memory is read, and its name."""
+    return (1 << 30, "GiB") if plan.budget["limit"] >= 1 << 30 else (1 << 20, "MiB")
+
+
+def fitted_grid(plan: Plan) -> dict[str, Any] | None:
+    """Return the best plans over memory, for the slider, as :func:`solved_grid`; None where a model is too large for them."""
+    (size, unit), rows = _unit(plan), [row for row in plan.extra["curve"] if "values" in row]
+    if len(rows) < 2:
+        return None
+    plans = [{"values": row["values"], "cap": None, "uniform": None, "share": None} for row in rows]
+    start = int(np.argmin([abs(row["memory"] - plan.budget["limit"]) for row in rows]))
+    budgets = [float(f"{row['memory'] / size:.4g}") for row in rows]
+    return {"kind": plan.kind, "unit": f"memory, {unit}", "budgets": budgets, "plans": plans, "start": start}
+
+
+def _memory(plan: Plan) -> dict[str, Any]:
+    """Bytes by part and predicted damage of the best plans over memory, and of the plan itself."""
+    (size, unit), e = _unit(plan), plan.extra
+    own = {"memory": plan.budget["spent"], "predicted": e["predicted"], "own": True}
+    own |= {f"{name}_bytes": part["bytes"] for name, part in e["parts"].items()}
+    rows = sorted((*e["curve"], own), key=lambda row: (row["memory"], "own" in row))
+    names = list(e["parts"])
+    points = [
+        {
+            "label": f"{row['memory'] / size:.4g}",
+            "parts": [row[f"{name}_bytes"] / size for name in names],
+            "predicted": row["predicted"],
+            "own": "own" in row,
+        }
+        for row in rows
+    ]
+    return {"unit": unit, "names": names, "points": points}
 
 
 def _results(found: Found) -> dict[str, Any] | None:

@@ -162,6 +162,27 @@ function gains() {
   f.innerHTML = `<svg viewBox="0 0 ${W} ${H}">${h}</svg>`;
 }
 
+function memory() {
+  const f = figure("memory");
+  if (!f) return;
+  const M = D.memory, P = M.points, W = width(f), L = 78, R = 96, row = 26, H = 30 + P.length * row;
+  const colours = ["var(--hi)", "var(--warm)", "var(--soft)", "var(--line)", "var(--ink)"];
+  const top = Math.max(...P.map(p => p.parts.reduce((a, b) => a + b, 0))), x = v => L + (W - L - R) * v / top;
+  let h = ticks(0, top, W < 500 ? 3 : 6).map((t, _, all) => `<line class="axis" x1="${x(t)}" x2="${x(t)}" y1="4" y2="${H - 24}"/><text class="soft" text-anchor="middle" x="${x(t)}" y="${H - 8}">${mark(t, all)}</text>`).join("");
+  P.forEach((p, i) => {
+    const y = 6 + i * row;
+    let at = 0;
+    h += `<text text-anchor="end" x="${L - 8}" y="${y + 14}"${p.own ? ' font-weight="700"' : ""}>${p.own ? "▸ " : ""}${esc(p.label)}</text>`;
+    p.parts.forEach((v, k) => {
+      h += `<rect class="part" x="${x(at)}" width="${Math.max(0, x(at + v) - x(at))}" y="${y}" height="18" fill="${colours[k]}"><title>${esc(M.names[k])}: ${num(v)} ${M.unit}</title></rect>`;
+      at += v;
+    });
+    h += `<text x="${x(at) + 8}" y="${y + 14}">${num(p.predicted)}</text>`;
+  });
+  const key = M.names.map((n, k) => `<span><span style="display:inline-block;width:.8em;height:.8em;background:${colours[k]}"></span> ${esc(n)}</span>`).join(" ");
+  f.innerHTML = `<svg viewBox="0 0 ${W} ${H}">${h}</svg><p class="tip">${key} · bytes in ${M.unit}; right of the bars the predicted nats per token</p>`;
+}
+
 const wrap = (label, most) => label.length > most ? label.slice(0, most - 1) + "…" : label;
 
 function results() {
@@ -199,7 +220,7 @@ function paired() {
 }
 
 function moving() { network(); water(); say(); }
-function all() { moving(); gains(); results(); paired(); }
+function all() { moving(); memory(); gains(); results(); paired(); }
 const slider = document.getElementById("budget"), own = document.getElementById("own");
 if (slider) slider.addEventListener("input", () => { state.budget = +slider.value; state.own = false; moving(); });
 if (own) own.addEventListener("click", () => {

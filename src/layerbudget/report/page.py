@@ -28,6 +28,12 @@ _CHARTS = (
         "The network",
         "Layers downwards, matrices across; the stronger the colour, the more. Point at a cell, or use the arrow keys.",
     ),
+    (
+        "memory",
+        "The memory",
+        "What the best plan of every memory gives to weights, cache and the rest, and the damage that is predicted for it. "
+        "The plan of this folder is marked.",
+    ),
     ("water", "The water level", "What every block gets (filled), its cap (outline) and uniform (line)."),
     ("results", "What came of it", "Measured on held-out text; bars are one standard error."),
     ("paired", "Differences, paired", "On the same text or seeds, 95 % intervals. Across zero: cannot be told apart."),
@@ -157,4 +163,7 @@ def _scores_details(scores: Scores) -> str:
 def plan_details(plan: Plan, name: str) -> str:
     """Every number of a plan, folded."""
     certificate = f"<h3>Certificate</h3>{facts(plan.certificate).html()}" if plan.certificate else ""
-    return _folded(f"{name}: {plan.kind} by {plan.rule}", facts(plan.budget).html() + certificate + plan_table(plan).html())
+    curve = [{k: v for k, v in row.items() if k != "values"} for row in plan.extra.get("curve", ())]
+    more = f"<h3>Over memory</h3>{sheet_of(curve).html()}" if curve else ""
+    body = facts(plan.budget).html() + certificate + more + plan_table(plan).html()
+    return _folded(f"{name}: {plan.kind} by {plan.rule}", body)

@@ -142,6 +142,8 @@ def _amount(plan: Plan) -> str:
         return f"LoRA ranks {plan.counts.min()} to {plan.counts.max()}"
     if plan.kind == "experts":
         return f"{plan.counts.sum()} LoRA experts"
+    if plan.kind == "fit":
+        return f"{plan.hyperparameters['memory']} at {plan.extra['context']} tokens x {plan.extra['batch']}"
     return f"A plan of {plan.kind}"
 
 
@@ -152,6 +154,8 @@ def _plan_verdict(plan: Plan, receipt: Mapping[str, Any] | None) -> str:
         return f"Recounted: {receipt['bytes']:,} bytes, {bits}, by {receipt['method']}."
     if receipt is not None:
         return f"Recounted: {receipt['sparsity']:.4%} zeros, {receipt['planned']:.4%} planned, by {receipt['method']}."
+    if plan.kind == "fit" and "check" in plan.extra:
+        return str(plan.extra["check"]["verdict"])
     if share is not None:
         advice = "take uniform" if share >= 0.95 else "the rest is what there is to win"
         return f"The same rank everywhere has {share:.1%} of this plan's gain: {advice}."

@@ -19,51 +19,23 @@ from layerbudget.decisions.bits.apply import apply_bits
 from layerbudget.decisions.bits.memory import cache_of
 from layerbudget.decisions.bits.sensitivity import DenseOutput, mean_and_error
 from layerbudget.decisions.cache.cache import caching, layer_formats, rounding
-from layerbudget.decisions.cache.formats import Kept
 from layerbudget.decisions.fit.plan import plan_fit, split_fit, write_fit
 from layerbudget.decisions.fit.program import GIB, RULES, Fitted, Terms, fit_of
 from layerbudget.errors import CoverageError, InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
 from layerbudget.exports import EXPORTS
 from layerbudget.plan import Plan
 from layerbudget.plans.explain import explain_plan
-from layerbudget.records import Block, Module
 from layerbudget.scores import Scores
 
 WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 96, "num_hidden_layers": 2}
-WEIGHTS, CACHE = ["w2-g32", "w4-g32", "bf16"], ["int2", "int4", "bf16"]
 BUFFERS = 512 * 4 * 256  # of up to 256 tokens: the mask, which is more than 96 logits and two hidden states
-
-
-def invented(seed=0, layers=2):
-    """What might have been measured of a model of two layers."""
-    rng = np.random.default_rng(seed)
-    modules = [Module(name=f"model.layers.{i}.mlp.{n}", d_out=64, d_in=64) for i in range(layers) for n in ("up", "down")]
-    blocks = [Block(name=m.name, modules=(m,)) for m in modules]
-    kept = [
-        Kept(layer=i, name=f"model.layers.{i}", part=p, heads=1, channels=32, window=None)
-        for i in range(layers)
-        for p in (0, 1)
-    ]
-    rows = {}
-    for name, count in (("weights", len(blocks)), ("cache", len(kept))):
-        damage = np.exp(rng.normal(size=(count, 1))) * np.array([1.0, 0.06, 0.0]) * np.exp(0.3 * rng.normal(size=(count, 3)))
-        rest = damage[..., None] * 0.1 * rng.normal(size=(*damage.shape, 4))
-        rows[name] = {"damage": damage.tolist(), "rest": rest.tolist()}
-    memory = {"layers": [[128, 0]] * layers, "state": 0, "vocabulary": 96, "hidden": 64, "positions": 4096}
-    own = {"fixed": 1000, "head": 24, "family": "compressed-tensors", "runtime": "transformers", "method": "rtn"}
-    size = [[find_format(n).bytes(64, 64) for n in WEIGHTS] for _ in blocks]
-    error = np.linalg.norm(rows["weights"]["rest"], axis=-1).tolist()
-    choices = {"formats": WEIGHTS, "size": size, "error": error, "cache": memory, **own, **rows["weights"]}
-    cache = {"runtime": "transformers", "formats": CACHE, "group": 32, "kept": [dataclasses.asdict(k) for k in kept]}
-    extra = {"choices": choices, "cache": {**cache, **rows["cache"], "passes": 9.0}}
-    return Scores.from_values(blocks, {b.name: 1.0 for b in blocks}, estimator="rounding", extra=extra)
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("context", "batch"), [(64, 1), (300, 3)])
 def test_one_program_is_the_best_of_all_choices(seed, context, batch):
     """Every choice of four matrices and four parts of the cache, 6,561 of them, by loops."""
-    scores = invented(seed)
+    scores = zoo.fit_scores(seed)
     fit, _ = fit_of(scores, Terms(memory="1 GiB", context=context, batch=batch))
     table = fit.table
     size = [table.size[i][table.has[i]].tolist() for i in range(8)]
@@ -105,7 +77,7 @@ def one_by_one(plan, damage, size, limit):
 
 
 def test_a_plan_is_the_program_and_its_parts_stand_alone():
-    scores = invented(3)
+    scores = zoo.fit_scores(3)
     terms = Terms(memory=f"{BUFFERS + 30000} bytes", context=64)
     found = Fitted.of(scores, terms)
     for rule in RULES:
@@ -130,7 +102,7 @@ def test_a_plan_is_the_program_and_its_parts_stand_alone():
 
 def test_a_longer_context_takes_bytes_from_the_weights():
     """Damages are measured once; bytes of the cache are those of any context."""
-    scores = invented(1)
+    scores = zoo.fit_scores(1)
     shares = []
     for context, buffers in ((16, BUFFERS), (128, BUFFERS), (512, 2 * BUFFERS)):
         plan = plan_fit(scores, memory=f"{buffers + 55000} bytes", context=context)
