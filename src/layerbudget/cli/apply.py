@@ -134,7 +134,9 @@ def _quantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     plan, cache = parts["bits"], parts.get("cache")
     formats_of_plan(plan)
     if a.model.endswith(".gguf"):
-        return _requantise(a, plan)
+        result = _requantise(a, plan)
+        say(a, *([] if cache is None else [f"The cache: layerbudget export {a.plan} --to llama-cache"]))
+        return result
     a.method = a.method or str(plan.extra["method"])
     quantiser = QUANTISERS.find(a.method)
     own = settings(a, write_bits, options_of(quantiser)) | given(a, "method", "resume", "overwrite")

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..compressors.formats import GGUF
 from ..decisions.fit.program import sentences as of_fit
+from ..decisions.fit.program import shares
 from ..decisions.joint.recipe import sentences as of_recipe
 from ..decisions.kept_experts.program import bend
 from ..decisions.kept_experts.program import sentences as of_kept
@@ -63,7 +64,7 @@ def explain_plan(plan: Plan, scores: Scores | None = None, *, tokens: int | None
 
 def advice(plan: Plan) -> list[str]:
     """Sentences that call for something: a budget that does not bind, what stays as it is, how to serve or load the result."""
-    e, c, said = plan.extra, plan.certificate, list[str]()
+    e, c, said = plan.extra, plan.certificate, shares(plan) if plan.kind == "fit" else []
     said += [c["message"]] if "multiplier" in c and c["status"] != "binding" else []
     said += _on_unwritten(plan) + _on_reserve(plan) + _on_nearly_uniform(plan)
     if plan.kind == "ranks" and plan.counts.any():

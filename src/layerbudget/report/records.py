@@ -38,8 +38,8 @@ class Found:
 
     @property
     def plan(self) -> Plan | None:
-        """The first plan."""
-        return next(iter(self.plans.values()), None)
+        """The plan of the folder: ``plan.json``, or else the first one."""
+        return self.plans.get("plan.json") or next(iter(self.plans.values()), None)
 
 
 def gather(folder: Path | str) -> Found:

@@ -25,6 +25,7 @@ from layerbudget.errors import CoverageError, InfeasibleBudget, InvalidInput, Mo
 from layerbudget.exports import EXPORTS
 from layerbudget.plan import Plan
 from layerbudget.plans.explain import explain_plan
+from layerbudget.report.records import gather
 from layerbudget.scores import Scores
 
 WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 96, "num_hidden_layers": 2}
@@ -135,6 +136,8 @@ def test_bytes_are_those_of_the_file_and_of_the_cache(measured, tmp_path):
     cache = Plan.load(tmp_path / "out" / "cache.json")
     assert cache.kind == "cache" and cache == split_fit(plan)[1]
     words = (tmp_path / "out" / "cache.txt").read_text()
+    assert "$(cat cache.txt)" in (tmp_path / "out" / "README.md").read_text()
+    assert gather(tmp_path / "out").plan.kind == "bits"
     assert words == EXPORTS.find("llama-cache").text(plan, {}) and "--ctx-size 128 --parallel 2" in words
     assert EXPORTS.find("tensor-types").text(plan, {}) == (tmp_path / "out" / "tensor-types.txt").read_text()
 

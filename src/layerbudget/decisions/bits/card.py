@@ -34,12 +34,18 @@ def model_card(plan: Plan, receipt: QuantisationReceipt) -> str:
         "quantised",
         "every matrix in a format of its own. `plan.json` says which, `receipt.json` what was counted in the file.",
         rows,
-        _USE[receipt.family],
+        _use(plan, receipt),
         architecture="ForCausalLM",
         library=None if gguf else "transformers",
         tags=("gguf",) if gguf else (),
         more=_tensor_types(receipt),
     )
+
+
+def _use(plan: Plan, receipt: QuantisationReceipt) -> str:
+    """The command that runs it; with the options of the cache that was planned with it."""
+    options = " $(cat cache.txt)" if plan.hyperparameters.get("fit") and receipt.family == "gguf" else ""
+    return f"{_USE[receipt.family]}{options}"
 
 
 def _tensor_types(receipt: QuantisationReceipt) -> str:

@@ -330,16 +330,15 @@ def parts_of(plan: Plan) -> dict[str, Plan]:
     return {p.kind: p for p in split_fit(plan)} if plan.kind == KIND else {plan.kind: plan}
 
 
-def sentences(plan: Plan) -> list[str]:
-    """Sentences that say what a fit decides, what each part got, and what more memory would bring."""
+def shares(plan: Plan) -> list[str]:
+    """Sentences that say what each part got, and what more memory would bring."""
     e, parts = plan.extra, plan.extra["parts"]
     w, c = parts["weights"], parts["cache"]
     beside = ", ".join(f"{p['bytes']:,.0f} {name}" for name, p in parts.items() if name not in ("weights", "cache"))
     said = [
         f"For {e['runtime']} at {e['context']} tokens x {e['batch']}: weights {w['bytes']:,.0f} bytes ({w['bits']:.3f} bits "
         f"per weight, {w['predicted']:.4g} nats per token), cache {c['bytes']:,.0f} bytes ({c['bits']:.3f} bits per number, "
-        f"{c['predicted']:.4g} nats), {beside}.",
-        f"Damages of single blocks add up to {e['predicted']:.4g} +- {e['predicted_error']:.1g} nats per token{_others(plan)}.",
+        f"{c['predicted']:.4g} nats), {beside}."
     ]
     if plan.certificate:
         price, unit = plan.certificate["price"] * GIB, "GiB"
@@ -349,7 +348,15 @@ def sentences(plan: Plan) -> list[str]:
             f"At the margin one {unit} is worth {price:.3g} nats; with one GiB more the best plan would lose "
             f"{e['more']['predicted']:.4g} in all."
         )
-    return said + ([e["check"]["verdict"]] if "check" in e else [])
+    return said
+
+
+def sentences(plan: Plan) -> list[str]:
+    """Sentences that say what a fit decides and what it rests on."""
+    e = plan.extra
+    damage = f"{e['predicted']:.4g} +- {e['predicted_error']:.1g} nats per token{_others(plan)}"
+    check = [e["check"]["verdict"]] if "check" in e else []
+    return [*shares(plan), f"Damages of single blocks add up to {damage}.", *check]
 
 
 def _others(plan: Plan) -> str:
