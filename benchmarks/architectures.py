@@ -80,14 +80,14 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", CAUSAL, BASE),
     "qwen2_moe": ("Qwen2MoeConfig", CAUSAL, {**BASE, **MOE, "shared_expert_intermediate_size": 32}),
     "qwen3": ("Qwen3Config", CAUSAL, {**BASE, **HEAD}),
-    "qwen3_moe": ("Qwen3MoeConfig", CAUSAL, {**BASE, **HEAD, **MOE}),
+    "qwen3_moe": ("Qwen3MoeConfig", CAUSAL, {**BASE, **HEAD, **MOE, "norm_topk_prob": True}),
     "qwen3_next": ("Qwen3NextConfig", CAUSAL, {
         **BASE, **HEAD, **MOE, "shared_expert_intermediate_size": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         "linear_key_head_dim": 16, "linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}),
     "mixtral": ("MixtralConfig", CAUSAL, {**BASE, **LOCAL}),
     "olmo": ("OlmoConfig", CAUSAL, BASE),
     "olmo2": ("Olmo2Config", CAUSAL, BASE),
-    "olmoe": ("OlmoeConfig", CAUSAL, {**BASE, "num_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": ("OlmoeConfig", CAUSAL, {**BASE, "num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4}),
     "phi": ("PhiConfig", CAUSAL, BASE),
     "phi3": ("Phi3Config", CAUSAL, BASE),
     "phimoe": ("PhimoeConfig", CAUSAL, {**BASE, **LOCAL}),
@@ -128,7 +128,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         **BASE, **HEAD, "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size": 32,
         "intermediate_size_mlp": 128, "interleave_moe_layer_step": 2, "attention_chunk_size": 64}),
     **{name: (config, CAUSAL, {"experts": own}) for name, (config, own) in {
-        "afmoe": ("AfmoeConfig", {}), "aria_text": ("AriaTextConfig", {}), "axk1": ("AXK1Config", {}),
+        "afmoe": ("AfmoeConfig", {}), "aria_text": ("AriaTextConfig", {}), "axk1": ("AXK1Config", {"num_key_value_heads": 4}),
         "cohere2_moe": ("Cohere2MoeConfig", {}), "deepseek_v32": ("DeepseekV32Config", {"num_key_value_heads": 4}),
         "deepseek_v4": ("DeepseekV4Config", {}), "dots1": ("Dots1Config", {}), "ernie4_5_moe": ("Ernie4_5_MoeConfig", {}),
         "exaone_moe": ("ExaoneMoeConfig", {}), "flex_olmo": ("FlexOlmoConfig", {}),
@@ -280,13 +280,13 @@ def knows(argv: list[str], flag: str) -> bool:
     return re.search(rf"{flag}\b(?!-)", options(*argv[: 2 if argv[0] == "plan" else 1])) is not None
 
 
-def cell(argv: list[str], counter: Forwards, base: list[str] | None = None, steps: int = 3) -> dict[str, Any]:
+def cell(argv: list[str], counter: Forwards, base: list[list[str]] | None = None, steps: int = 3) -> dict[str, Any]:
     """Run one command line and what its refusals advise, at most ``steps`` remedies one after the other.
 
     Args:
         argv: The command line.
         counter: Of forwards.
-        base: The command line that made what it builds on.
+        base: The command lines that made what it builds on, the first one first.
         steps: How many remedies more are followed.
 
     Returns:
@@ -302,7 +302,8 @@ def cell(argv: list[str], counter: Forwards, base: list[str] | None = None, step
     sentence, late = complaint(said), counter.seen > 3  # a look at a piece of one sequence is no work
     found: dict[str, Any] = {"state": "late" if late else "cannot", "said": sentence, "seconds": seconds}
     own = [flags for flags in remedies(sentence) if knows(argv, flags[0])]
-    others = [flags for flags in remedies(sentence) if base and flags not in own and knows(base, flags[0])]
+    made, named = base or [], [flags for flags in remedies(sentence) if flags not in own]
+    others = [(i, flags) for flags in named for i in range(len(made))[::-1] if knows(made[i], flags[0])]
     failed = ""
     for flags in own if steps else []:
         after = cell([*argv, *flags], counter, base, steps - 1)
@@ -316,11 +317,19 @@ def cell(argv: list[str], counter: Forwards, base: list[str] | None = None, step
         failed += f" With {' '.join(flags)}: {after['said']}"
     if failed:
         return found | {"state": "FAILED", "said": sentence + failed}
-    for flags in others if base and steps else []:
-        before = cell([*base, *flags, "--overwrite"], counter, None, steps - 1)
-        after = cell([*argv, "--overwrite"], counter, None, 0) if before["state"] in ("works", "refused") else before
-        if after["state"] not in ("works", "refused"):
-            return found | {"state": "FAILED", "said": f"{sentence} With {base[0]} {' '.join(flags)}: {after['said']}"}
+    for first, flags in others[:1] if steps else []:
+        for line in ([*made[first], *flags], *made[first + 1 :], argv):
+            after = cell([*line, "--overwrite"], counter, None, steps - 1)
+            if after["state"] not in ("works", "refused"):
+                return found | {
+                    "state": "FAILED",
+                    "said": f"{sentence} With {made[first][0]} {' '.join(flags)}: {after['said']}",
+                }
+        return found | {
+            "state": "late" if late else "refused",
+            "remedy": f"{made[first][0]} {' '.join(flags)}",
+            "steps": [sentence],
+        }
     return found
 
 
@@ -353,8 +362,11 @@ def family(name: str, folder: Path, counter: Forwards) -> dict[str, Any]:
         elif column == "packed" and "--unwritten plan" in before.get("remedy", ""):
             record["cells"][column] = {"state": "-", "said": "the plan is for other tools"}
         else:
-            made = None if base is None else [*lines[base], *before.get("remedy", "").split()]
-            record["cells"][column] = cell(lines[column], counter, made)
+            chain: list[list[str]] = []
+            while base is not None:
+                chain.insert(0, [*lines[base], *record["cells"][base].get("remedy", "").split()])
+                base = CELLS[base][0]
+            record["cells"][column] = cell(lines[column], counter, chain)
     return record
 
 

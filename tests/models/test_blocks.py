@@ -3,10 +3,12 @@ import shutil
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tests import zoo
 from torch import nn
 
+import layerbudget as lb
 from layerbudget.errors import BadModel, CoverageError, InvalidInput, ModelMismatch, UnknownBlock, UnknownStructure
 from layerbudget.models.blocks import check_finite, describe, fingerprint, layers, partition, weight_of
 from layerbudget.models.loading import DEMO_MODEL, load_model
@@ -142,6 +144,18 @@ def test_the_kernel_of_a_convolution_is_no_stack_of_experts():
     model = nn.Module()
     model.layers = nn.ModuleList([Layer(), Layer()])
     assert [m.name for b in partition(model) for m in b.modules] == ["layers.0.mix", "layers.1.mix"]
+
+
+def test_what_says_which_keys_are_seen_is_no_matrix_of_a_block():
+    """No gradient comes through DeepSeek's indexer: scores of all else are there without an option."""
+    sizes = {**zoo.PLAIN, **zoo.EIGHT, **zoo.SHARED, "num_hidden_layers": 2, "num_key_value_heads": 4,
+             "n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+             "v_head_dim": 8, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4}  # fmt: skip
+    model = transformers.DeepseekV32ForCausalLM(transformers.DeepseekV32Config(**sizes)).eval()
+    assert any("indexer" in n for n, _ in model.named_parameters())
+    blocks = lb.partition(model)
+    assert not any("indexer" in m.name for b in blocks for m in b.modules)
+    assert len(lb.score(model, zoo.tokens(2, 8), blocks).names) == 2
 
 
 def test_a_truncated_checkpoint_and_a_missing_device_end_in_a_sentence(tmp_path):

@@ -31,6 +31,11 @@ def is_conv1d(module: nn.Module) -> TypeGuard[Conv1D]:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
+def is_convolution(module: nn.Module) -> bool:
+    """Whether a module is a convolution, whose kernel has three dimensions and is no stack of experts."""
+    return isinstance(module, _ConvNd)
+
+
 def matrix_of(module: nn.Module) -> torch.Tensor:
     """Weight of a Linear or ``Conv1D`` as a ``(d_out, d_in)`` view, outside autograd."""
     weight = cast(nn.Parameter, module.weight)
@@ -118,12 +123,14 @@ def _weights(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, tor
         full = ".".join(part for part in (prefix, name) if part)
         if name.endswith("mixer.dt_proj") or name.endswith("mamba.dt_proj"):
             continue  # the scan of Mamba multiplies by it itself: its inputs and outputs are never seen
+        if ".indexer." in f".{name}.":
+            continue  # it says which keys are seen (DeepSeek's sparse attention): no gradient comes through
         if isinstance(module, nn.Linear):
             yield full, module, module.weight, Module(name=full, d_in=module.in_features, d_out=module.out_features)
         elif is_conv1d(module):
             d_in, d_out = module.weight.shape
             yield full, module, module.weight, Module(name=full, d_in=d_in, d_out=d_out)
-        elif not isinstance(module, _ConvNd):  # the kernel of a convolution has three dimensions and is no stack of experts
+        elif not is_convolution(module):
             for own, parameter in module.named_parameters(recurse=False):
                 if parameter.ndim == 3:
                     copies, d_out, d_in = parameter.shape

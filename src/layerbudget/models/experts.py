@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ..errors import UnknownStructure
-from .blocks import config_of, configs_of, layers, text_config, transposed
+from .blocks import config_of, configs_of, is_convolution, layers, text_config, transposed
 
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 FIRST, LAST = ("gate_up_proj", "up_proj"), "down_proj"
@@ -266,7 +266,7 @@ def _of_layer(layer_name: str, layer: nn.Module) -> Iterator[ExpertLayer]:
     parents = {child: (name, module) for name, module in layer.named_modules() for child in module.children()}
     for name, module in layer.named_modules():
         several = isinstance(module, nn.ModuleList) and name.rpartition(".")[2] == "experts" and len(module) > 1
-        own = {n: p for n, p in module._parameters.items() if p is not None and p.ndim == 3}
+        own = {n: p for n, p in module._parameters.items() if p is not None and p.ndim == 3 and not is_convolution(module)}
         if several or own:
             place, block = parents[module]
             full = ".".join(filter(None, (layer_name, place)))

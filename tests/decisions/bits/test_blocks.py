@@ -166,3 +166,22 @@ def test_the_budget_that_a_refusal_names_is_enough():
     bits, size = re.search(r"--bits ([\d.]+), or --budget (\d+)\)", str(refused.value)).groups()
     by_bits, by_bytes = (plan_bits(model, data, **{**options, **b}) for b in ({"bits": float(bits)}, {"budget": size}))
     assert by_bits.budget["file"] == by_bytes.budget["file"] == int(size)
+
+
+def test_experts_that_transformers_unrolls_in_packed_folders_are_refused_for_it_alone():
+    model = zoo.build("llama4", vocab_size=96)
+    with pytest.raises(InvalidInput, match=r"every expert of a packed Llama4TextExperts by itself.*Plan for llama.cpp"):
+        plan_bits(model, zoo.tokens(2, 8), bits=8.0)
+    assert not unwritable(model, ["model.layers.0.self_attn.q_proj"], find_runtime("vllm"))
+
+
+def test_a_router_that_stays_in_16_bits_keeps_its_name_and_loads(tmp_path):
+    """transformers saves PhiMoE's router under another name than the model has."""
+    model = zoo.build("phimoe", hidden_size=64, intermediate_size=64, vocab_size=96)
+    plan = plan_bits(model, zoo.tokens(2, 8), bits=15.0, unwritten="16-bit")
+    receipt = write_bits(model, plan, tmp_path / "packed")
+    assert receipt.bytes == receipt.planned and receipt.modules["model.layers.0.mlp.router"]["format"] == "bf16"
+    again, batch = lb.load_model(str(tmp_path / "packed"), dtype="float32"), next(zoo.tokens(2, 8).batches(2))
+    with torch.no_grad():  # what is not planned is held in 16 bits
+        wanted = model.to(torch.bfloat16).float()(**batch).logits
+        torch.testing.assert_close(again(**batch).logits, wanted, rtol=2e-2, atol=2e-2)

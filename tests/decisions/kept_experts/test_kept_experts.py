@@ -334,6 +334,12 @@ def test_plans_keep_to_budgets_and_predict_what_masks_measure():
         lb.keep_experts(smaller, by_share)
 
 
+def test_kernels_of_convolutions_beside_experts_are_no_experts():
+    """A hybrid's mixer keeps a kernel of three dimensions in its first layer."""
+    found = find_experts(zoo.build("nemotron-h", hybrid_override_pattern="ME*"))
+    assert [e.name for e in found] == ["model.layers.1.mixer"]
+
+
 def test_what_cannot_work_is_refused_before_any_work():
     model, data = mixture("qwen3-moe"), zoo.tokens(2, 8)
     for bad in ({}, {"keep": 0.5, "damage": 0.1}, {"keep": 0.0}, {"keep": 1.5}, {"keep": "3 params"}, {"damage": -1.0},

@@ -10,7 +10,7 @@ from tests import zoo
 from layerbudget.cli import main
 from layerbudget.decisions.shapes.apply import apply_shapes
 from layerbudget.decisions.shapes.compensation import ways_of
-from layerbudget.decisions.shapes.layouts import find_mlp
+from layerbudget.decisions.shapes.layouts import find_attention, find_mlp
 from layerbudget.decisions.shapes.plan import plan_shapes
 from layerbudget.decisions.shapes.save import check_exportable, save_smaller
 from layerbudget.errors import InvalidInput, UnknownStructure
@@ -104,6 +104,14 @@ def test_layers_that_differ_are_refused_before_anything_is_measured_and_the_reme
     check_exportable(model, plan)
     apply_shapes(model, plan, data)
     save_smaller(model, None, tmp_path / "out", plan=plan)
+
+
+def test_a_gate_of_attention_outputs_is_refused_by_name():
+    config = transformers.AfmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+                                      num_dense_layers=1, num_shared_experts=1, sliding_window=8)  # fmt: skip
+    model = transformers.AfmoeForCausalLM(config)
+    with pytest.raises(UnknownStructure, match=r"has a matrix beside queries, keys, values and output \(gate_proj\)"):
+        find_attention(*layers(model)[0][::-1])
 
 
 def test_a_plan_that_no_checkpoint_can_hold_is_refused_before_the_model_runs(tmp_path, monkeypatch, capsys, tokenizer):

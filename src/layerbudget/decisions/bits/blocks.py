@@ -209,6 +209,8 @@ def unwritable(model: nn.Module, names: Sequence[str], target: Runtime) -> dict[
         except InvalidInput as error:
             return dict.fromkeys(names, error.what.rstrip("."))
         return {}
+    if target.name == "transformers" and (kind := _unrolled(model)):
+        return dict.fromkeys(names, f"transformers reads every expert of a packed {kind} by itself, and saves them together")
     found = {}
     for name in names:
         owner = weight_of(model, name)[0]
@@ -265,6 +267,14 @@ def check_writable(model: nn.Module, formats: Mapping[str, str], target: Runtime
             if len(reasons) < len(small)
             else f"{other[0].upper()}{other[1:]}.",
         )
+
+
+def _unrolled(model: nn.Module) -> str:
+    """The class of experts that transformers replaces in packed models, whose folders have other tensors; empty without."""
+    from transformers.quantizers import base
+
+    replaced = getattr(base, "MODULES_TO_PATCH_FOR_QUANTIZATION", {})
+    return next((name for m in model.modules() if (name := type(m).__name__) in replaced), "")
 
 
 @torch.no_grad()

@@ -38,9 +38,9 @@ class PackedWriter:
         self.model, self.formats, self.folder = model, {n: find_format(f) for n, f in formats.items()}, folder
         self.modules = dict(model.named_modules())
         # Stacks of experts keep the names that they have in the model: beside packed layers transformers 5.23 does not find
-        # the experts one by one, which is how it would save them.
+        # the experts one by one, which is how it would save them. So do all other matrices that stay in 16 bits.
         full = {id(p): n for n, p in model.named_parameters()}
-        self.fused = {n: full[id(weight_of(model, n)[1])] for n in formats if n not in self.modules}
+        self.fused = {n: full[id(weight_of(model, n)[1])] for n in formats if self.formats[n].plain or n not in self.modules}
         self.layers = tuple(f"{name}." for name, _ in layers(model))
         self.pending: dict[str, torch.Tensor] = {}
         self.shards: list[list[str]] = []

@@ -262,11 +262,11 @@ def check_modules(model: nn.Module, plan: Plan, counts: Mapping[str, int], *, va
             )
     lost = [n for n in adaptable(model, partition(model, "linear"))[1] if counts.get(n)]
     if lost:
-        endings = "|".join(sorted({n.rpartition(".")[2] for n in lost}))
+        parents, endings = ("|".join(sorted({n.split(".")[i] for n in lost})) for i in (-2, -1))
         raise CoverageError(
             f"PEFT refuses this plan's modules: it puts no adapter on {lost[0]} ({len(lost)} such matrices).",
             "It refuses outputs of state space mixers, and takes plain gate, up and down beside fused experts for the experts.",
-            f"Score with --exclude and a regular expression of those ('[.]({endings})$'), and plan again.",
+            f"Score with --exclude '({parents})[.]({endings})$' and plan again.",
         )
 
 

@@ -286,6 +286,8 @@ def _check(a: Attention, owner: nn.Module, inputs: int) -> None:
         why = f"reads {inputs} channels, which are not {a.heads} query heads of {a.head_dim} in {a.groups} groups"
     elif across:
         why = f"normalises over all heads at once ({across[0]}), so that removing one changes the others"
+    elif beside := [n for n in _linears_of(owner) if _join(a.owner, n) not in (*a.producers, a.consumer)]:
+        why = f"has a matrix beside queries, keys, values and output ({beside[0]}), which may belong to single heads"
     elif own:
         why = f"has parameters of its own ({own[0]}) that may belong to single heads"
     elif a.layout == "interleaved" and not type(owner).__name__.startswith("GPTNeoX"):
@@ -293,6 +295,11 @@ def _check(a: Attention, owner: nn.Module, inputs: int) -> None:
     else:
         return
     raise UnknownStructure(f"{a.owner} ({type(owner).__name__}) {why}.", _KNOWN, "Remove MLP units or blocks instead.")
+
+
+def _linears_of(owner: nn.Module) -> list[str]:
+    """The matrices right below a module that are as wide as all of its heads or as many."""
+    return [n for n, m in owner.named_children() if isinstance(m, nn.Linear)]
 
 
 def channels(heads: torch.Tensor, head_dim: int) -> torch.Tensor:
