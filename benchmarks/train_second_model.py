@@ -85,7 +85,7 @@ def split(folder: Path, wikitext: Path | None, python: bool):
     return parts
 
 
-def configuration(architecture: str, large: bool, vocabulary: int):
+def configuration(architecture: str, large: bool, vocabulary: int, length: int):
     sizes, more = dict(LARGE if large else SMALL), dict(ARCHITECTURES[architecture])
     width = more.get("hidden_size", sizes["hidden_size"]) // sizes["num_attention_heads"]
     if architecture.startswith("gemma"):
@@ -94,7 +94,7 @@ def configuration(architecture: str, large: bool, vocabulary: int):
         more["moe_intermediate_size"] = sizes["hidden_size"]
         sizes["num_hidden_layers"] //= 2
     return AutoConfig.for_model(
-        architecture, vocab_size=vocabulary, head_dim=width, max_position_embeddings=512, tie_word_embeddings=True,
+        architecture, vocab_size=vocabulary, head_dim=width, max_position_embeddings=max(512, length), tie_word_embeddings=True,
         pad_token_id=0, bos_token_id=1, eos_token_id=2, **{**sizes, **more},
     )  # fmt: skip
 
@@ -158,7 +158,7 @@ def main():
     tokenizer = tokenizer_of(parts["train"], 4096 if a.large else 2048)
     tokenizer.save_pretrained(a.out)
     stream = torch.tensor(tokenizer("\n".join(parts["train"]), verbose=False)["input_ids"])
-    config = configuration(a.architecture, a.large, len(tokenizer))
+    config = configuration(a.architecture, a.large, len(tokenizer), a.length)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     balance(model)
     optimiser = torch.optim.AdamW(model.parameters(), lr=a.peak, betas=(0.9, 0.95), weight_decay=0.05)

@@ -40,6 +40,7 @@ from layerbudget.decisions.bits.imatrix import entries, write_imatrix
 from layerbudget.decisions.bits.program import uniform
 from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.decisions.bits.table import Table
+from layerbudget.execution.inputs import InputStatistics
 from layerbudget.execution.modes import inference
 from layerbudget.execution.walk import Walk
 from layerbudget.models.blocks import config_of, describe, weight_of
@@ -157,7 +158,7 @@ class Bench:
         self.modules = {m.name: m for b in self.table.blocks for m in b.modules}
         self.dense = {n: [v.clone() for v in self.views(n)] for n in self.modules}
         self.clean = self.log_probabilities(self.held)
-        self.moments, self.head = {}, torch.zeros(0)
+        self.moments = {}
         self.treating = {method: Treating(self.model, quantiser_of(method)) for method in METHODS}
         for method in METHODS:
             self._moments(method)
@@ -170,11 +171,7 @@ class Bench:
         self._prepared: dict[Any, Any] = {}
 
     def _table(self, menu: list[str], method: str) -> Table:
-        table = formats_table(self.model, formats=menu, family="gguf", method=method, unwritten="plan")
-        blind = np.array([find_format(f).needs_inputs for f in table.formats])
-        ends = np.array([".layers." not in b.name for b in table.blocks])  # no importance matrix: llama-quantize refuses
-        damage = np.where(ends[:, None] & blind, np.inf, table.damage)
-        return Table(**{**{f: getattr(table, f) for f in table.__dataclass_fields__}, "damage": damage})
+        return formats_table(self.model, formats=menu, family="gguf", method=method, unwritten="plan")
 
     def views(self, name: str) -> list[torch.Tensor]:
         return matrices(*weight_of(self.model, name))
@@ -200,9 +197,14 @@ class Bench:
                 found |= treating.collect(walk, [m for n, m in self.modules.items() if n.startswith(f"{prefix}.")]).found
                 if layer + 1 < len(walk):
                     walk.advance()
-            hidden = [self.model.get_decoder().norm(h) for h in walk.finals()]
+            ends = InputStatistics(
+                self.model, [m for n, m in self.modules.items() if ".layers." not in n], treating.treatment.statistic
+            )
+            for batch, hidden in enumerate(walk.finals()):
+                with ends.listening(None):
+                    walk.tail(len(walk), batch, hidden)
             walk.close()
-        self.head = torch.cat([h.reshape(-1, h.shape[-1]) for h in hidden]).square().mean(0)
+        found |= ends.found
 
     def rounded(self, name: str, kind: str, method: str) -> list[torch.Tensor]:
         """A matrix in a type with the dense model's inputs, one tensor per copy."""
@@ -298,7 +300,7 @@ class Bench:
             for copy, (dense, new) in enumerate(zip(self.dense[name], self.rounded(name, kind, method), strict=True)):
                 change, own = new - dense, self.moments["weighted"].get(name)
                 seen = None if own is None or own[copy].value is None else own[copy]
-                weigh = self.head if own is None else None if seen is None else seen.value / seen.rows
+                weigh = None if seen is None else seen.value / seen.rows
                 own = 1.0 if seen is None else seen.value / seen.rows
                 rows = (change.square() * own).sum(1) / ((dense.square() * own).sum(1) + 1e-12)
                 damage["relative"][i, j] += float(rows.double().sum())

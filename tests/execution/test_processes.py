@@ -144,7 +144,7 @@ def test_the_command_line_is_shared_by_torchrun(runs):
     assert results[0]["value"] == pytest.approx(results[1]["value"], rel=1e-3) and results[0]["windows"] == 6
     a, b = (lb.load_model(str(root / way / "pruned")) for way in ("one", "two"))
     different = sum(int(((p == 0) != (q == 0)).sum()) for p, q in zip(a.parameters(), b.parameters(), strict=True))
-    assert different <= 20  # entries at the threshold, by the order of sums
+    assert different <= sum(p.numel() for p in a.parameters()) / 1000  # entries at the threshold, by the order of sums
     assert torch.equal(a.get_input_embeddings().weight, b.get_input_embeddings().weight)
 
 

@@ -212,7 +212,8 @@ def _say_what_follows(a: argparse.Namespace, plan: Plan) -> None:
         return
     model = str(getattr(a, "model", None) or plan.model.get("id") or "MODEL")
     more = {"apply": (model, a.out, "-o", "DIR"), "finetune": (model, a.out, "--data", "FILE", "-o", "DIR"), "export": (a.out,)}
-    say_next(a, command, *more[command])
+    given = plan.hyperparameters.get("imatrix")
+    say_next(a, command, *more[command], *(["--set", f"imatrix={given}"] if given and command == "apply" else []))
 
 
 def _show(a: argparse.Namespace, plan: Plan, price: Any) -> None:

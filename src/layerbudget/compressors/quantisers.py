@@ -127,6 +127,9 @@ def _best_grid(groups: torch.Tensor, form: Format, importance: torch.Tensor) -> 
     return grid_of(groups, form, shrink)
 
 
+_PIECE = 1 << 25  # weights that get error feedback together: a few copies of them in float32 are held
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Rounded:
     """A matrix on the grid of its format.
@@ -299,5 +302,6 @@ class GPTQ(Quantiser):
         return Rounded(weight=out[order.argsort()].T.contiguous(), scale=scale, zero=zero, unit=grids[0].unit)
 
     def in_ggml(self, weight: torch.Tensor, prepared: Factors, form: Format) -> np.ndarray:
-        """See :meth:`Quantiser.in_ggml`."""
-        return feed_back(weight, prepared, form.name, threads=torch.get_num_threads())
+        """See :meth:`Quantiser.in_ggml`; rows do not depend on each other, so large matrices come in pieces."""
+        pieces = weight.split(max(1, _PIECE // weight.shape[1]))
+        return np.concatenate([feed_back(rows, prepared, form.name, threads=torch.get_num_threads()) for rows in pieces])

@@ -290,7 +290,9 @@ class _Layers(_Whole):
             with torch.no_grad():
                 self._forward()
             if self.collector.ends:
+                self.index = self.count
                 self.consumer.start(self.collector.ends)
+                self.look()
             total = self._head()
             if heads:
                 self.consumer.finalize(heads)
@@ -302,7 +304,11 @@ class _Layers(_Whole):
         return total
 
     def forward(self, j: int, batch: Batch) -> None:
-        """See :meth:`_Whole.forward`: the layer that comes next."""
+        """See :meth:`_Whole.forward`: the layer that comes next, or the head."""
+        if self.index == self.count:
+            with self.replay.begin(self.index, self.store.get((self.index, j))):
+                logits_of(self.model, batch)
+            return
         with self.replay.begin(self.index, self.store.get((self.index, j))), self.replay.end(self.index):
             self.replay.run(batch.kwargs)
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import CoverageError
-from ..models.blocks import transposed, weight_of
+from ..models.blocks import reader_of, transposed, weight_of
 from ..records import Module
 from .loss import Batch
 from .memory import zeros_in_file
@@ -145,8 +145,8 @@ class InputStatistics:
             owner, parameter = weight_of(model, module.name)
             if parameter.ndim == 3:
                 self.fused.setdefault(owner, {})[module.name.rsplit(".", 1)[1]] = module
-            else:
-                self.owners[module.name] = owner
+            elif (reader := reader_of(model, module.name)) is not None:  # lookups read no vectors
+                self.owners[module.name] = reader
         self._leader: dict[str, str] = {}
         self._current: dict[str, torch.Tensor] = {}
         self._mask: torch.Tensor | None = None

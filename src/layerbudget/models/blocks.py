@@ -220,6 +220,16 @@ def end_modules(model: nn.Module) -> list[Module]:
     return list(found.values())
 
 
+def reader_of(model: nn.Module, name: str) -> nn.Module | None:
+    """The module that multiplies a matrix with vectors: of an embedding the head that is tied to it, None where none is."""
+    owner, parameter = weight_of(model, name)
+    if not isinstance(owner, nn.Embedding):
+        return owner
+    known = pretrained(model)
+    head = known.get_output_embeddings() if hasattr(known, "get_output_embeddings") else None
+    return head if getattr(head, "weight", None) is parameter else None
+
+
 def left_out(model: nn.Module, blocks: Sequence[Any]) -> dict[str, int]:
     """Matrices that no block of a model or plan holds, embeddings and the output head aside: weights by full name, in order."""
     held = {m if isinstance(m, str) else m.name for b in blocks for m in b.modules}

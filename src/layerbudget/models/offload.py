@@ -3,8 +3,8 @@
 The tensors of a safetensors checkpoint are mapped privately and given to transformers as a state dict, so names, tied weights
 and conversions are its own. On a CPU in the checkpoint's precision the parameters *are* the mapped pages: nothing is
 anonymous memory, the system drops and re-reads pages as it likes. In another precision, or on another device, each layer is
-converted when its forward begins (the next one in a thread meanwhile) and dropped for the following one. What a treatment
-writes into a layer is kept in a file, which is mapped in turn (:meth:`Mapped.remap`).
+converted when its forward begins and dropped for the following one; for another device a thread converts the next one
+meanwhile. What a treatment writes into a layer is kept in a file, which is mapped in turn (:meth:`Mapped.remap`).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Mapped:
             self._held[own] = self.parameters[own].data
             self.parameters[own].data = ready[own]
         self._current, self._ahead, self._ahead_of = index, None, index + step
-        if 0 <= index + step < len(self.layers):
+        if self.device.type != "cpu" and 0 <= index + step < len(self.layers):  # there a second layer is memory that counts
             self._ahead = self._worker.submit(self._convert, index + step)
 
     def _convert(self, index: int) -> dict[str, torch.Tensor]:

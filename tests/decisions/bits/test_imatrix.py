@@ -13,11 +13,13 @@ import layerbudget as lb
 from layerbudget.cli import main
 from layerbudget.compressors import ggml
 from layerbudget.decisions.bits.apply import apply_bits, write_bits
-from layerbudget.decisions.bits.imatrix import IMATRIX_FILE, importances, read_imatrix
+from layerbudget.decisions.bits.gguf_names import find_names
+from layerbudget.decisions.bits.imatrix import IMATRIX_FILE, entries, importances, read_imatrix, write_imatrix
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.errors import InvalidInput
-from layerbudget.models.blocks import partition
+from layerbudget.execution.inputs import InputStatistics
+from layerbudget.models.blocks import end_modules, partition
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp")
@@ -39,7 +41,7 @@ def made(tmp_path_factory):
     plan = planned(model)
     plan.save(place / "plan.json")
     receipt = write_bits(model, plan, place / "out", TEXT, method="weighted")
-    assert any(n.startswith("model.embed_tokens[0] saw no token; it was rounded") for n in receipt.notes)
+    assert not any("model.embed_tokens" in n for n in receipt.notes)  # it is the head, which reads the last hidden states
     return place, plan
 
 
@@ -52,13 +54,17 @@ def test_ours_holds_what_the_rounded_layers_below_give(made):
     with torch.no_grad():
         model(TEXT.input_ids)
     held = read_imatrix(place / "out" / IMATRIX_FILE)
-    assert len(held) == 3 * 7 and "token_embd.weight" not in held and all(c.tolist() == [36] for _, c in held.values())
+    assert len(held) == 3 * 7 + 1 and all(c.tolist() == [36] for _, c in held.values())
     sums, _ = held["blk.1.attn_v.weight"]
     np.testing.assert_allclose(sums[0], seen["v"].square().sum((0, 1)).numpy(), rtol=1e-4)
     fields = gguf.GGUFReader(place / "out" / IMATRIX_FILE).fields
     assert fields["general.type"].contents() == "imatrix" and fields["imatrix.chunk_count"].contents() == 3
     assert fields["imatrix.chunk_size"].contents() == 12 and isinstance(fields["imatrix.datasets"].contents(), list)
-    # what llama-quantize does: one tensor at a time, sums over counts, and nothing for the embedding
+    origin = zoo.build("llama-tied", **WIDE)
+    with torch.no_grad():  # the tied head is rounded before the layers: its inputs are the dense model's
+        last = origin.model(TEXT.input_ids).last_hidden_state
+    np.testing.assert_allclose(held["token_embd.weight"][0][0], last.square().sum((0, 1)).numpy(), rtol=1e-4)
+    # what llama-quantize does: one tensor at a time, sums over counts
     dense = dict(zoo.build("llama-tied", **WIDE).named_parameters())
     tensors = {t.name: t for t in gguf.GGUFReader(place / "out" / "model.gguf").tensors}
     for name, module in (("blk.1.ffn_down", "model.layers.1.mlp.down_proj"), ("token_embd", "model.embed_tokens")):
@@ -70,15 +76,17 @@ def test_ours_holds_what_the_rounded_layers_below_give(made):
 
 
 def test_theirs_makes_the_same_file_without_text(made, capsys):
-    place, _ = made
+    place, plan = made
     own = ["apply", str(place / "model"), str(place / "plan.json"), "--method", "weighted", "--no-stream", "--quiet"]
     file = place / "out" / IMATRIX_FILE
     assert main([*own, "--set", f"imatrix={file}", "-o", str(place / "again")]) == 0
     a, b = ({t.name: t for t in gguf.GGUFReader(place / n / "model.gguf").tensors} for n in ("out", "again"))
     assert a.keys() == b.keys() and all(np.array_equal(a[n].data, b[n].data) for n in a)
     assert not (place / "again" / IMATRIX_FILE).exists()
-    notes = " ".join((place / "again" / "receipt.json").read_text().split())
-    assert "model.embed_tokens[0] has no importances; it was rounded to nearest" in notes
+    held = {t.name: np.array(t.data) for t in gguf.GGUFReader(file).tensors if not t.name.startswith("token_embd")}
+    bare = write(place / "bare.gguf", held)  # as llama-imatrix writes it without --process-output
+    receipt = write_bits(zoo.build("llama-tied", **WIDE), plan, place / "bare", method="weighted", imatrix=str(bare))
+    assert "model.embed_tokens[0] has no importances; it was rounded to nearest." in receipt.notes
     assert main([*own, "--set", f"imatrix={file}", "--samples", "2", "-o", str(place / "no")]) == 2
     assert main([*own[:4], "gptq", "--quiet", "--set", f"imatrix={file}", "-o", str(place / "no")]) == 2
     said = " ".join(capsys.readouterr().err.split())
@@ -110,11 +118,11 @@ def test_files_that_do_not_serve_are_refused_in_a_sentence(made, tmp_path):
         "another format before August 2025.*--in-file": old,
         "is cut off": cut,
         "holds no importance matrix": place / "out" / "model.gguf",
-        "another model: blk.0.*.weight has 128 values, the model 1 x 64": write(tmp_path / "wide.gguf", wide),
+        "another model: .*.weight has 128 values, the model 1 x 64": write(tmp_path / "wide.gguf", wide),
         "another model: it has a layer 7, the model has 3": write(
             tmp_path / "deep.gguf", {n.replace("blk.2", "blk.7"): t for n, t in held.items()}
         ),
-        "another model: it names none": write(tmp_path / "other.gguf", {n.replace("blk", "enc"): t for n, t in held.items()}),
+        "another model: it names none": write(tmp_path / "other.gguf", {f"other.{n}": t for n, t in held.items()}),
         "not finite": write(tmp_path / "nan.gguf", {n: t * np.float32("nan") for n, t in held.items()}),
     }
     for what, file in cases.items():
@@ -127,3 +135,29 @@ def test_files_that_do_not_serve_are_refused_in_a_sentence(made, tmp_path):
     notes = apply_bits(model, plan, method="weighted", imatrix=str(some))
     assert sum(n.startswith("model.layers.2.") and "has no importances" in n for n in notes) == 7
     assert lb.partition(model) and importances(some, model, [m for b in partition(model)[:1] for m in b.modules])
+
+
+def test_a_plan_is_measured_with_the_importances_that_the_file_will_have(made, tmp_path, capsys):
+    """With the inputs of the dense model in a file, damages are those that the text itself gives; other inputs give others."""
+    place, _ = made
+    model, quantiser = zoo.build("llama-tied", **WIDE), {"method": "weighted", "family": "gguf", "draws": 1}
+    modules = [*(m for b in partition(model, "linear") for m in b.modules), *end_modules(model)]
+    found = InputStatistics(model, modules, "diagonal")
+    with found.listening(None), torch.no_grad():
+        model(TEXT.input_ids)
+    names = {n: f"{t[0]}.weight" for n, t in find_names(found.found, "llama").items()}
+    sums = {k: v for n, own in found.found.items() for k, v in entries(own, len(own[0].value), [names[n]]).items()}
+    write_imatrix(tmp_path / "own.gguf", sums, TEXT.describe())
+    tilted = {k: v * (1 + torch.arange(v.shape[1])) ** 2 if k.endswith("sum2") else v for k, v in sums.items()}
+    write_imatrix(tmp_path / "other.gguf", tilted, TEXT.describe())
+    own = {**quantiser, "formats": ["Q4_0", "Q4_1", "Q5_1"]}
+    by_text, by_file, by_other = (
+        rounding_damage(model, TEXT, **own, **more)
+        for more in ({}, {"imatrix": str(tmp_path / "own.gguf")}, {"imatrix": str(tmp_path / "other.gguf")})
+    )
+    damage = [np.array(s.extra["choices"]["damage"], dtype=float) for s in (by_text, by_file, by_other)]
+    np.testing.assert_allclose(damage[0], damage[1], rtol=1e-4)
+    assert not np.allclose(damage[0], damage[2], rtol=1e-2)
+    assert by_text.extra["choices"]["passes"] == by_file.extra["choices"]["passes"] + 1
+    with pytest.raises(InvalidInput, match="There is no file"):
+        plan_bits(model, TEXT, bits=4.7, imatrix=str(tmp_path / "none.gguf"), **own)

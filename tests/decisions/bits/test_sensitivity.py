@@ -125,7 +125,7 @@ def test_streamed_models_and_batches_of_any_size_give_the_same(tmp_path):
         other = Table.of(rounding_damage(streamed, data, method=method, batch_size=2, **options)).damage
         off = np.abs(np.log(one / other))[np.isfinite(one)]
         assert off.max() < (0.1 if method == "weighted" else 0.3), "a code at a tie of two changes all behind it"
-        assert np.median(off) < (0.005 if method == "weighted" else 0.02)
+        assert np.median(off) < (0.01 if method == "weighted" else 0.02)
 
 
 def test_runtimes_say_what_must_agree():

@@ -8,7 +8,6 @@ which they go to the file, so that a run that was stopped continues; it writes t
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from ...compressors.quantisers import Quantiser, Rounded
 from ...compressors.treating import Found, Job, Treating, check
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InvalidInput
-from ...execution.inputs import InputMoments
+from ...execution.inputs import InputMoments, InputStatistics, share_statistics
 from ...execution.modes import inference
 from ...execution.walk import Walk
 from ...models.blocks import check_finite, describe, layers
@@ -38,7 +37,7 @@ from .blocks import check_writable, layers_of, modules_by_name, peaks
 from .card import model_card
 from .export import auto_round, llama_cpp
 from .gguf import GGUF_FILE, GgufWriter, recount_gguf
-from .imatrix import IMATRIX_FILE, counted, entries, importances, write_imatrix
+from .imatrix import IMATRIX_FILE, counted, entries, imatrix_digest, importances, write_imatrix
 from .packed import ZERO_POINTS, PackedWriter, check_loads, recount_safetensors
 from .program import formats_of_plan
 
@@ -120,8 +119,8 @@ def round_matrices(
 ) -> list[str]:
     """Round matrices in place, those without a format stay; see :func:`apply_bits`. Returns notes.
 
-    Embedding and head come first and are rounded to nearest; then the layers, each with the inputs that the rounded model
-    below it gives.
+    Embedding and head come first, the head with the inputs that it has in the model as it was; then the layers, each with the
+    inputs that the rounded model below it gives. An embedding that is no head is rounded to nearest.
     """
     rounding = _Rounding(model, formats, method, data, own)
     rounding.run(batch_size, progress)
@@ -184,7 +183,7 @@ def write_bits(
         request |= request_of(model, computing=rounding.data is not None)
         request |= {} if rounding.data is None else {"data": rounding.data.digest, "batch_size": batch_size}
         if rounding.quantiser.imatrix is not None:
-            request["imatrix"] = hashlib.sha256(Path(rounding.quantiser.imatrix).read_bytes()).hexdigest()
+            request["imatrix"] = imatrix_digest(rounding.quantiser.imatrix)
         rounding.parts = Parts(resume, request)
         rounding.run(batch_size, progress)
         for name, text in (beside or {}).items():
@@ -271,6 +270,18 @@ class _Rounding(Treating):
                 if walk is not None:
                     walk.close()
 
+    def _of_head(self, walk: Walk, jobs: Sequence[Job]) -> Mapping[str, list[InputMoments]]:
+        """Inputs of the head in the model as it was: an embedding that is tied to it is rounded before the layers."""
+        modules = [job.module for job in jobs if not find_format(str(job.level.format)).plain]
+        found = InputStatistics(self.model, modules, self.quantiser.statistic)
+        if found.owners:
+            walk.capture()
+            for batch, hidden in enumerate(walk.finals()):
+                with found.listening(walk.token_mask(batch)):
+                    walk.tail(len(walk), batch, hidden)
+            share_statistics(found.found)
+        return found.found
+
     def _piece(self, layer: str, index: int, jobs: Sequence[Job], walk: Walk | None) -> None:
         """Round and write a piece, or take it as it was kept; its weights are needed where later inputs depend on them."""
         from safetensors import safe_open
@@ -288,7 +299,10 @@ class _Rounding(Treating):
             self.writer.add(tensors)
             return
         before = set(self.sums)
-        notes = self.jobs(jobs, self.given) if walk is None or not layer else self.layer(walk, jobs)
+        if walk is not None and layer:
+            notes = self.layer(walk, jobs)
+        else:
+            notes = self.jobs(jobs, self.given if walk is None else self._of_head(walk, jobs))
         self.notes += notes
         if self.writer is not None:
             tensors = {n: t.contiguous() for n, t in self.writer.tensors(layer, self.rounded).items()}

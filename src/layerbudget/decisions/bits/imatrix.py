@@ -8,6 +8,7 @@ without an entry is rounded without importances. Embeddings have none in any fil
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -56,15 +57,25 @@ def write_imatrix(file: Path, tensors: Mapping[str, torch.Tensor], text: Mapping
     writer.close()
 
 
+def imatrix_digest(file: Path | str) -> str:
+    """Content hash of an importance matrix; a file that is not there is refused."""
+    return hashlib.sha256(_found(file).read_bytes()).hexdigest()
+
+
+def _found(file: Path | str) -> Path:
+    path = Path(file)
+    if not path.is_file():
+        raise InvalidInput(f"There is no file {path}.", "", "Make one with llama-imatrix, or leave imatrix out.")
+    return path
+
+
 def read_imatrix(file: Path | str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Return the sums ``(experts, inputs)`` and counts ``(experts,)`` of every tensor of an importance matrix.
 
     Raises:
         InvalidInput: No such file, one of another kind or of the format before August 2025, or one that does not end.
     """
-    path = Path(file)
-    if not path.is_file():
-        raise InvalidInput(f"There is no file {path}.", "", "Make one with llama-imatrix, or leave imatrix out.")
+    path = _found(file)
     with path.open("rb") as held:
         known = held.read(4) == b"GGUF"
     if not known:

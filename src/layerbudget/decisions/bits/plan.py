@@ -31,6 +31,7 @@ from .apply import request_of
 from .blocks import formats_table
 from .gguf import head_bytes
 from .gguf_names import is_written
+from .imatrix import imatrix_digest
 from .program import Limits, other_plan, plan_from_table, types_like
 from .sensitivity import DenseOutput, mean_and_error, rounding_damage
 from .table import Table
@@ -107,6 +108,8 @@ def plan_bits(
         table = empty_table(source, tokenizer, options)
     limits.bytes(limits.restrict(table))
     held = {"data": data.digest, "check": None if check is None else check.digest}
+    if options.get("imatrix") is not None:
+        held["imatrix"] = imatrix_digest(options["imatrix"])
     parts = Parts(resume, {**request_of(source, computing=True), **held, "options": {"batch_size": batch_size, **options}})
 
     def measure() -> Any:
@@ -154,13 +157,18 @@ def check_plan(
     plans = {plan.rule: plan} | {
         n: other_plan(plan, scores, n) for n in BESIDE if n in plan.extra["baselines"] and n != plan.rule
     }
-    dense = DenseOutput(model, check, batch_size)
+    dense, method, imatrix = (
+        DenseOutput(model, check, batch_size),
+        str(plan.extra["method"]),
+        plan.hyperparameters.get("imatrix"),
+    )
+    text, own = (data, {}) if imatrix is None else (None, {"imatrix": imatrix})
     measured: dict[str, np.ndarray] = {}  # plans that are the same are measured once
 
     def measure(formats: Mapping[str, str]) -> np.ndarray:
         key = f"check-{digest(formats)}"
         if key not in measured:
-            found = parts.json(key, lambda: dense.rows_of(model, formats, data, str(plan.extra["method"])).tolist())
+            found = parts.json(key, lambda: dense.rows_of(model, formats, text, method, **own).tolist())
             measured[key] = np.array(found, dtype=np.float64)
         return measured[key]
 

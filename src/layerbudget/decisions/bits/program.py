@@ -154,6 +154,7 @@ def plan_from_table(scores: Scores, limits: Limits, rule: str = "choices") -> Pl
     table = Table.of(scores)
     limit = limits.bytes(limits.restrict(table))
     given = {**limits.record(), "rule": rule, "method": table.method, "runtime": table.runtime}
+    given |= {"imatrix": held["imatrix"]} if "imatrix" in (held := scores.extra["choices"]) else {}
     return _plan(scores, limits, limit, given)
 
 

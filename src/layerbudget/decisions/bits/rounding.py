@@ -33,7 +33,8 @@ from ...models.offload import mapped
 from ...records import Block, Module
 from ...sensitivity.directional.directions import InBytes
 from ...sensitivity.directional.terms import Watch
-from .blocks import layers_of, peaks
+from .blocks import peaks
+from .imatrix import importances
 
 _PIECE = 1 << 20  # weights that are rounded together: their errors take 4 MB
 _ANCHORS = (("Q3_K", "Q4_K", "Q6_K"), ("MXFP4", "Q5_0", "Q8_0"))  # of GGUF, quick in ggml: where 256 divides rows, and else
@@ -79,11 +80,11 @@ class RoundingErrors(Watch):
         menu = [[f if held else None for f, held in zip(formats, row, strict=True)] for row in has]
         self.names = {m.name: [*menu[i], *self._fitting(b.modules)] for i, b in enumerate(blocks) for m in b.modules}
         self.sampled: dict[str, tuple[np.ndarray, float]] = {}
-        self._found: dict[str, list[InputMoments]] = {}
+        given = quantiser.imatrix
+        self._found = {} if given is None else importances(given, model, list(self.modules.values()))
         self._statistics: InputStatistics | None = None
         self._made: dict[InputMoments, Any] = {}
         self.lookups = {n for n in self.modules if isinstance(weight_of(model, n)[0], nn.Embedding)}
-        self.ends = {n for n, layer in layers_of(model, self.modules).items() if layer is None}
         self.peaks = peaks(model, dict.fromkeys(self.modules, "nvfp4")) if "nvfp4" in {*formats, *self.anchors} else {}
         self._add = moments_of_sites(self._found, "diagonal")
 
@@ -95,9 +96,8 @@ class RoundingErrors(Watch):
 
     def start(self, names: Sequence[str]) -> None:
         """See :meth:`Watch.start`."""
-        inside = [self.modules[n] for n in names if n not in self.ends]  # ends are rounded to nearest
-        if self.quantiser.statistic != "none":
-            self._statistics = InputStatistics(self.model, inside, self.quantiser.statistic)
+        if self.quantiser.reads_text:
+            self._statistics = InputStatistics(self.model, [self.modules[n] for n in names], self.quantiser.statistic)
 
     def watching(self, batch: Batch) -> AbstractContextManager[Any] | None:
         """See :meth:`Watch.watching`: the inputs that the quantiser reads."""

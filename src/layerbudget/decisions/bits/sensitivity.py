@@ -34,7 +34,7 @@ from ...records import Block
 from ...scores import Scores
 from ...sensitivity.directional.terms import QuadraticTerms, interpolated, pooled, quadratic_terms
 from ...sensitivity.directional.trials import Originals
-from .apply import need_data, quantiser_of, round_matrices
+from .apply import quantiser_of, round_matrices
 from .blocks import formats_table, modules_by_name
 from .rounding import RoundingErrors
 from .table import ESTIMATOR, Table
@@ -51,6 +51,7 @@ def rounding_damage(
     unwritten: str = "plan",
     rows: int = 16,
     whole: bool = False,
+    imatrix: str | None = None,
     progress: Progress | None = None,
     **formats: Any,
 ) -> Scores:
@@ -59,12 +60,13 @@ def rounding_damage(
     Arguments are those of :func:`~layerbudget.decisions.bits.plan.plan_bits` and, as ``formats``, of
     :func:`~layerbudget.decisions.bits.blocks.formats_table`; labels are drawn ``draws`` times by ``seed``. So many ``rows`` of
     every matrix are rounded to every format, and the damage of three formats is measured; with ``whole`` that of all of them,
-    which ggml takes several times as long to round.
+    which ggml takes several times as long to round. ``imatrix`` is the importance matrix of llama.cpp that the file will be
+    made with, for ``weighted``; by default importances are of the text.
     """
     if rows < 2:
         raise InvalidInput(f"rows is {rows}.", "An error needs 2 rows or more.", "Use 16.")
-    quantiser, table = quantiser_of(method), formats_table(model, method=method, unwritten=unwritten, **formats)
-    need_data(quantiser, data)
+    quantiser = quantiser_of(method).with_options({} if imatrix is None else {"imatrix": imatrix})
+    table = formats_table(model, method=method, unwritten=unwritten, **formats)
     decided = [i for i, b in enumerate(table.blocks) if not all(m.name in table.unwritten for m in b.modules)]
     passes, kept, anchors = 0.0, 1.0, tuple[str, ...]()
     if decided:
@@ -80,9 +82,10 @@ def rounding_damage(
         damage[decided] = np.where(has, found, np.inf)
         error[decided], rest[decided] = np.where(has, spread, 0.0), np.where(has[..., None], apart, 0.0)
         table = dataclasses.replace(table, damage=damage, error=error, rest=rest)
-        passes, anchors = terms.passes + (quantiser.statistic != "none"), errors.anchors
+        passes, anchors = terms.passes + quantiser.reads_text, errors.anchors
     first, k = np.argmax(table.has, axis=1), np.arange(len(table.blocks))
-    how = {"passes": passes, "kept": kept, "measure": "directional", "seed": seed, "rows": rows, "anchors": anchors}
+    how: dict[str, Any] = {"passes": passes, "kept": kept, "measure": "directional", "seed": seed, "rows": rows}
+    how |= {"anchors": anchors} | ({} if imatrix is None else {"imatrix": str(imatrix)})
     return Scores(
         estimator=ESTIMATOR,
         blocks=tuple(table.blocks),
@@ -148,10 +151,18 @@ class DenseOutput:
         return np.concatenate(out)
 
     def rows_of(
-        self, model: nn.Module, formats: Mapping[str, str], data: CalibrationSet | None = None, method: str = "rtn"
+        self,
+        model: nn.Module,
+        formats: Mapping[str, str],
+        data: CalibrationSet | None = None,
+        method: str = "rtn",
+        **own: Any,
     ) -> np.ndarray:
-        """See :meth:`rows`, of the dense model with some matrices in formats; it is afterwards as it was."""
-        return self.rows_within(model, formats, [contextlib.nullcontext()], data, method)[0]
+        """See :meth:`rows`, of the dense model with some matrices in formats; it is afterwards as it was.
+
+        Options are those of the method.
+        """
+        return self.rows_within(model, formats, [contextlib.nullcontext()], data, method, **own)[0]
 
     def rows_within(
         self,
@@ -160,12 +171,13 @@ class DenseOutput:
         contexts: Iterable[contextlib.AbstractContextManager[None]],
         data: CalibrationSet | None = None,
         method: str = "rtn",
+        **own: Any,
     ) -> list[np.ndarray]:
         """See :meth:`rows_of`; the matrices are rounded once, and the text is run within each of some contexts."""
         held = Originals(model, [Block(name="all", modules=tuple(modules_by_name(model, formats).values()))])
         found = []
         try:
-            round_matrices(model, formats, data, method=method, batch_size=self.batch_size)
+            round_matrices(model, formats, data, method=method, batch_size=self.batch_size, **own)
             for each in contexts:
                 with each:
                     found.append(self.rows(model))
