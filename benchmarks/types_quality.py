@@ -45,6 +45,7 @@ from layerbudget.execution.modes import inference
 from layerbudget.execution.walk import Walk
 from layerbudget.models.blocks import config_of, describe, weight_of
 from layerbudget.records import dumps, write_text
+from layerbudget.sensitivity.directional.terms import DirectionalSums
 from layerbudget.solvers.choices import choose
 from program import environment
 
@@ -259,7 +260,31 @@ class Bench:
         )
 
     def _every(self, method: str) -> tuple[np.ndarray, float, float]:
-        return self._directional(method, whole=True)
+        """Every type along its own errors; what every draw gives along them is kept, so that sums of matrices can be squared."""
+        finish = DirectionalSums.finish
+        shape = 2, 4, self.fit.samples, len(self.table.blocks), len(self.table.formats)
+        sums = np.zeros(shape, dtype=np.float32)
+
+        def keep(own: DirectionalSums, batch: Any, loss: int) -> None:
+            for part, held in enumerate((own._held, own._squares)):
+                for first, along in held.items():
+                    sums[part, loss, own.places[batch.rows], first] += along[:, 0].cpu().numpy()
+            finish(own, batch, loss)
+
+        DirectionalSums.finish = keep
+        try:
+            return self._directional(method, whole=True)
+        finally:
+            DirectionalSums.finish = finish
+            np.save(self._sums(method), sums)
+
+    def _sums(self, method: str) -> Path:
+        return self.a.scratch / f"{self.name}-{self.a.seed}-{method}-along.npy"
+
+    def joint(self, chosen: np.ndarray, method: str) -> float:
+        """The Fisher form along the sum of all changes of a plan: changes of several matrices may add up."""
+        along, apart = np.load(self._sums(method)).astype(np.float64)[..., np.arange(len(chosen)), chosen]
+        return float((along.sum(-1) ** 2 + apart.sum(-1)).mean(0).sum() / (2 * (self.fit.input_ids.numel() - self.fit.samples)))
 
     def _directional(self, method: str, whole: bool = False) -> tuple[np.ndarray, float, float]:
         start, own = time.process_time(), {"method": method, "unwritten": "plan", "whole": whole}
@@ -369,12 +394,12 @@ class Bench:
     def row(self, like: str, method: str, rule: str) -> dict[str, Any]:
         """One plan, in the model as a whole."""
         weights, types, limit, file = self.mix(like)
-        passes, predicted, spent = 1.0, None, limit
+        passes, predicted, joint, spent = 1.0, None, None, limit
         if rule == "mix":
             weights = weights if method == "weighted" else self.written(types, method)
         else:
             table, chosen, predicted, passes = self.choice(like, method, rule)
-            types = self.types(like, method, rule)
+            types, joint = self.types(like, method, rule), self.joint(chosen, method) if rule == EVERY else None
             spent = int(table.size[np.arange(len(chosen)), chosen].sum())
             weights = self.written(types, method)
         self.put(weights)
@@ -382,7 +407,7 @@ class Bench:
         self.put({})
         kinds = {k: sum(v == k for v in types.values()) for k in sorted(set(types.values()))}
         return {"model": self.name, "seed": self.a.seed, "like": like, "method": method, "rule": rule, "bytes": spent,
-                "file": file - limit + spent, "passes": passes, "predicted": predicted, "types": kinds, **found}  # fmt: skip
+                "file": file - limit + spent, "passes": passes, "predicted": predicted, "joint": joint, "types": kinds, **found}  # fmt: skip
 
     # ---- the same in llama.cpp
 
@@ -479,8 +504,8 @@ def _overview(own: Mapping[tuple[str, str, str], dict[str, Any]]) -> list[str]:
 def _details(own: Mapping[tuple[str, str, str], dict[str, Any]]) -> list[str]:
     """The mix and the directional plans, with errors, tails, bytes and predictions."""
     text = [
-        "| bytes of | rounding | types by | file | KL | - mix | - #15550 | 99.9 % | same top | perplexity | predicted / measured |",
-        "|---" * 11 + "|",
+        "| bytes of | rounding | types by | file | KL | - mix | - #15550 | 99.9 % | same top | perplexity | predicted / measured | joint / measured |",
+        "|---" * 12 + "|",
     ]
     for (method, rule, like), r in own.items():
         if rule != "mix" and not rule.startswith("directional"):
@@ -489,11 +514,11 @@ def _details(own: Mapping[tuple[str, str, str], dict[str, Any]]) -> list[str]:
         for other in (("weighted", "mix", like), (method, "relative", like)):
             difference = paired(r, own[other]) if other in own and own[other] is not r else None
             beside.append("" if difference is None else "{:+.2g} +- {:.1g}".format(*difference))
-        ratio = "" if r["predicted"] is None else f"{r['predicted'] / r['kl']:.2f}"
+        ratio, joint = ("" if r[k] is None else f"{r[k] / r['kl']:.2f}" for k in ("predicted", "joint"))
         text.append(
             f"| {like} | {'ggml' if method == 'weighted' else 'feedback'} | {SAID.get(rule, rule)} | {r['file']:,} | "
             f"{r['kl']:.3g} +- {r['kl_error']:.1g} | {' | '.join(beside)} | {r['kl_999']:.2g} | {r['same_top']:.2%} | "
-            f"{r['perplexity']:.3f} | {ratio} |"
+            f"{r['perplexity']:.3f} | {ratio} | {joint} |"
         )
     return text
 
