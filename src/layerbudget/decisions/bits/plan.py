@@ -157,11 +157,8 @@ def check_plan(
     plans = {plan.rule: plan} | {
         n: other_plan(plan, scores, n) for n in BESIDE if n in plan.extra["baselines"] and n != plan.rule
     }
-    dense, method, imatrix = (
-        DenseOutput(model, check, batch_size),
-        str(plan.extra["method"]),
-        plan.hyperparameters.get("imatrix"),
-    )
+    dense, method = DenseOutput(model, check, batch_size), str(plan.extra["method"])
+    imatrix = plan.hyperparameters.get("imatrix")
     text, own = (data, {}) if imatrix is None else (None, {"imatrix": imatrix})
     measured: dict[str, np.ndarray] = {}  # plans that are the same are measured once
 
