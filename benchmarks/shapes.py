@@ -34,9 +34,10 @@ SHAPES: dict[str, PretrainedConfig] = {
 }  # fmt: skip
 
 
-def write(shape: str, out: Path, seed: int = 0) -> None:
+def write(shape: str, out: Path, seed: int = 0, depth: int | None = None) -> None:
     """One file per layer and one for the rest, bfloat16, normal with standard deviation .02."""
     config = SHAPES[shape]
+    config.num_hidden_layers = depth or config.num_hidden_layers
     config.architectures = [f"{config.model_type.capitalize()}ForCausalLM"]
     config.dtype = "bfloat16"
     with torch.device("meta"):
@@ -62,5 +63,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--layers", type=int, help="so many of its layers; all by default")
     given = parser.parse_args()
-    write(given.shape, given.out)
+    write(given.shape, given.out, depth=given.layers)

@@ -154,8 +154,14 @@ def plan_from_table(scores: Scores, limits: Limits, rule: str = "choices") -> Pl
     table = Table.of(scores)
     limit = limits.bytes(limits.restrict(table))
     given = {**limits.record(), "rule": rule, "method": table.method, "runtime": table.runtime}
-    given |= {"imatrix": held["imatrix"]} if "imatrix" in (held := scores.extra["choices"]) else {}
+    given |= imatrix_of(scores)
     return _plan(scores, limits, limit, given)
+
+
+def imatrix_of(scores: Scores) -> dict[str, str]:
+    """Return the importance matrix that damages were measured with, where it came from a file."""
+    held = scores.extra["choices"].get("imatrix")
+    return {} if held is None else {"imatrix": held}
 
 
 def other_plan(plan: Plan, scores: Scores, rule: str) -> Plan:

@@ -134,7 +134,7 @@ def _checked(
     """The plan of a rule with the check of all on held-out tokens, or the one that beat it, which then says so."""
     say(progress, "plans as a whole")
     dense, choices = DenseOutput(model, check, batch_size), found.decision.choices
-    rows = joint_rows(model, dense, found.fit, choices, data)
+    rows = joint_rows(model, dense, found.fit, choices, data, found.scores.extra["choices"].get("imatrix"))
     spent = {n: t["spent"] + found.fit.beside for n, t in found.decision.totals.items()}
     same = [n for n, c in choices.items() if np.array_equal(c, choices[rule])]
     record = check_record(model, dense, rule, rows, spent, same)
@@ -143,20 +143,26 @@ def _checked(
 
 
 def joint_rows(
-    model: nn.Module, dense: DenseOutput, fit: Fit, choices: Mapping[str, np.ndarray], data: CalibrationSet
+    model: nn.Module,
+    dense: DenseOutput,
+    fit: Fit,
+    choices: Mapping[str, np.ndarray],
+    data: CalibrationSet,
+    imatrix: str | None = None,
 ) -> dict[str, np.ndarray]:
     """Rows of several choices, as :meth:`DenseOutput.rows` gives them, with weights and cache rounded at once.
 
     Weights that several choices share are rounded once.
     """
     found: dict[str, np.ndarray] = {}
+    text, own = (data, {}) if imatrix is None else (None, {"imatrix": imatrix})
     by_weights: dict[bytes, list[str]] = {}
     for name, chosen in choices.items():
         by_weights.setdefault(fit.apart(chosen)[0].tobytes(), []).append(name)
     for names in by_weights.values():
         weights = fit.weights.formats_of(fit.apart(choices[names[0]])[0])
         caches = (caching(model, rounding(fit.space.by_layer(fit.apart(choices[n])[1]))) for n in names)
-        found |= dict(zip(names, dense.rows_within(model, weights, caches, data, fit.weights.method), strict=True))
+        found |= dict(zip(names, dense.rows_within(model, weights, caches, text, fit.weights.method, **own), strict=True))
     return {n: found[n] for n in choices}
 
 

@@ -20,7 +20,7 @@ from ...scores import Scores
 from ...solvers.choices import choose
 from ..bits.memory import Cache, read_context
 from ..bits.mixes import MIXES
-from ..bits.program import Decision, Limits, extra_of, mix_of, plan_blocks, read_bytes
+from ..bits.program import Decision, Limits, extra_of, imatrix_of, mix_of, plan_blocks, read_bytes
 from ..bits.table import Table
 from ..cache.space import CacheSpace
 
@@ -280,7 +280,7 @@ class Fitted:
             "curve": fit.curve(),
             "asked": rule,
         }
-        terms = {k: v for k, v in dataclasses.asdict(self.terms).items() if v}
+        terms = {k: v for k, v in dataclasses.asdict(self.terms).items() if v} | imatrix_of(self.scores)
         return Plan(
             kind=KIND,
             rule=rule,
