@@ -193,7 +193,7 @@ CELLS: dict[str, tuple[str | None, str]] = {
     "finetune all": ("plan all ranks", "finetune {m} {w}/all.json --data {r} --set train_rows=8 --epochs 1 --batch 4 -o {w}/whole"),
     "plan bits": (None, "plan bits {m} --bits 6 --set check=0 --data {d} TEXT -o {w}/bits.json"),
     "packed": ("plan bits", "apply {m} {w}/bits.json -o {w}/packed"),
-    "plan gguf": (None, "plan bits {m} --bits 6 --format gguf --formats Q4_0,Q5_0,Q8_0 --set check=0 --data {d} TEXT -o {w}/gguf.json"),
+    "plan gguf": (None, "plan bits {m} --bits 6 --format gguf --set check=0 --data {d} TEXT -o {w}/gguf.json"),
     "gguf": ("plan gguf", "apply {m} {w}/gguf.json -o {w}/gguf"),
     "evaluate": (None, "evaluate {m} --perplexity {d} --length 32 --windows 4"),
     "evaluate pruned": ("prune wanda", "evaluate {w}/wanda --perplexity {d} --length 32 --windows 4"),

@@ -110,6 +110,18 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "v_head_dim": 8,
         },
     ),
+    "ernie-moe": (
+        "Ernie4_5_MoeConfig",
+        CAUSAL,
+        {
+            **GROUPED,
+            "moe_num_experts": 8,
+            "moe_k": 2,
+            "moe_intermediate_size": 24,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1,
+        },
+    ),
     "bert": ("BertConfig", MASKED, PLAIN),
     "bert-classifier": ("BertConfig", CLASSES, PLAIN),
     "roberta-classifier": ("RobertaConfig", CLASSES, PLAIN),

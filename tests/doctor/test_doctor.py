@@ -221,3 +221,13 @@ def test_verbs_that_refuse_a_model_are_known_without_running_it(name, refused):
     assert bool(found) == (refused is not None) and (refused is None or any(refused in verb for verb in found)), found
     if name == "gpt-oss":
         assert "--exclude 'experts[.]'" in found["score kfac"] and "score fisher-gram" not in found
+
+
+def test_experts_are_tried_on_one_layer_of_each_kind():
+    (seen,) = found(diagnose(zoo.build("glm4-moe")), "experts", "ok")
+    assert seen.what.startswith("2 layers give a token 2 of 8 experts") and "kept-experts" in seen.remedy
+    model = zoo.build("qwen3-moe")
+    model.model.layers[0].mlp.experts.forward = lambda x, index, weights: x * index.shape[1]
+    (seen,) = found(diagnose(model), "experts", "note")
+    assert "layers.0.mlp (Qwen3MoeSparseMoeBlock) do not add up by the weights of its router" in seen.what
+    assert not [f for f in diagnose(zoo.build("llama")).findings if f.check == "experts"]

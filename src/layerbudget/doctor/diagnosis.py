@@ -22,6 +22,7 @@ from ..execution.loss import IGNORE, Batch, batches, head_of, logits_of, summed_
 from ..execution.modes import prepared, twice_differentiable
 from ..execution.sites import Collector, owners_of, tracked
 from ..models.blocks import layers, left_out, partition, share_held, weight_of
+from ..models.experts import check_experts, find_experts
 from ..records import Block
 from ..sensitivity.estimators import ESTIMATORS
 
@@ -79,6 +80,7 @@ def diagnose(model: nn.Module, tokenizer: Any = None, data: CalibrationSet | Non
     if sample is None or any(f.severity == "problem" for f in found):
         return Diagnosis(findings=tuple(found))
     found += _findings("padding", padding(model, sample))
+    found += _findings("experts", experts(model))
     try:
         batch, short, blocks = first_batch(model, sample), first_batch(model, _shorten(sample)), partition(model)
         missing = unreached(model, batch, blocks)
@@ -253,6 +255,21 @@ def _logits(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Te
     if "position_ids" in inspect.signature(model.forward).parameters:
         kwargs["position_ids"] = (kwargs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
     return model(**kwargs).logits.float()
+
+
+def experts(model: nn.Module) -> Found:
+    """Whether routed experts are called in a known way, tried on a few tokens of one layer of each kind."""
+    if not any(m.copies > 1 for b in partition(model) for m in b.modules):
+        return
+    try:
+        found = find_experts(model)
+        check_experts(found)
+    except UnknownStructure as error:
+        yield "note", f"Which experts stay cannot be planned: {error.what}", error.remedy
+        return
+    counts = "/".join(sorted({f"{e.top_k} of {e.count}" for e in found}))
+    remedy = "plan kept-experts says which of them your text needs."
+    yield "ok", f"{len(found)} layers give a token {counts} experts, as their routers and matrices by hand do.", remedy
 
 
 def determinism(model: nn.Module, batch: Batch, block: Block) -> Found:

@@ -86,7 +86,8 @@ class ExpertLayer:
         """Tensors outside the experts that have an entry per expert: owner, name, tensor."""
         owners = [self.block, *self.router.modules()]
         found = [(o, n, t) for o in owners for n, t in (*o._parameters.items(), *o._buffers.items())]
-        return [(o, n, t) for o, n, t in found if t is not None and t.ndim and len(t) == self.count]
+        own = [(o, n, t) for o, n, t in found if t is not None and t.ndim]
+        return [(o, n, t) for o, n, t in own if len(t) == self.count or (n in CORRECTIONS and t.shape[-1] == self.count)]
 
     def _corrections(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
         return [(o, n, t) for o, n, t in self._beside() if n in CORRECTIONS]
@@ -107,7 +108,7 @@ class ExpertLayer:
                     _put(owner, name, torch.where(gone.to(tensor.device), NEVER, tensor.detach()), undo)
             else:
                 for owner, name, tensor in self._beside():
-                    _put(owner, name, tensor.detach()[kept.to(tensor.device)], undo)
+                    _put(owner, name, self._some(tensor, kept), undo)
                 for owner, name in self._numbers((self.block, self.router)):
                     undo.callback(setattr, owner, name, getattr(owner, name))
                     setattr(owner, name, len(kept))
@@ -115,6 +116,10 @@ class ExpertLayer:
                 undo.callback(self.experts.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
                 undo.callback(self.experts.register_forward_hook(behind, with_kwargs=True, prepend=True).remove)
             yield
+
+    def _some(self, tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """The entries of some experts, along the first axis that has one for each."""
+        return tensor.detach().index_select(list(tensor.shape).index(self.count), index.to(tensor.device))
 
     def _numbers(self, owners: Sequence[nn.Module]) -> list[tuple[nn.Module, str]]:
         return [(o, name) for o in owners for name in COUNTS if getattr(o, name, None) == self.count]
@@ -183,7 +188,10 @@ class ExpertLayer:
             with torch.no_grad():
                 arguments, keywords = self.call(x)
                 given = self.experts(*arguments, **keywords).float()
-            gates = self.gates(x)
+            gates, size = self.gates(x), self.count // self.groups
+            fewest = torch.tensor([e for e in range(self.count) if e % size < self.floor // self.groups])
+            if self.gates(x, fewest).sum(0).count_nonzero() > len(fewest):
+                raise ValueError("A router without some experts chooses others.")
             made = sum(g[:, None] * y.float() for g, y in zip(gates.T, self.outputs(x), strict=True))
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, StopIteration) as error:
             raise UnknownStructure(f"The experts of {kind} are called in a way that is not known.", "", _REMEDY) from error
@@ -198,7 +206,7 @@ class ExpertLayer:
         index = torch.tensor(sorted(kept))
         owned = [(self.experts, n, p) for n, p in self.experts.named_parameters(recurse=False) if len(p) == self.count]
         for owner, name, tensor in (*owned, *self._beside()):
-            _put(owner, name, tensor.detach()[index.to(tensor.device)].clone())
+            _put(owner, name, self._some(tensor, index).clone())
         for owner, name in self._numbers((self.block, self.router, self.experts)):
             setattr(owner, name, len(index))
         if isinstance(self.router, nn.Linear):

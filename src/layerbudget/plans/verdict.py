@@ -113,7 +113,7 @@ def _on_kept(plan: Plan) -> str:
     even = "" if len(set(plan.counts.tolist())) == 1 else ". Layers keep different numbers: --even plans the same for all"
     return (
         f"{int(plan.counts.sum())} of {total} experts stay for {e['measured']:.3g} nats per token, measured with the others "
-        f"masked{_took(plan)}{even}."
+        f"masked{', on the half of the text that did not choose' if e['crossed'] else ''}{_took(plan)}{even}."
     )
 
 

@@ -24,7 +24,7 @@ from layerbudget.execution.loss import sampled_targets, summed_loss, unlabelled
 from layerbudget.models.experts import check_experts, find_experts, masked
 
 FAMILIES = ("qwen2-moe", "qwen3-moe", "mixtral", "olmoe", "granite-moe", "glm4-moe", "deepseek-v3", "nemotron-h", "gpt-oss",
-            "llama4", "phimoe")  # fmt: skip
+            "llama4", "phimoe", "ernie-moe")  # fmt: skip
 
 
 def mixture(name, **changes):
@@ -61,6 +61,13 @@ def by_hand(name, block, x, kept):
             index = groups.flatten().topk(k).indices
             weights = scores[index] / scores[index].sum() if router.norm_topk_prob else scores[index]
             weights = weights * router.routed_scaling_factor
+        elif name == "ernie-moe":
+            scores = row.softmax(0)
+            choice = scores + router.moe_statics.e_score_correction_bias[0]
+            choice[gone] = -10.0
+            index = choice.topk(k).indices
+            left = row[kept].softmax(0)[[kept.index(i) for i in index.tolist()]]
+            weights = left / left.sum()
         else:
             row[gone] = -torch.inf
             index = row.topk(k).indices
