@@ -42,14 +42,18 @@ def tokenizer():
     )
 
 
-@pytest.fixture(scope="module")
-def short_corpus():
-    """Two modules of the standard library in each group: ``stdlib`` is tokenised whole, however few samples are drawn of it."""
+WHOLE = ("data", "demo", "golden", "paper")  # folders of tests that read the whole embedded corpus
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_corpus(request):
+    """A few modules of the standard library in each group: ``stdlib`` is tokenised whole, however few samples are drawn."""
     from layerbudget.data import stdlib
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stdlib, "CALIBRATION", ("csv", "statistics"))
-        patch.setattr(stdlib, "EVALUATION", ("fractions", "textwrap"))
+        if Path(request.fspath).parent.name not in WHOLE:
+            patch.setattr(stdlib, "CALIBRATION", ("csv", "statistics"))
+            patch.setattr(stdlib, "EVALUATION", ("fractions", "textwrap"))
         yield
 
 

@@ -15,7 +15,6 @@ from tests.furniture import furnish
 
 from layerbudget.cli import main
 
-pytestmark = pytest.mark.usefixtures("short_corpus")
 ELSEWHERE = {
     "make demo": "installs the package; tests/demo runs what it runs",
     "make test": "is this suite",

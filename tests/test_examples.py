@@ -14,7 +14,6 @@ import pytest
 from layerbudget.cli import COMMANDS, build_parser
 from layerbudget.sensitivity.estimators import ESTIMATORS
 
-pytestmark = pytest.mark.usefixtures("short_corpus")
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))]
 SCRIPTS = sorted(p.name for p in (ROOT / "examples").glob("*.py") if p.name not in ("chat_rows.py", "water_filling.py"))

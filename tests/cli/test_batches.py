@@ -13,7 +13,6 @@ from layerbudget.cli.options import batch_of
 from layerbudget.execution import memory
 from layerbudget.plan import Plan
 
-pytestmark = pytest.mark.usefixtures("short_corpus")
 FEW = ["--samples", "6", "--length", "24", "--quiet", "--json"]
 
 
@@ -44,18 +43,18 @@ def test_a_batch_that_was_given_stays(scarce):
     assert batch_of(argparse.Namespace(batch_size=None)) == 8
 
 
-def test_verbs_give_the_same_in_little_memory(tmp_path, scarce, capsys):
-    plan = tmp_path / "uniform.json"
-    lb.plan_sparsity(lb.partition(lb.load_model("demo")), sparsity=0.5, rule="uniform").save(plan)
+def test_verbs_give_the_same_in_little_memory(saved_model, tmp_path, scarce, capsys):
+    plan, folder = tmp_path / "uniform.json", str(saved_model("llama"))
+    lb.plan_sparsity(lb.partition(lb.load_model(folder)), sparsity=0.5, rule="uniform").save(plan)
     found: list[dict[str, object]] = []
     for way in ("room", "none"):
         out = tmp_path / way
         out.mkdir()
         chosen = scarce() if way == "none" else []
         jobs = (
-            ["score", "demo", *FEW, "--estimator", "fisher-gram", "-o", str(out / "scores.json")],
-            ["plan", "sparsity", "demo", *FEW, "--passes", "6", "--sparsity", "0.5", "-o", str(out / "plan.json")],
-            ["apply", "demo", str(plan), *FEW, "-o", str(out / "pruned")],
+            ["score", folder, *FEW, "--estimator", "fisher-gram", "-o", str(out / "scores.json")],
+            ["plan", "sparsity", folder, *FEW, "--passes", "6", "--sparsity", "0.5", "-o", str(out / "plan.json")],
+            ["apply", folder, str(plan), *FEW, "-o", str(out / "pruned")],
             ["evaluate", str(out / "pruned"), "--windows", "6", "--length", "24", "--quiet", "--json"],
         )
         for job in jobs:

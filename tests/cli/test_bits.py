@@ -11,7 +11,6 @@ from layerbudget.cli import main
 
 pytest.importorskip("compressed_tensors")
 pytest.importorskip("gguf")
-pytestmark = pytest.mark.usefixtures("short_corpus")
 SMALL = ["--samples", "4", "--length", "32", "--quiet"]
 
 

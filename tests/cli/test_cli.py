@@ -11,7 +11,6 @@ from tests import zoo
 
 from layerbudget.cli import COMMANDS, build_parser, main
 
-pytestmark = pytest.mark.usefixtures("short_corpus")
 SMALL = ("--samples", "6", "--length", "24", "--quiet")
 
 

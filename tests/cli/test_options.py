@@ -328,7 +328,7 @@ OWN = {
 }  # fmt: skip
 VALUES = {"damping": 0.7, "damping_unit": "absolute", "batch_size": 1, "seed": 5}
 WITH = {"damping_unit": {"damping": 0.7}}
-QUICK = {"ggn": {"steps": 3}}  # few steps show as much
+QUICK = {"ggn": {"steps": 3}, "hessian": {"steps": 2}}  # few steps show as much
 WALKED = ("gradient-norm", "fisher-diagonal", "fisher-gram", "fisher-mc", "kfac", "ekfac", "adapter", "rank-gain", "layerif",
           "fisher-trace")  # fmt: skip
 for _name in WALKED:
@@ -410,7 +410,7 @@ def score_tables(tiny):
 def excess_cell(tiny, name) -> str:
     model, data = tiny[:2]
     more = {"batch_size": 1} if name in ("gradient-norm", "kfac", "ekfac", "rank-gain") else {}
-    found = score(model, data, partition(model), name, **more)
+    found = score(model, data, partition(model), name, **more, **QUICK.get(name, {}))
     try:
         less = subtract_floor(found)
     except InvalidInput:

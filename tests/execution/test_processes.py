@@ -1,5 +1,6 @@
 """One process and two give the same numbers, masks and plans; process 0 writes; what cannot be shared refuses."""
 
+import csv
 import json
 from pathlib import Path
 
@@ -83,11 +84,12 @@ def everything():
 
 def jobs_of(folder, shards):
     """Commands that score, prune and measure; and the plan that they follow."""
-    few, plan = ["--samples", 6, "--length", 32, "--device", "cpu", "--quiet"], folder.parent / "plan.json"
+    few, plan, text = ["--length", 32, "--device", "cpu", "--quiet"], folder.parent / "plan.json", folder.parent / "text.txt"
+    read = ["--samples", 6, "--data", text, *few]
     jobs = [
-        ["score", shards, *few, "--estimator", "fisher-gram", "--stream", "-o", folder / "scores.json"],
-        ["apply", shards, plan, *few, "--stream", "-o", folder / "pruned"],
-        ["evaluate", folder / "pruned", "--windows", 6, *few[2:], "-o", folder / "result.json"],
+        ["score", shards, *read, "--estimator", "fisher-gram", "--stream", "-o", folder / "scores.json"],
+        ["apply", shards, plan, *read, "--stream", "-o", folder / "pruned"],
+        ["evaluate", folder / "pruned", "--perplexity", text, "--windows", 6, *few, "-o", folder / "result.json"],
     ]
     return [[str(w) for w in job] for job in jobs], str(plan)
 
@@ -99,6 +101,7 @@ def runs(tmp_path_factory):
     shards = root / "model"
     lb.load_model("demo").save_pretrained(shards, max_shard_size="1MB")
     lb.load_tokenizer("demo").save_pretrained(shards)
+    (root / "text.txt").write_text(Path(csv.__file__).read_text())
     for way in ("one", "two"):
         (root / way).mkdir()
     alone, plan = jobs_of(root / "one", str(shards))
@@ -140,7 +143,9 @@ def test_the_command_line_is_shared_by_torchrun(runs):
     assert codes[:3] == [0, 0, 0]
     records = [json.loads((root / way / "scores.json").read_text()) for way in ("one", "two")]
     assert np.allclose(records[0]["gain"], records[1]["gain"], rtol=1e-4)
-    results = [json.loads((root / way / "result.json").read_text())["perplexity"]["stdlib"] for way in ("one", "two")]
+    results = [
+        json.loads((root / way / "result.json").read_text())["perplexity"][str(root / "text.txt")] for way in ("one", "two")
+    ]
     assert results[0]["value"] == pytest.approx(results[1]["value"], rel=1e-3) and results[0]["windows"] == 6
     a, b = (lb.load_model(str(root / way / "pruned")) for way in ("one", "two"))
     different = sum(int(((p == 0) != (q == 0)).sum()) for p, q in zip(a.parameters(), b.parameters(), strict=True))

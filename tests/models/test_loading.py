@@ -11,8 +11,6 @@ from layerbudget.errors import InvalidInput
 from layerbudget.finetuning.adapters import classifier_loader
 from layerbudget.models.loading import describe_place, load_model
 
-pytestmark = pytest.mark.usefixtures("short_corpus")
-
 
 @pytest.fixture
 def half(tmp_path, tokenizer):

@@ -15,7 +15,6 @@ from layerbudget.plan import Plan
 from layerbudget.report.page import build_page
 from layerbudget.scores import Scores
 
-pytestmark = pytest.mark.usefixtures("short_corpus")
 TEXT = ["--samples", "3", "--length", "12"]
 SCORE = ["score", "demo", *TEXT, "--seed", "5", "--damping", "0.3", "0.1", "--set", "walk=layers"]
 # Kind of folder: what is run, and the record whose digest decides.

@@ -78,8 +78,29 @@ def run_plan(a: argparse.Namespace) -> dict[str, Any]:
         raise InvalidInput("--tokens has no meaning without --scores.", "Bits are those of gains.", "Name the scores.")
     plan, scores = Plan.load(a.plan), None if a.scores is None else need_scores(a.scores)
     result = explain_plan(plan, scores, tokens=a.tokens)
-    say(a, *result["sentences"], verdict(plan))
-    return to_jsonable(result)
+    say(a, *result["sentences"])
+    told: dict[str, Any] = to_jsonable(result)
+    if plan.kind == "ranks" and scores is not None and "increments" in scores.extra:
+        told["ranks"] = _how_much_rank(a, scores, result)
+    say(a, verdict(plan))
+    return told
+
+
+def _how_much_rank(a: argparse.Namespace, scores: Any, result: Any) -> dict[str, Any]:
+    """Show what every mean rank is expected to bring, beside uniform, and what is recommended for so many tokens."""
+    from ..plans.rank_table import rank_table
+
+    found = rank_table(scores, result["codelengths"]["tokens"])
+    head = ("mean rank", "parameters", "per token", "gain", "of it noise", "uniform has")
+    rows = [
+        (str(r["rank"]), r["parameters"], f"{r['parameters_per_token']:.2f}", f"{r['gain']:.4g}",
+         f"{r['floor'] / r['gain']:.0%}" if "floor" in r and r["gain"] else "-", f"{r['uniform_share']:.0%}")
+        for r in found["rows"]
+    ]  # fmt: skip
+    show_table(a, f"how much rank for {found['tokens']:,} completion tokens", head, rows)
+    say(a, found["recommendation"])
+    record: dict[str, Any] = to_jsonable(found)
+    return record
 
 
 def run_diff(a: argparse.Namespace) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from ..finetuning.protocol import DEVICES, PRESETS, Protocol
 from ..progress import Steps
 from ..registry import Option, options_of
-from .display import expect, progress_bar, say, say_next, show_table
+from .display import announce, expect, progress_bar, say, say_next, show_table
 from .options import add, add_out, add_set, add_verb, given, load_model, load_tokenizer, refuse, settings, split_revision
 
 LONGEST = 1024  # tokens of a row of text where no cutoff is named, as TRL has it
@@ -78,7 +78,7 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
         task = read_texts(a.data, tokenizer, **own)
     task = task.limited(rows)
     transformers.utils.logging.set_verbosity_error()  # the head's weights are missing from a bare encoder, as they should be
-    _expect(a, base, task, protocol)
+    _expect(a, base, plan, task, protocol)
     del base  # every seed loads its own
     name, revision = split_revision(a.model)
     prepared = {} if recipe is None else {"prepare": recipe.prepare, "prepared": recipe.identity}
@@ -135,7 +135,14 @@ def _protocol(a: argparse.Namespace, base: Any, own: dict[str, Any]) -> Protocol
     return PRESETS[a.preset].changed({**own, **given(a, "epochs", "lr", "batch")})
 
 
-def _expect(a: argparse.Namespace, base: Any, task: Any, protocol: Protocol) -> None:
+def _adapter_parameters(plan: Any, base: Any) -> int:
+    """Parameters of LoRA factors of the planned ranks."""
+    from ..models.blocks import weight_of
+
+    return sum(b.count * sum(weight_of(base, name)[1].shape) for b in plan.blocks for name in b.modules if b.count)
+
+
+def _expect(a: argparse.Namespace, base: Any, plan: Any, task: Any, protocol: Protocol) -> None:
     """Say what will be trained on, and what it will cost; rows of a labelled task count a quarter of the longest allowed."""
     from ..doctor.cost import Text, training
 
@@ -143,6 +150,10 @@ def _expect(a: argparse.Namespace, base: Any, task: Any, protocol: Protocol) -> 
     lengths = [len(row.input_ids) for row in task.train if hasattr(row, "input_ids")] or [protocol.cutoff // 4]
     length, batch = max(1, sum(lengths) // len(lengths)), protocol.batch // protocol.accumulation
     text = Text(samples=len(task.train), length=length, batch=batch)
+    if a.data and plan.kind == "ranks":
+        learned = sum(label >= 0 for row in task.train for label in row.labels)
+        sizes = f"{_adapter_parameters(plan, base):,} parameters for {learned:,} completion tokens"
+        announce(a, f"The adapter has {sizes}; as many parameters as tokens, or more, are advised.")
     steps, seeds = -(-len(task.train) // protocol.batch), ", ".join(map(str, a.seeds))
     what = f"{task.name}: {rows}; {protocol.epochs:g} epochs of {steps} steps, seeds {seeds}"
     expect(a, what, base, training(text, protocol.epochs, len(a.seeds), sum(map(len, task.evaluation.values()))))
