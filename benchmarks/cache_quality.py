@@ -5,28 +5,32 @@
 
 Budgets are the bytes of ``int2``, ``int3`` and ``int4`` everywhere, at the length of the windows. Every plan is run on held-out
 text with all keys and values rounded. ``--measure SEQUENCESxLENGTH`` also measures every layer, part and format by itself, on so
-much of the calibration text, and plans by that: what prediction is worth. Passes are forward equivalents over the whole text.
+much of the calibration text, and plans by that: what prediction is worth. ``attention error`` gives the sensitivities of KVTuner
+to the same program. Passes are forward equivalents over the whole text.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import math
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 import layerbudget as lb
 from layerbudget.decisions.bits.plan import describe_rows
 from layerbudget.decisions.bits.program import BASELINES
 from layerbudget.decisions.bits.sensitivity import DenseOutput, mean_and_error
 from layerbudget.decisions.bits.table import Table
-from layerbudget.decisions.cache.cache import caching, rounding
+from layerbudget.decisions.cache.cache import PlannedCache, caching, rounded, rounding
 from layerbudget.decisions.cache.plan import cache_damage, cache_space
 from layerbudget.decisions.cache.space import CacheSpace
+from layerbudget.models.blocks import layers
 from layerbudget.solvers.choices import choose
 
 FORMATS = ["int2", "int3", "int4", "int5", "int6", "int8"]
@@ -45,6 +49,40 @@ def measured(model: Any, data: Any, space: CacheSpace) -> tuple[np.ndarray, int]
                 damage[i, j] = mean_and_error(dense.rows(model)[:, :2])[0]
             forwards += 1
     return damage, forwards
+
+
+def attention_errors(model: Any, data: Any, space: CacheSpace) -> np.ndarray:
+    """Relative squared error of a layer's attention output when its keys, or its values, alone are in a format, ``(K, m)``.
+
+    These are the sensitivities of KVTuner (arXiv 2502.04420); here one exact program chooses by them, where KVTuner searches.
+    """
+    where = {(k.layer, k.part): i for i, each in enumerate(space.members) for k in each}
+    error, handles = np.zeros((len(space.blocks), len(space.formats))), []
+    plain = {layer: (space.formats[-1], space.formats[-1]) for layer, part in where}
+
+    def listen(layer: int) -> Any:
+        def run(module: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+            for part, (j, form) in itertools.product((0, 1), enumerate(space.formats[:-1])):
+
+                def change(_: int, keys: Any, values: Any, part: int = part, form: Any = form) -> Any:
+                    return (rounded(keys, form), values) if part == 0 else (keys, rounded(values, form))
+
+                own = {**kwargs, "past_key_values": PlannedCache(model.config, change)}
+                off = module.forward(*args, **own)[0] - out[0]
+                error[where[layer, part], j] += float(off.square().sum() / out[0].square().sum()) / data.samples
+
+        return run
+
+    for n, (_, layer) in enumerate(layers(model)):
+        handles.append(layer.self_attn.register_forward_hook(listen(n), with_kwargs=True))
+    try:
+        with torch.no_grad(), caching(model, rounding(plain)):
+            for ids in data.input_ids:
+                model(input_ids=ids[None])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return error
 
 
 def hqq(table: Table) -> Table:
@@ -90,6 +128,7 @@ def main() -> None:
         f"{len(space.blocks)} blocks, groups of {space.formats[0].group}; damages in {time.process_time() - start:.0f} s of one "
         "core.", "",
     ]  # fmt: skip
+    tuner = space.table(attention_errors(model, fit, space), rest)
     tables, every = {"directional": (hqq(table), passes)}, {"directional": (table, passes)}
     if a.measure:
         count, length = map(int, a.measure.split("x"))
@@ -101,6 +140,7 @@ def main() -> None:
             (hqq(space.table(single, rest)), float(forwards)),
             (space.table(single, rest), forwards),
         )
+    tables["attention error"] = (hqq(tuner), 1.0)
     dense = DenseOutput(model, check, 1)
     own = describe_rows(dense.rows(model))
     lines += [f"Dense perplexity {own['perplexity']:.3f}.", ""]

@@ -8,7 +8,7 @@ are five ratios to the smallest plan's formats, at every number of sequences: wi
 context weighs as much as that of a large one with a long context. At each memory weights and cache are rounded at once, and the
 KL from the dense model is that of held-out windows which decide nothing:
 
-* ``uniform cache``: one format for the whole cache, the rest of the bytes for the best weights (exact program). The four formats
+* ``uniform cache``: one format for the whole cache, the rest of the bytes for the best weights (exact program). The three formats
   with the least predicted damage run, and the best *measured* one stands in the table.
 * ``mix``: a mix of llama.cpp (or one format for all weights), the rest of the bytes for the best cache. The two with the least
   predicted damage run, and the best measured one stands in the table.
@@ -160,7 +160,7 @@ def main() -> None:
             found = Fitted.of(measured, Terms(memory=f"{memory} bytes", context=a.length, batch=batch))
             lines.append(line(found, runner, dense, checked, f"{a.length} x {batch}"))
             print(lines[-1], flush=True)
-    (a.out / f"fit_quality-{name}.md").write_text("\n".join(lines) + "\n")
+            (a.out / f"fit_quality-{name}.md").write_text("\n".join(lines) + "\n")
 
 
 def line(found: Fitted, runner: Runner, dense: DenseOutput, checked: DenseOutput, tokens: str) -> str:
@@ -176,7 +176,7 @@ def line(found: Fitted, runner: Runner, dense: DenseOutput, checked: DenseOutput
     caches = fit.uniform_caches(limit)
     plain = caches.get(fit.cache.formats[-1])
     ways = {"16-bit cache": ("", None if plain is None else runner.rows(dense, fit, plain))}
-    ways |= {"uniform cache": best(caches, 4), "mix": best(fit.mixes(limit), 2)}
+    ways |= {"uniform cache": best(caches, 3), "mix": best(fit.mixes(limit), 2)}
     choices = found.decision.choices
     ways["program"] = "", runner.rows(dense, fit, choices["choices"])
     kl = {rule: describe_rows(runner.rows(checked, fit, c))["kl"] for rule, c in choices.items()}
