@@ -38,7 +38,7 @@ class Found:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the folder: ``plan.json``, or else the first one."""
+        """The folder's plan, which is ``plan.json`` or else the first one."""
         return self.plans.get("plan.json") or next(iter(self.plans.values()), None)
 
 

@@ -13,7 +13,7 @@ the damage of *any* set takes no more than a look at the router. Experts go one 
 the least damage *of the whole set*: what one expert loses by another's absence is in it.
 
 The set that looks cheapest is chosen by the same draws and text that say how cheap it is, and so looks cheaper than it is. So
-the sequences are also dealt into folds (:data:`FOLDS`): what all folds but one choose is judged by that one.
+the sequences are also dealt into folds (``FOLDS``): what all folds but one choose is judged by that one.
 
 Inputs, gradients and table of one layer are held at a time where the model is walked layer by layer.
 """
