@@ -72,8 +72,7 @@ MODELS = (
     "SmolLM2-135M-Instruct from its Q4_1 file, moved off that grid by uniform noise of half a step; rows of 576 take no K types; "
     "WikiText-2, 8 calibration sequences, 12 windows.\n\n"
     "`directional, every type` is along the errors of every type (`--set whole=true`); `directional` is the default, along three "
-    "quick types, others from 16 sampled rows. Feedback takes the heaviest columns first in those two rows, and columns in their order "
-    "in the others.\n"
+    "quick types, others from 16 sampled rows. Joint is the Fisher form along the sum of all changes of a plan.\n"
 )
 
 
