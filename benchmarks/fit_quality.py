@@ -24,7 +24,6 @@ import argparse
 import functools
 import hashlib
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -133,11 +132,11 @@ def main() -> None:
     fit_text, check = text.select(slice(0, a.samples)), text.select(slice(a.samples, None))
     held = lb.evaluation_set(other, tokenizer, length=a.length)
     held = held.select(list(range(0, held.samples, max(1, held.samples // a.windows)))[: a.windows])
-    scores, start = a.scratch / f"fit-{name}.json", time.process_time()
+    scores = a.scratch / f"fit-{name}.json"
     own: dict[str, Any] = {"runtime": a.runtime, "method": a.method, "draws": a.draws, "tokenizer": tokenizer}
     if not scores.is_file():
         plan_fit(model, fit_text, memory="1 TiB", context=a.length, save_scores=scores, **own)
-    measured, seconds = lb.Scores.load(scores), time.process_time() - start
+    measured = lb.Scores.load(scores)
     terms = Terms(memory="1 TiB", context=a.length, batch=a.batches[0])
     smallest = Fitted.of(measured, terms).fit
     least = int(smallest.table.smallest.sum())
@@ -148,7 +147,7 @@ def main() -> None:
     lines = [
         f"## {name}", "", f"`{a.method}`, {fit_text.samples} x {a.length} calibration tokens, {check.samples} windows that check, "
         f"{held.samples} held-out windows of {a.length}; dense perplexity {describe_rows(dense.rows(model))['perplexity']:.1f}. "
-        f"Measured in {seconds:.0f} s of one core. {said}", "",
+        + said, "",
         "| tokens | memory for formats | weights, cache (bits) of the program | " + " | ".join(COLUMNS)
         + " | plan against the better of both | predicted |", "|" + "---|" * (5 + len(COLUMNS)),
     ]  # fmt: skip
@@ -185,14 +184,14 @@ def line(found: Fitted, runner: Runner, dense: DenseOutput, checked: DenseOutput
     cells = []
     for name in COLUMNS:
         note, rows = ways[name]
-        cells.append("" if rows is None else f"{describe_rows(rows)['kl']:.5f}{f' ({note})' if note else ''}")
+        cells.append("" if rows is None else f"{describe_rows(rows)['kl']:.3g}{f' ({note})' if note else ''}")
     others = [ways[n][1] for n in ("uniform cache", "mix") if ways[n][1] is not None]
     least = min(others, key=lambda rows: describe_rows(rows)["kl"])
     paired = describe_rows(ways["plan"][1], least)
     less = f"{paired['kl'] / describe_rows(least)['kl'] - 1:+.0%} ({paired['difference']:+.1g} +- {paired['difference_error']:.0g})"
     parts = fit.parts(choices["choices"])
     bits = ", ".join(f"{parts[n]['bits']:.2f}" for n in ("weights", "cache"))
-    cells += [less, f"{found.decision.totals[taken]['predicted']:.5f}"]
+    cells += [less, f"{found.decision.totals[taken]['predicted']:.3g}"]
     return f"| {tokens} | {limit:,} | {bits} | " + " | ".join(cells) + " |"
 
 
