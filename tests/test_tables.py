@@ -69,8 +69,7 @@ def test_broken_tables_are_one_sentence(tmp_path, row):
 
 
 def test_a_long_table_is_cut(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("layerbudget.cli.display.ROWS", 6)
-    monkeypatch.setattr("layerbudget.cli.plan.ROWS", 6)
+    monkeypatch.setattr("layerbudget.cli.display.FEW", 6)
     scores_of(1).save(tmp_path / "scores.json")
     assert main(["plan", "sparsity", str(tmp_path / "scores.json")]) == 0
     shown = capsys.readouterr().out

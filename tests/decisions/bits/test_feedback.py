@@ -43,16 +43,19 @@ def by_feedback(weight, x, form):
 
 
 def agreement(found, model, formats, *, below=True):
-    """Share of equal weights in every layer, each made the plainest way from the inputs that ``found``'s layers below give.
+    """Share of equal weights in ends and layers, each made the plainest way from the inputs that ``found``'s layers below give.
 
     A tie that falls otherwise changes what comes behind it in its row, and so all later layers: those are taken from ``found``.
     """
     rounded, inside, shares = dict(found.named_parameters()), dict(model.named_modules()), []
     with torch.no_grad():
-        for name in (n for n in formats if ".layers." not in n):
+        ends, head = [n for n in formats if ".layers." not in n], model.get_output_embeddings()
+        last = model.model(TEXT.input_ids).last_hidden_state.flatten(0, 1)  # the head comes first, by the dense model's inputs
+        for name in ends:
             weight = model.get_submodule(name).weight
-            weight.copy_(by_feedback(weight, [], formats[name]))
-            assert torch.equal(weight, rounded[f"{name}.weight"])
+            weight.copy_(by_feedback(weight, last if weight is head.weight else [], formats[name]))
+            shares.append(float((weight == rounded[f"{name}.weight"]).float().mean()))
+            weight.copy_(rounded[f"{name}.weight"])
         for place, layer in layers(model):
             own = [n for n in formats if n.startswith(f"{place}.") and isinstance(inside.get(n), nn.Linear)]
             stacks = [n for n, m in layer.named_modules() if hasattr(m, "gate_up_proj")]

@@ -78,7 +78,7 @@ def per_token(terms: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
     """Nats per token of sequences with so many nats and tokens, and the standard error.
 
     >>> per_token(np.array([1.0, 3.0]), np.array([10.0, 10.0]))
-    (0.1, 0.05)
+    (0.2, 0.1)
     """
     damage, scale = float(terms.sum() / counts.sum()), np.sqrt(len(counts) / max(len(counts) - 1, 1)) / counts.sum()
     return damage, float(np.linalg.norm(terms - damage * counts) * scale)
