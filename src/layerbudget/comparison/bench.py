@@ -156,6 +156,7 @@ def counted(model: nn.Module) -> Iterator[dict[str, float]]:
     passes: dict[str, float] = {"forward": 0, "backward": 0}
 
     def hook(_: nn.Module, inputs: Any, output: Any) -> None:
+        """Count the sequences of a forward."""
         hidden = output[0] if isinstance(output, (tuple, list)) else output
         rows = int(hidden.shape[0])
         passes["forward"] += rows

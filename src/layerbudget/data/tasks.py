@@ -160,6 +160,7 @@ class _Release:
     header: int = 1  # lines in front of the rows
 
     def rows(self, path: Path) -> list[_Sentence]:
+        """The sentences of a file, with their labels."""
         text, pair, label = self.places
         known, needed, rows = {word: i for i, word in enumerate(self.written)}, max(text, pair or 0, label) + 1, []
         for number, line in enumerate(text_of_file(path).split("\n")[self.header :], self.header + 1):

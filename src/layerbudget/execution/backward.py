@@ -278,6 +278,7 @@ class _Layers(_Whole):
     """
 
     def run(self) -> float:
+        """See :meth:`_Whole.run`."""
         self.replay, self.done = Replay(self.model), 0
         self.count, self.losses = len(self.replay.layers), len(self.consumer.losses)
         names = [[n for n in self.collector.names if n.startswith(f"{layer}.")] for layer, _ in self.replay.layers]

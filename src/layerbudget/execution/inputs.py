@@ -202,6 +202,7 @@ class InputStatistics:
 
     def _see(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
+            """Add what the matrix is given."""
             x = arguments[0] if arguments else next(iter(keywords.values()))
             if name not in self._leader:
                 self._leader[name] = next((n for n, seen in self._current.items() if seen is x), name)
@@ -223,6 +224,7 @@ class InputStatistics:
         _check_experts(owner, wanted)
 
         def hook(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
+            """Add what every expert is given."""
             values = [*arguments, *keywords.values()]
             hidden = values[0].reshape(-1, values[0].shape[-1])
             if len(values) == 1:  # every expert is given all tokens, zeros for those that are another's

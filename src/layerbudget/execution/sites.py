@@ -166,6 +166,7 @@ class Collector:
         """Forward hook of one matrix: open a site for its input, or join the open one; wait for the output's gradient."""
 
         def forward(module: nn.Module, inputs: tuple[torch.Tensor, ...], given: torch.Tensor) -> torch.Tensor | None:
+            """Open a site for a matrix, or join that of the same input."""
             if not torch.is_grad_enabled():
                 return None
             self.seen.add(name)

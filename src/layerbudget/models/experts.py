@@ -233,6 +233,7 @@ def _renamed(kept: torch.Tensor, count: int) -> tuple[Callable[..., Any], Callab
     """Hooks of all experts, behind a router that knows only some: they put its names, and tokens, in their places."""
 
     def before(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Put the router's names for experts into the places that these have."""
         values = [*arguments, *keywords.values()]
         if len(values) == 1:
             tokens = arguments[0].view(len(kept), -1, arguments[0].shape[-1])

@@ -133,6 +133,7 @@ class _GatedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Gradients of hidden states, gate and factors."""
         hidden, gate, b = ctx.saved_tensors
         factor = gate.repeat_interleave(ctx.rank, dim=-1)
         gradient = gradient.to(hidden.dtype)

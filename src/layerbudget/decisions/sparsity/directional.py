@@ -127,6 +127,7 @@ def _descend(
         return treated.evaluate(proposal.state, point.moments, levels_at(proposal.state, proposal.trust))
 
     def proposals(point: Point, trust: float) -> Iterator[loop.Proposal]:
+        """Steps of several lengths from a point towards its program's plan."""
         around = levels_at(point.counts, trust)
         damage = loop.curves_at(point.levels, point.first, around)
         goal, path.solution = loop.step_within(around, damage, numel, total)

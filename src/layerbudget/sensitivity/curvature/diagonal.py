@@ -55,6 +55,7 @@ class _Diagonal(Gradients):
         group.reduce([table[n] for table in (self.first, self.second) for n in names if n in table])
 
     def finalize(self, names: Sequence[str]) -> bool:
+        """See :meth:`Accumulator.finalize`."""
         for name in [n for n in names if n in self.place]:
             k = self.place[name]
             if name in self.second:

@@ -153,6 +153,7 @@ class _KFac(Factors):
         self.add(name, rotate(cast(Sums, found)))
 
     def add(self, name: str, found: Rotated) -> None:
+        """Keep the factors of a matrix; a block that is complete is settled."""
         k = self.place[name]
         self.held[k][name] = found
         self.largest[k] = max(self.largest[k], float(found.eigenvalues.max()))
@@ -235,6 +236,7 @@ class _EKFac(_KFac):
         """Nothing: every process has every matrix."""
 
     def finalize(self, names: Sequence[str]) -> bool:
+        """See :meth:`Accumulator.finalize`."""
         if not self._second:
             super().finalize(names)
             self._second = bool(self._again)
