@@ -6,7 +6,9 @@ from tests import zoo
 
 from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.errors import InvalidInput
+from layerbudget.plans.explain import explain_plan
 from layerbudget.plans.rank_table import rank_table
+from layerbudget.plans.verdict import verdict
 
 
 def scores_of(rows, floor=None):
@@ -46,9 +48,25 @@ def test_what_is_recommended():
     grows = [[1.0] * 64] * 4  # every rank brings as much as the first
     assert rank_table(scores_of(grows), 1000)["rank"] == 64
     uneven = [[1.0] * 64, *[[1e-3] * 64] * 3]
-    assert "of the gain of a plan" in rank_table(scores_of(uneven), 1000)["recommendation"]
+    assert "the rest is what there is to win" in rank_table(scores_of(uneven), 1000)["recommendation"]
     noise = rank_table(scores_of(grows, 0.95 * np.ones((4, 64))), 1000)
-    assert "noise alone gives 95% of the gain" in noise["recommendation"] and noise["rank"] == 4
+    assert "noise alone would give 95% of the gain" in noise["recommendation"] and noise["rank"] == 4
+
+
+@pytest.mark.parametrize(("part", "uniform"), [(0.95, True), (0.5, False), (None, False)])
+def test_the_verdict_of_a_plan_says_what_the_table_says(part, uniform):
+    """At the mean rank of the plan both give one piece of advice, and the share of noise is that of the ranks bought."""
+    rows = np.array([[1.0 / (1 + i / w) ** 2 for i in range(48)] for w in (1.0, 4.0, 40.0)])
+    scores = scores_of(rows, None if part is None else part * rows)
+    plan = plan_ranks(scores, mean_rank=8)
+    table = rank_table(scores, 1, ranks=(8,))["recommendation"]
+    said = verdict(plan), " ".join(explain_plan(plan)["sentences"]), table
+    assert [("take uniform" in text) for text in said] == [uniform] * 3
+    assert [("decides nothing" in text) for text in said] == [part == 0.95] * 3
+    assert plan.extra["noise_share"] == (None if part is None else pytest.approx(part))
+    if part == 0.5:
+        assert all("noise alone would give 50% of it" in text for text in said)
+    assert plan.extra["uniform_share"] < 0.95  # without the noise the advice would be another one
 
 
 def test_what_cannot_be_told_is_refused():

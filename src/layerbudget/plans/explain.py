@@ -21,7 +21,7 @@ from ..kinds import KINDS
 from ..plan import Plan
 from ..records import Result
 from ..scores import Scores
-from .verdict import TAKE_UNIFORM
+from .verdict import beside_uniform
 
 NEARLY_UNIFORM = 0.05  # standard deviation over mean
 
@@ -125,10 +125,9 @@ def _on_decision(plan: Plan) -> list[str]:
             f"{r['spent']:.6g} of {r['budget']:.6g} spent."
         )
     share = e.get("uniform_share")
-    if share is not None and share >= TAKE_UNIFORM:
-        said.append(f"Verdict: uniform already has {share:.1%} of the gain: take uniform.")
-    elif share is not None:
-        said.append(f"Verdict: uniform would have {share:.1%} of this gain: the rest is what there is to win.")
+    if share is not None:
+        told = beside_uniform(share, e.get("noise_share"))
+        said.append(f"{told[0].upper()}{told[1:]}.")
     said += _on_reserve(plan)
     if bent := e.get("convexified"):
         worst = max(bent, key=lambda name: bent[name])

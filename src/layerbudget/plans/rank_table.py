@@ -6,15 +6,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..decisions.ranks.plan import increments_of, plan_ranks
+from ..decisions.ranks.plan import plan_ranks
 from ..errors import InfeasibleBudget, InvalidInput
 from ..planning.costs import rank_parameters
 from ..records import Result
 from ..scores import Scores
-from .verdict import TAKE_UNIFORM
+from .verdict import MOSTLY_NOISE, beside_uniform
 
 RANKS = (4, 8, 16, 32, 64)
-_NOISE = 0.9  # share of the gain that noise alone gives, above which nothing can be told
 _ENOUGH = 0.05  # of the gain above its floor: what twice the rank must add
 
 
@@ -45,9 +44,6 @@ def rank_table(scores: Scores, tokens: int, *, ranks: Sequence[int] = RANKS, dam
     """
     if tokens < 1:
         raise InvalidInput(f"tokens is {tokens}.", "At least one is learned.", "Give the completion tokens of the rows.")
-    increments_of(scores, damping)
-    floors = scores.extra.get("increments_floor")
-    lower = None if floors is None else floors[scores.index(damping)]
     own: dict[str, Any] = {} if damping is None else {"damping": damping}
     price, rows = rank_parameters(scores.blocks), list[dict[str, Any]]()
     for rank in sorted(ranks):
@@ -57,8 +53,8 @@ def rank_table(scores: Scores, tokens: int, *, ranks: Sequence[int] = RANKS, dam
             break
         row: dict[str, Any] = {"rank": rank, "parameters": int(price @ plan.counts)}
         row |= {"parameters_per_token": row["parameters"] / tokens, "gain": plan.extra["rounding"]["value"]}
-        if lower is not None:
-            row["floor"] = float(sum(sum(each[:count]) for each, count in zip(lower, plan.counts.tolist(), strict=True)))
+        noise = plan.extra["noise_share"]
+        row |= {} if noise is None else {"floor": noise * row["gain"], "noise_share": noise}
         rows.append({**row, "uniform_share": plan.extra["uniform_share"], "largest": int(plan.counts.max())})
     if not rows:
         what = f"The scores know too few ranks for a mean rank of {min(ranks)}."
@@ -74,18 +70,13 @@ def _recommended(rows: Sequence[Mapping[str, Any]], tokens: int) -> dict[str, An
     above = [row["gain"] - row.get("floor", 0.0) for row in rows]
     covers = next((i for i, row in enumerate(rows) if row["parameters"] >= tokens), len(rows) - 1)
     grows = (i for i in range(len(rows) - 1) if above[i + 1] - above[i] <= _ENOUGH * max(above[i + 1], 0.0))
-    noise = rows[covers].get("floor", 0.0) / rows[covers]["gain"] if rows[covers]["gain"] > 0 else 1.0
-    chosen = rows[covers if noise > _NOISE else max(covers, next(grows, len(rows) - 1))]
+    noise = rows[covers].get("noise_share")
+    chosen = rows[covers if noise is not None and noise > MOSTLY_NOISE else max(covers, next(grows, len(rows) - 1))]
     size = f"{chosen['parameters']:,} parameters"
     if chosen["parameters"] >= tokens:
         told = f"Mean rank {chosen['rank']}: {size} for {tokens:,} completion tokens"
     else:
         told = f"Mean rank {chosen['rank']} or more: {size} are fewer than the {tokens:,} tokens"
     share = chosen["uniform_share"]
-    if noise > _NOISE:
-        told += f"; noise alone gives {noise:.0%} of the gain, so it tells nothing: score more rows, or take uniform"
-    elif share is not None and share >= TAKE_UNIFORM:
-        told += f"; uniform has {share:.0%} of the gain: take uniform"
-    elif share is not None:
-        told += f"; uniform has {share:.0%} of the gain of a plan of that size"
+    told += "" if share is None else f"; {beside_uniform(share, chosen.get('noise_share'))}"
     return {"rank": int(chosen["rank"]), "recommendation": f"{told}."}

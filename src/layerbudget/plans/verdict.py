@@ -12,7 +12,8 @@ from ..decisions.shapes.program import layers_differ
 from ..kinds import KINDS
 from ..plan import Plan
 
-TAKE_UNIFORM = 0.95  # share of the gain
+TAKE_UNIFORM = 0.95  # share of the gain of ranks
+MOSTLY_NOISE = 0.9  # share of it that noise alone gives, above which it decides nothing
 _BESIDE = "compare it with the dense model on text of your own"
 _SAME = 0.005  # a smaller difference is none
 
@@ -32,6 +33,15 @@ def expected(plan: Plan) -> str:
     if damage is None:
         return f"Verdict: scores decided, and nothing is known of the damage; {_BESIDE}."
     return f"Verdict: planned to cost {damage:.3g} nats per token; {_BESIDE}."
+
+
+def beside_uniform(share: float, noise: float | None = None) -> str:
+    """Words on a gain of ranks: what uniform would have of it, how much noise alone would give, and whether to take uniform."""
+    if noise is not None and noise > MOSTLY_NOISE:
+        return f"noise alone would give {noise:.0%} of the gain, so it decides nothing: take uniform, or score more rows"
+    advice = "take uniform" if share >= TAKE_UNIFORM else "the rest is what there is to win"
+    told = "" if noise is None else f"; noise alone would give {noise:.0%} of it"
+    return f"uniform would have {share:.1%} of the gain with as many parameters: {advice}{told}"
 
 
 def _percent(share: float) -> str:
@@ -137,8 +147,7 @@ def _on_ranks(plan: Plan) -> str:
     told = f"ranks from {low} to {high}"
     if share is None:
         return f"{told}. The scores do not say what uniform would gain: train both plans, and pair them by finetune --against."
-    advice = "take uniform" if share >= TAKE_UNIFORM else "the rest is what there is to win"
-    return f"{told}; uniform would have {share:.1%} of this gain with as many parameters: {advice}."
+    return f"{told}; {beside_uniform(share, plan.extra.get('noise_share'))}."
 
 
 def _on_experts(plan: Plan) -> str:

@@ -47,6 +47,7 @@ class Extra(TypedDict, total=False):
 
     rounding: _Rounding | None
     uniform_share: float | None
+    noise_share: float | None
     convexified: dict[str, float] | None
     capacity: dict[str, Any]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -103,6 +103,15 @@ def increments_of(scores: Scores, damping: float | None) -> list[list[float]]:
     return rows[scores.index(damping)]
 
 
+def noise_share(scores: Scores, counts: Iterable[int], value: float, damping: float | None = None) -> float | None:
+    """Share of a gain that noise alone gives the same ranks; None where the scores have no floor or nothing is gained."""
+    floors = scores.extra.get("increments_floor")
+    if floors is None or value <= 0:
+        return None
+    rows = zip(floors[scores.index(damping)], counts, strict=True)
+    return float(sum(sum(row[: int(count)]) for row, count in rows)) / value
+
+
 @rule("ranks", "by-rank-permuted", control=True, summary="the same with the blocks' curves shuffled: a control")
 @rule("ranks", "by-rank", summary="the exact program of the gain of every further rank (rank-gain scores)")
 def _by_rank(problem: Problem, *, damping: float | None = None) -> Decision:
@@ -120,6 +129,8 @@ def _by_rank(problem: Problem, *, damping: float | None = None) -> Decision:
             )
     extra: dict[str, Any] = {"rounding": rounded.to_dict()}
     extra["uniform_share"] = _uniform_share(problem, rows, rounded.value) if problem.order is None else None
+    known = None if problem.order is not None else problem.need_scores()
+    extra["noise_share"] = None if known is None else noise_share(known, rounded.counts, rounded.value, damping)
     extra["smaller_reserve"] = _smaller_reserve(problem, rows, rounded) if problem.order is None else None
     return Decision(value=rounded.counts.astype(float), counts=rounded.counts, extra=extra)
 
