@@ -7,7 +7,7 @@ A cell is one of
     refused    exit code 2 before any work, and the flag that the message names works (it was tried)
     cannot     exit code 2 before any work; the message names no flag of this verb
     late       exit code 2 after the model had run on the text
-    FAILED     a traceback, or a remedy that does not work
+    FAILED     a traceback, a remedy that does not work, or more than ``LIMIT`` seconds
     -          what it builds on was not made, or was made for another tool
 
 A remedy may lead to another refusal with a remedy of its own: up to three are followed, each added to those before it. A remedy
@@ -28,6 +28,7 @@ import json
 import logging
 import re
 import shutil
+import signal
 import tempfile
 import time
 import traceback
@@ -72,6 +73,19 @@ VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
+PATCHES = {
+    "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 14, "image_size": 28,
+    "out_hidden_size": 64, "deepstack_visual_indexes": [0], "num_position_embeddings": 16,
+}  # fmt: skip
+LINEAR = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+ROTATED = {"rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 1e4}}
+PARTLY_ROTATED = {
+    "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+}
+VIDEO = {"video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
 CAUSAL, MASKED = "AutoModelForCausalLM", "AutoModelForMaskedLM"
 CLASSES, PAIRS, IMAGES = "AutoModelForSequenceClassification", "AutoModelForSeq2SeqLM", "AutoModelForImageTextToText"
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -166,10 +180,38 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "t5": ("T5Config", PAIRS, {
         "vocab_size": 2048, "d_model": 64, "d_ff": 128, "d_kv": 16, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 2,
         "pad_token_id": 2, "eos_token_id": 1}),
-    "gemma3 (images)": ("Gemma3Config", IMAGES, {"text": {**BASE, **HEAD, "sliding_window": 16}, "mm_tokens_per_image": 4}),
-    "llava": ("LlavaConfig", IMAGES, {"text": BASE}),
+    "bart": ("BartConfig", PAIRS, {
+        "vocab_size": 2048, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128,
+        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 128}),
+    **{f"{name} (images)": (config, IMAGES, {
+        "text_config": {**BASE, **HEAD, **text}, "vision_config": vision, "image_token_id": 5, **more,
+    }) for name, (config, text, vision, more) in {
+        "gemma3": ("Gemma3Config", {"sliding_window": 16}, VISION, {
+            "mm_tokens_per_image": 4, "image_token_index": 5, "boi_token_index": 6, "eoi_token_index": 7}),
+        "gemma4": ("Gemma4Config", {
+            "sliding_window": 16, "vocab_size_per_layer_input": 2048, "hidden_size_per_layer_input": 16, "global_head_dim": 16,
+            "layer_types": ["sliding_attention", "full_attention"]},
+            {**VISION, **HEAD, "num_key_value_heads": 2}, {"audio_config": None}),
+        "glm4v": ("Glm4vConfig", ROTATED, PATCHES, {}),
+        "glm4v_moe": ("Glm4vMoeConfig", {**LATENT, **ROTATED, "num_key_value_heads": 2}, PATCHES, {}),
+        "internvl": ("InternVLConfig", {"model_type": "qwen2"}, {**VISION, "image_size": [28, 28], "patch_size": [14, 14]}, {}),
+        "llama4": ("Llama4Config", {
+            "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size": 32, "intermediate_size_mlp": 128,
+            "interleave_moe_layer_step": 2, "attention_chunk_size": 64},
+            {**VISION, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}, {"image_token_index": 5}),
+        "llava": ("LlavaConfig", {"model_type": "llama"}, {"model_type": "clip_vision_model", **VISION}, {"image_token_index": 5}),
+        "mistral3": ("Mistral3Config", {"model_type": "mistral"}, {"model_type": "pixtral", **VISION}, {"image_token_index": 5}),
+        "qwen2_5_vl": ("Qwen2_5_VLConfig", ROTATED, {**PATCHES, "fullatt_block_indexes": [1], "window_size": 28}, VIDEO),
+        "qwen3_vl": ("Qwen3VLConfig", ROTATED, PATCHES, VIDEO),
+        "qwen3_vl_moe": ("Qwen3VLMoeConfig", {**MOE, **ROTATED}, PATCHES, VIDEO),
+        "qwen3_5": ("Qwen3_5Config", {**LINEAR, **PARTLY_ROTATED}, PATCHES, VIDEO),
+        "qwen3_5_moe": ("Qwen3_5MoeConfig", {
+            **LINEAR, **MOE, **PARTLY_ROTATED, "shared_expert_intermediate_size": 32}, PATCHES, VIDEO),
+        "smolvlm": ("SmolVLMConfig", {"model_type": "llama"}, VISION, {}),
+    }.items()},
 }  # fmt: skip
 
+LIMIT = 180  # seconds of one command line
 TEXT = ["--samples", "4", "--length", "32", "--batch-size", "4"]
 # column: (what it builds on, the command line); {m}: the model, {d}: the text, {w}: the folder of the family
 CELLS: dict[str, tuple[str | None, str]] = {
@@ -207,11 +249,6 @@ def tiny(name: str) -> Any:
     config_name, auto, given = FAMILIES[name]
     fields = dict(given)
     torch.manual_seed(0)
-    if "text" in fields:
-        text = getattr(transformers, "Gemma3TextConfig" if "gemma3" in name else "LlamaConfig")(**fields.pop("text"))
-        vision = getattr(transformers, "SiglipVisionConfig" if "gemma3" in name else "CLIPVisionConfig")(**VISION)
-        fields |= {"text_config": text, "vision_config": vision, "image_token_id": 5, "image_token_index": 5}
-        fields |= {"boi_token_index": 6, "eoi_token_index": 7}
     kind = getattr(transformers, config_name)
     if "experts" in fields:
         names = {f.name for f in dataclasses.fields(kind)} | set(kind.attribute_map)
@@ -236,17 +273,32 @@ class Forwards:
             self.seen += 1
 
 
+class TooLong(BaseException):
+    """A command line took more than its seconds; no handler of ordinary errors stops it."""
+
+
+def _stop(number: int, frame: Any) -> None:
+    """End a command line at the signal of its clock."""
+    raise TooLong
+
+
 def run(argv: list[str]) -> tuple[int | None, str, str]:
     """Exit code (None: a traceback), what was said, and the last lines of the traceback."""
     said = io.StringIO()
+    signal.signal(signal.SIGALRM, _stop)
+    signal.alarm(LIMIT)
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             code = main([*argv, "--quiet"])
     except SystemExit as end:
         code = int(end.code or 0)
+    except TooLong:
+        return None, said.getvalue(), f"It took more than {LIMIT} seconds."
     except Exception:
         return None, said.getvalue(), "".join(traceback.format_exc().splitlines(keepends=True)[-3:])
+    finally:
+        signal.alarm(0)
     return code, said.getvalue(), ""
 
 
@@ -378,7 +430,7 @@ def table(found: dict[str, Any]) -> str:
             f"{transformers.__version__}, torch {torch.__version__}).", "",
             "*works*: exit code 0. *refused*: one sentence before any work, and the flag that it names works (it was tried). "
             "*cannot*: one sentence before any work that names no flag of the verb. *late*: refused after the model had run on the "
-            "text. *FAILED*: a traceback, or a remedy that does not work. *-*: what it builds on was not made. *held*: the share "
+            "text. *FAILED*: a traceback, a remedy that does not work, or minutes. *-*: what it builds on was not made. *held*: the share "
             "of the layers' weights that the blocks hold.", "",
             f"| family | held | {' | '.join(CELLS)} |", f"|{'---|' * (len(CELLS) + 2)}"]  # fmt: skip
     for name, record in found.items():

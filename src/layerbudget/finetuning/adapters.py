@@ -24,7 +24,7 @@ from ..data.tasks import Task
 from ..data.text import Texts
 from ..decisions.ranks.apply import add_ranks, lora_layers, patterns_of_stacks
 from ..errors import BadModel, CoverageError, InvalidInput, NotFound
-from ..models.loading import find_checkpoint, foreign, held_dtype, unpacked
+from ..models.loading import find_checkpoint, foreign, held_dtype, several, unpacked
 from ..plan import Plan
 from ..sensitivity.adapter_space import accumulated_gradients
 from ..storage import reading
@@ -83,7 +83,7 @@ def classifier_loader(
     if four_bit:
         options |= found.in_four_bits(PRECISIONS[dtype])
     auto = found.auto
-    if auto not in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
+    if auto not in (transformers.AutoModelForCausalLM, several()):
         auto = transformers.AutoModelForSequenceClassification  # a head of the checkpoint may have another number of labels
         options |= {"num_labels": labels, "ignore_mismatched_sizes": True}
 

@@ -117,6 +117,19 @@ def layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(f"{name}.{i}", layer) for i, layer in enumerate(stack)]
 
 
+def text_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters of the language model and its head, each once, by full name: all, where a model reads nothing but text."""
+    own, config = dict(model.named_parameters()), getattr(model, "config", None)
+    decoder: Any = None
+    if config is not None and text_config(config) is not config and hasattr(model, "get_decoder"):
+        decoder = pretrained(model).get_decoder()
+    if decoder is None or decoder is model:
+        return own
+    head = pretrained(model).get_output_embeddings()
+    inside = {id(p) for part in (decoder, head) if part is not None for p in part.parameters()}
+    return {name: p for name, p in own.items() if id(p) in inside}
+
+
 def _weights(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, torch.Tensor, Module]]:
     """Weight matrices below ``root``: (full name, owner, parameter, shape record)."""
     for name, module in root.named_modules():

@@ -141,6 +141,13 @@ def foreign(what: str, feasible: str, remedy: str) -> Iterator[None]:
         raise BadModel(f"{what}: {first[:300]}", feasible, remedy) from error
 
 
+def several() -> Any:
+    """The class of transformers that loads a language model that reads images, sound or both beside text."""
+    import transformers
+
+    return getattr(transformers, "AutoModelForMultimodalLM", transformers.AutoModelForImageTextToText)
+
+
 def auto_class(config: Any) -> Any:
     """The class of transformers that loads such a checkpoint with its head."""
     import transformers
@@ -160,8 +167,8 @@ def auto_class(config: Any) -> Any:
     ):
         if name.endswith(ending):
             return auto
-    if name.endswith("ForConditionalGeneration") and type(config) in transformers.AutoModelForImageTextToText._model_mapping:
-        return transformers.AutoModelForImageTextToText
+    if name.endswith("ForConditionalGeneration") and type(config) in (seeing := several())._model_mapping:
+        return seeing
     return transformers.AutoModel if name else transformers.AutoModelForCausalLM
 
 

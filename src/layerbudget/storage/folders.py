@@ -36,6 +36,8 @@ from .writing import (
 
 MANIFEST = "manifest.json"
 COMMIT = ".commit" + SUFFIX
+# What turns images, sound and templates into a model's inputs, beside the tokenizer's own files.
+PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json")
 
 
 def checksum(path: Path, key: bytes = b"") -> str:
@@ -158,18 +160,44 @@ def write_model(
     overwrite: bool = False,
     **options: Any,
 ) -> Path:
-    """Write what ``save_pretrained`` of a model and of its tokenizer (where there is one) writes, and files beside it.
+    """Write what ``save_pretrained`` of a model and its tokenizer (where there is one) writes, its processors, and other files.
 
     ``beside`` has by name what writes such a file; ``options`` go to the model's ``save_pretrained``. The folder is that of
     :func:`new_folder`, and is returned.
     """
     with new_folder(out_dir, overwrite=overwrite) as folder:
         model.save_pretrained(folder, **options)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+        write_readers(model, tokenizer, folder)
         for name, write in beside.items():
             write(folder / name)
     return Path(out_dir)
+
+
+def write_readers(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write what makes a model's inputs: its tokenizer (where there is one), and processors as files of where it came from."""
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    for name in PROCESSORS:
+        file = _origin(model.config, name)
+        if file is not None and not (folder / name).exists():
+            shutil.copyfile(file, folder / name)
+
+
+def _origin(config: Any, name: str) -> Path | None:
+    """A file of the folder or hub repository that a model was loaded from; None where it has none."""
+    source = str(getattr(config, "_name_or_path", ""))
+    if Path(source).is_dir():
+        file = Path(source) / name
+        return file if file.is_file() else None
+    if source.count("/") != 1 or config.get_text_config() is config:  # what reads text alone has no other processor
+        return None
+    from transformers.utils import cached_file
+
+    found = cached_file(
+        source, name, revision=getattr(config, "_commit_hash", None), _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False,
+    )  # fmt: skip
+    return None if found is None else Path(found)
 
 
 def _rename(temporary: Path, out: Path) -> bool:

@@ -31,7 +31,7 @@ from ...models.offload import mapped
 from ...plan import Plan
 from ...progress import Progress, Steps
 from ...records import Record, stacks, write_text
-from ...storage.folders import check_folder, new_folder
+from ...storage.folders import check_folder, new_folder, write_readers
 from ...storage.parts import Parts
 from .blocks import check_writable, layers_of, modules_by_name, peaks
 from .card import model_card
@@ -338,8 +338,7 @@ def _finish(folder: Path, tokenizer: Any, plan: Plan, rounding: _Rounding, write
             write_imatrix(folder / IMATRIX_FILE, rounding.sums, rounding.data.describe())
     elif not (stacks(formats) or any(find_format(f).floating for f in formats.values())):
         write_text(folder / "autoround-layer_config.json", auto_round(plan))
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+    write_readers(rounding.model, tokenizer, folder)
     if not gguf and ZERO_POINTS not in notes:
         notes += check_loads(folder, str(plan.extra["runtime"]))
     total = sum(counted.values())

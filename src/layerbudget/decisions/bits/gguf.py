@@ -18,7 +18,7 @@ from torch import nn
 from ...compressors.formats import find_format, need_gguf
 from ...compressors.quantisers import Rounded
 from ...errors import CoverageError, InvalidInput
-from ...models.blocks import config_of, layers, text_config
+from ...models.blocks import config_of, layers, text_config, text_parameters
 from ...models.offload import mapped
 from .gguf_names import (
     CONVERT,
@@ -35,6 +35,10 @@ from .gguf_names import (
 
 GGUF_FILE = "model.gguf"
 _NORMAL, _CONTROL, _UNUSED = 1, 3, 5
+_WORDS_ALONE = (
+    "The file holds the language model. For images and sound llama.cpp wants a file beside it: "
+    "convert_hf_to_gguf.py MODEL --mmproj writes it, from the model as it was."
+)
 # What splits a text before the merges, by the regular expression that tokenizers.json holds.
 _SPLITS = {"{1,3}| ?[^\\s": "llama-bpe", "\\p{N}| ?[^\\s": "qwen2"}
 
@@ -99,7 +103,7 @@ def in_file(model: nn.Module) -> tuple[Architecture, Sizes | None, dict[str, tup
     Raises:
         InvalidInput: It is not written as GGUF.
     """
-    config, shapes = text_config(config_of(model)), {n: p.shape for n, p in model.named_parameters()}
+    config, shapes = text_config(config_of(model)), {n: p.shape for n, p in text_parameters(model).items()}
     sizes = sizes_of(config, shapes)
     arch = architecture(config, uneven=sizes is not None)
     return arch, sizes, stored_tensors(config, shapes, arch)
@@ -117,7 +121,7 @@ class GgufHead:
 
     def __init__(self, model: nn.Module, tokenizer: Any, formats: Mapping[str, str], file: Path) -> None:
         self.gguf, self.config, self.formats = need_gguf(), text_config(config_of(model)), dict(formats)
-        self.parameters = dict(model.named_parameters())  # each once: a tied head is the embedding
+        self.parameters = text_parameters(model)  # each once: a tied head is the embedding
         self.arch, sizes, self.stored = in_file(model)
         inside = {p: [n for n in self.parameters if n.startswith(f"{p}.")] for p, _ in layers(model)}
         known = {n for names in inside.values() for n in names}
@@ -128,6 +132,7 @@ class GgufHead:
         self.writer.add_quantization_version(self.gguf.GGML_QUANT_VERSION)
         add_numbers(self.writer, self.config, self.arch, sizes)
         self.notes = _add_vocabulary(self.writer, tokenizer, self.config.vocab_size)
+        self.notes += [_WORDS_ALONE] if self.config is not config_of(model) else []
         factors = rope_factors(self.config)
         self.extra = {} if factors is None else {"rope_freqs.weight": torch.from_numpy(factors)}
         for name, tensor in self.extra.items():
