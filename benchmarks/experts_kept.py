@@ -3,7 +3,8 @@
     python benchmarks/experts_kept.py --model FOLDER [--books FOLDER] --out benchmarks/results/experts_kept_NAME.md
 
 FOLDER has calibration.txt and evaluation.txt beside the model, as benchmarks/train_second_model.py leaves them. Every rule sees
-the same calibration windows, three seeds. --books: also calibrate on code, and evaluate on code and on the books' ends.
+the same calibration windows, three seeds. --books: also choose by code and by books, and evaluate on code and on the books'
+ends; alone where --seeds names none.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import tempfile
 import time
 from pathlib import Path
 
@@ -18,6 +20,7 @@ import numpy as np
 import torch
 
 import layerbudget as lb
+from layerbudget.data import stdlib
 from layerbudget.decisions.kept_experts.plan import Masked, folds_for
 from layerbudget.decisions.kept_experts.program import KeptProgram, Removal, crossed, per_token
 from layerbudget.decisions.kept_experts.sensitivity import expert_removals
@@ -196,19 +199,28 @@ def report(bench, a, costs, said, single, passes):
     return lines
 
 
-def specialised(bench, data):
-    """Calibrated on code: what is kept of code and of books."""
-    programs, *_ = plans_of(bench, data, 0, rules=("frequency", "reap", "directional"), singles=False)
-    rows, measure = [], Masked(bench.model, bench.found, data).measure
-    for (rule, (removals, _)), even in itertools.product(programs.items(), (True, False)):
-        rivals = programs["reap"][0] if rule == "directional" else None
-        program = KeptProgram(removals, rivals, even=even, exact=rule == "directional")
-        plans = [within(program, share) for share in (0.75, 0.5)]
-        kept = [(program.refined(p, measure) if rivals else program).kept(p) for p in plans]
-        rows.append((rule, "even" if even else "uneven",
-                     *(f"{bench.cost(k, name)[0]:.3g}" for name in ("code", "books") for k in kept)))  # fmt: skip
-    head = ("rule", "counts", "code, 25 % gone", "code, 50 %", "books, 25 %", "books, 50 %")
-    return ["Calibrated on code (one seed); held-out KL on code and on books:", "", *table(head, rows)]
+def specialised(bench, texts):
+    """What is kept of code and of books, by the text that chose."""
+    measures = {name: Masked(bench.model, bench.found, data).measure for name, data in texts.items()}
+    rows = []
+    for chose, data in texts.items():
+        programs, *_ = plans_of(bench, data, 0, rules=("frequency", "reap", "directional"), singles=False)
+        for (rule, (removals, _)), even in itertools.product(programs.items(), (True, False)):
+            rivals = programs["reap"][0] if rule == "directional" else None
+            program = KeptProgram(removals, rivals, even=even, exact=rule == "directional")
+            plans = [within(program, share) for share in (0.75, 0.5)]
+            kept = [(program.refined(p, measures[chose]) if rivals else program).kept(p) for p in plans]
+            costs = [bench.cost(k, name) for name in ("code", "books") for k in kept]
+            rows.append((chose, rule, "even" if even else "uneven", *(f"{kl:.3g} ({ppl:.0f})" for kl, ppl in costs)))
+    head = ("chose", "rule", "counts", "code, 25 % gone", "code, 50 %", "books, 25 %", "books, 50 %")
+    whole = " and ".join(f"{bench.perplexity(name):.0f} on {name}" for name in ("code", "books"))
+    return [f"Perplexity of the whole model: {whole}. Held-out KL (perplexity), one seed, by the text that chose:", "", *table(head, rows)]  # fmt: skip
+
+
+def parts_of_books(folder, start, end):
+    """Joined pieces of all books, from one share of their lengths to another."""
+    texts = [f.read_text(errors="ignore") for f in sorted(folder.glob("*.txt"))]
+    return "\n".join(t[int(start * len(t)) : int(end * len(t))] for t in texts)
 
 
 def main():
@@ -220,7 +232,7 @@ def main():
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--windows", type=int, default=24)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     a = parser.parse_args()
     a.name, started = a.name or Path(a.model).name, time.process_time()
     torch.set_num_threads(1)
@@ -229,22 +241,20 @@ def main():
     def read(source, samples, seed=0):
         return lb.calibration(source, tokenizer, samples=samples, length=a.length, seed=seed)
 
-    bench = Bench(model, {"held-out": read(f"{a.model}/evaluation.txt", a.windows)})
-    lines = report(bench, a, *compare(bench, a.seeds, lambda seed: read(f"{a.model}/calibration.txt", a.samples, seed)))
-    a.out.write_text("\n".join(lines))
+    lines = [f"# Experts that stay: {a.name}", ""]
+    if a.seeds:
+        bench = Bench(model, {"held-out": read(f"{a.model}/evaluation.txt", a.windows)})
+        lines = report(bench, a, *compare(bench, a.seeds, lambda seed: read(f"{a.model}/calibration.txt", a.samples, seed)))
+        a.out.write_text("\n".join(lines))
     if a.books:
-        ends = a.out.with_suffix(".books.txt")
-        ends.write_text(
-            "\n".join(t[int(0.95 * len(t)) :] for f in sorted(a.books.glob("*.txt")) for t in [f.read_text(errors="ignore")])
-        )
-        code = a.out.with_suffix(".code.txt")
-        from layerbudget.data import stdlib
-
-        code.write_text("\n".join(text for _, text in stdlib.read("evaluation")[0]))
-        texts = {"code": read(str(code), a.windows), "books": read(str(ends), a.windows)}
-        lines += specialised(Bench(model, texts), read("stdlib", a.samples))
-        code.unlink()
-        ends.unlink()
+        written = {"books": parts_of_books(a.books, 0.95, 1.0), "chooses": parts_of_books(a.books, 0.9, 0.95),
+                   "code": "\n".join(text for _, text in stdlib.read("evaluation")[0])}  # fmt: skip
+        with tempfile.TemporaryDirectory() as folder:
+            for name, text in written.items():
+                (Path(folder) / f"{name}.txt").write_text(text)
+            held = {name: read(f"{folder}/{name}.txt", a.windows) for name in ("code", "books")}
+            chose = {"code": read("stdlib", a.samples), "books": read(f"{folder}/chooses.txt", a.samples)}
+        lines += specialised(Bench(model, held), chose)
     lines += [f"{time.process_time() - started:.0f} s of one core.", ""]
     a.out.write_text("\n".join(lines))
     print("\n".join(lines))
