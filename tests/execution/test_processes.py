@@ -66,7 +66,7 @@ def everything():
             pruned = zoo.build(name, **more)
             own = plan_sparsity(score(pruned, data, blocks, "fisher-trace"), sparsity=0.5)
             prune(pruned, own, data if method != "magnitude" else None, method)
-            out[f"{name} {method}"] = [int(v) for p in pruned.parameters() for v in (p == 0).flatten()]
+            out[f"{name} {method}"] = [v for p in pruned.parameters() for v in (p == 0).int().flatten().tolist()]
         if name == "llama-tied":
             text = zoo.tokens(8, padded=True)
             smaller = zoo.build(name).double()
