@@ -11,6 +11,9 @@ export MALLOC_MMAP_THRESHOLD_ = 8589934592
 export MALLOC_TRIM_THRESHOLD_ = 17179869184
 export TOKENIZERS_PARALLELISM = false
 export OMP_WAIT_POLICY = PASSIVE
+# Compiled modules are kept, outside the tree: tests start many interpreters, and each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX = $(CURDIR)/$(VENV)/pycache
 
 .PHONY: demo test test-slow test-avx2 install bench lint docs clean
 
