@@ -13,11 +13,11 @@ from layerbudget.decisions.experts.plan import plan_experts
 from layerbudget.decisions.fit.plan import plan_fit
 from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.decisions.sparsity.plan import plan_sparsity
-from layerbudget.plan import Plan
+from layerbudget.plan import Plan, PlanBlock
 from layerbudget.records import dumps, write_text
 from layerbudget.report.data import charts_of, solved_grid
 from layerbudget.report.page import build_page, write_report
-from layerbudget.report.records import gather
+from layerbudget.report.records import explained, gather
 from layerbudget.report.tables import grid_of
 
 BROWSER = next((b for b in ("chromium", "chromium-browser", "google-chrome", "chrome") if shutil.which(b)), None)
@@ -50,10 +50,42 @@ def by_rank():
     return dataclasses.replace(scores, extra={"increments": [curves]})
 
 
+def walked():
+    """A plan that was measured step by step, from uniform on: blocks in the order of the alphabet, not of reading."""
+    names = [f"model.layers.{i}.{n}" for i in (0, 1) for n in ("mlp.down_proj", "self_attn.q_proj")]
+    values = [[0.5] * 4, [0.4, 0.6, 0.5, 0.5], [0.3, 0.7, 0.4, 0.6]]
+    path = [{"step": 0, "divergence": 0.2, "passes": 4.0}, {"step": 1, "divergence": 0.14, "passes": 7.0, "predicted": -0.08},
+            {"step": 2, "divergence": 0.1, "passes": 10.0, "predicted": -0.05}]  # fmt: skip
+    path = [{**step, "values": row} for step, row in zip(path, values, strict=True)]
+    blocks = [PlanBlock(name=n, value=v, count=int(100 * v), numel=100, modules=(n,)) for n, v in zip(names, values[-1])]
+    solved = {"status": "binding", "message": "", "multiplier": 1.0, "shadow_price": 1.0, "gap": 0.0, "kkt_residual": 0.0,
+              "at_lower": 1, "at_upper": 2, "inert": ["bits"]}  # fmt: skip
+    return Plan(
+        kind="sparsity", rule="directional", model={"id": "demo"}, blocks=tuple(blocks), hyperparameters={"max_sparsity": 0.95},
+        budget={"unit": "parameters", "limit": 200, "spent": 200}, certificate=solved,
+        extra={"path": path, "measured": 0.1, "predicted": 0.09, "forward_passes": 10.0},
+    )  # fmt: skip
+
+
+def kept():
+    """Four of eight experts of every layer, with a forecast."""
+    blocks = [PlanBlock(name=f"model.layers.{i}.mlp", value=0.5, count=4, numel=64, modules=(f"m{i}",)) for i in (0, 1)]
+    rows = [
+        {"keep": k, "experts": int(16 * k), "predicted": p, "predicted_error": p / 9, "measured": m, "measured_error": m / 5}
+        for k, p, m in ((0.875, 1e-5, 8e-6), (0.5, 4e-3, 8e-3))
+    ]
+    told = {k: v for k, v in rows[1].items() if k not in ("keep", "experts")}
+    extra = {"kept": {}, "measured_here": 0.007, "crossed": True, "forecast": rows, "forward_passes": 32.0, **told}
+    return Plan(
+        kind="kept-experts", rule="directional", model={"id": "a/moe"}, blocks=tuple(blocks), extra=extra,
+        budget={"unit": "experts", "limit": 8, "spent": 8},
+    )  # fmt: skip
+
+
 @pytest.fixture
 def folders(tmp_path):
     """One folder of each kind."""
-    for name in ("demo", "scores", "ranks", "experts", "pruned", "tuned", "other", "compared", "fit"):
+    for name in ("demo", "scores", "ranks", "experts", "pruned", "tuned", "other", "compared", "fit", "walked", "kept"):
         (tmp_path / name).mkdir()
     scores = zoo.scores([1.0, 2.0, 3.0])
     scores.save(tmp_path / "demo" / "scores.json")
@@ -65,6 +97,9 @@ def folders(tmp_path):
     plan_experts(scores, total=9).save(tmp_path / "experts" / "plan.json")
     fit = plan_fit(zoo.fit_scores(), memory="600 KB", context=64)
     fit.save(tmp_path / "fit" / "plan.json")
+    walked().save(tmp_path / "walked" / "plan.json")
+    scores.save(tmp_path / "walked" / "scores.json")  # of other blocks than the plan's
+    kept().save(tmp_path / "kept" / "plan.json")
     seeds = {"value": 2.1, "stderr": 0.01, "by_seed": [2.0, 2.2]}
     test = {"difference": -0.1, "low": -0.3, "high": 0.1, "sentence": "a cannot be told from b"}
     tuned = {
@@ -96,6 +131,9 @@ def test_every_kind_of_folder_has_its_headline(folders, pruned):
         "ranks": ("LoRA ranks", "take uniform", "No command is recorded"),
         "experts": ("9 LoRA experts", "The plan in words"),
         "fit": ("600 KB at 64 tokens x 1 for", 'data-chart="memory"', "Over memory", "id='budget'", "memory, MiB"),
+        "walked": ("50% sparsity for demo", "50 % less than uniform (0.2)", "step, from uniform", "<b>0.3 – 0.7</b>",
+                   "1 blocks fell and 2 rose as far as one step may", 'data-chart="forecast"'),
+        "kept": ("8 experts stay in moe", "<b>0.5</b>", "On other text of this kind: measured 0.008", 'data-chart="forecast"'),
         "tuned": ("rows.jsonl: ranks, rule by-rank", "Before: 2.5000", "told from", "loss before"),
         "compared": ("6 plans of sparsity compared: owl(own) is first", 'data-chart="paired"', "The comparison: made"),
         "other": ("Results of other", "a&lt;b"),
@@ -135,6 +173,25 @@ def test_the_slider_of_a_fit_has_the_best_plan_of_every_memory(folders):
     ]
 
 
+def test_the_slider_of_a_measured_plan_goes_from_uniform_to_the_plan(folders):
+    """One place for each step, with the damage there; predicted and measured beside each other, never one point alone."""
+    data, plan = charts_of(gather(folders / "walked")), walked()
+    grid, shown = data["grid"], data["forecast"]["points"]
+    assert grid["budgets"] == [0, 1, 2] and grid["start"] == 2 and grid["plans"][-1]["values"] == list(plan.values)
+    assert grid["plans"][1]["told"] == "0.14 nats per token, 30 % less than uniform (0.2)"
+    assert [p["measured"] for p in shown] == [0.2, 0.14, 0.1] and shown[0]["predicted"] is None
+    assert [p["predicted"] for p in shown[1:]] == pytest.approx([0.12, 0.09])
+    assert "bits" not in " ".join(explained(plan)) and "floor" not in " ".join(explained(plan))
+    rows = charts_of(gather(folders / "kept"))["forecast"]["points"]
+    assert [(r["label"], r["predicted"], r["measured"]) for r in rows] == [
+        ("87.5 % stay", 1e-5, 8e-6),
+        ("50 % stay", 4e-3, 8e-3),
+    ]
+    bare = dataclasses.replace(plan, extra={**plan.extra, "path": plan.extra["path"][:1]})
+    bare.save(folders / "walked" / "plan.json", overwrite=True)
+    assert charts_of(gather(folders / "walked"))["forecast"] is None
+
+
 def test_blocks_lie_by_layer_and_matrix(mistral):
     grid = grid_of(zoo.linears(mistral, 2).blocks)
     layers = len(mistral.model.layers)
@@ -151,10 +208,12 @@ const errors = console.error; console.error = (...a) => { trouble.push(a.join(' 
 </script>"""
 ACT = """
 <script>
+{
 const heights = () => [...document.querySelectorAll('figure[data-chart=water] .bar')].map(b => b.getAttribute('height')).join();
 const before = heights(), slider = document.getElementById('budget');
 const found = {bars: before.split(',').length, wide: document.documentElement.scrollWidth <= innerWidth};
-if (slider) { slider.value = slider.max; slider.dispatchEvent(new Event('input')); found.moved = heights() !== before; }
+if (slider) slider.value = +slider.value < +slider.max ? slider.max : slider.min;
+if (slider) { slider.dispatchEvent(new Event('input')); found.moved = heights() !== before; }
 if (slider) { document.getElementById('own').click(); found.back = heights() === before; }
 const first = document.querySelector('.cell');
 if (first) {
@@ -164,15 +223,20 @@ if (first) {
 }
 found.cells = document.querySelectorAll('.cell').length;
 found.svg = document.querySelectorAll('figure svg').length;
+const bars = [...document.querySelectorAll('figure[data-chart=water] .bar')];
+found.order = bars.map(b => b.textContent.split(':')[0]);
+found.rings = document.querySelectorAll('circle.predicted').length;
+found.dots = document.querySelectorAll('circle.measured').length;
 found.trouble = trouble;
 const out = document.createElement('pre'); out.id = 'found'; out.textContent = JSON.stringify(found); document.body.append(out);
+}
 </script>"""
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no headless browser is installed (Debian: chromium)")
 @pytest.mark.parametrize("width", [1200, 420])
 def test_in_a_browser_the_slider_moves_the_bars_and_nothing_is_reported(folders, width):
-    for name in ("demo", "ranks", "tuned", "scores", "fit"):
+    for name in ("demo", "ranks", "tuned", "scores", "fit", "walked", "kept"):
         page = write_report(folders / name, folders / f"{name}.html", overwrite=True)
         text = page.read_text()
         page.write_text(text.replace("<body>", "<body>" + PROBE) + ACT)
@@ -183,5 +247,8 @@ def test_in_a_browser_the_slider_moves_the_bars_and_nothing_is_reported(folders,
         found = json.loads(match[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
         assert found["trouble"] == [] and found["wide"], (name, found)
         assert found["svg"] >= 1
-        if name in ("demo", "ranks", "fit"):
+        assert name != "walked" or found["order"][:2] == ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"]
+        assert name != "walked" or found["svg"] == 3
+        assert name not in ("walked", "kept") or found["rings"] == 2 and found["dots"] == (3 if name == "walked" else 2)
+        if name in ("demo", "ranks", "fit", "walked"):
             assert found["moved"] and found["back"] and found["walked"] and found["cells"] >= 3, (name, found)

@@ -102,6 +102,11 @@ def _on_certificate(plan: Plan) -> list[str]:
         return [
             f"Units are bought in the order of gain per cost; one percent more budget adds about {price * 0.01 * limit:.3g}."
         ]
+    if plan.extra.get("path") and "kkt_residual" in c:  # the program of a step, whose floors and caps are how far a step may go
+        said = [f"The plan was reached step by step; the last step is optimal (duality gap {c['gap']:.1e})."]
+        if c["at_lower"] or c["at_upper"]:
+            said.append(f"In that step {c['at_lower']} blocks fell and {c['at_upper']} rose as far as one step may.")
+        return said
     said = [c["message"]]
     if "kkt_residual" in c:
         said.append(f"Duality gap {c['gap']:.1e}, KKT residual {c['kkt_residual']:.1e}: the continuous decision is optimal.")

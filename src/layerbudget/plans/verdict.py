@@ -48,7 +48,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-def _less(own: float, other: float, name: str, error: float = 0.0) -> str:
+def less_than(own: float, other: float, name: str, error: float = 0.0) -> str:
     """How a damage stands beside that of another choice; within twice its standard error they are not told apart."""
     if abs(own - other) <= max(2 * error, _SAME * other):
         return f"not to be told from {name} ({other:.3g})"
@@ -79,7 +79,7 @@ def _on_sparsity(plan: Plan) -> str:
             f"{share} of the weights become zero, {low} to {high} of a block. Scores do not say what uniform would cost: "
             "plan from the model, or apply both plans and evaluate them."
         )
-    beside = _less(e["measured"], e["path"][0]["divergence"], "uniform")
+    beside = less_than(e["measured"], e["path"][0]["divergence"], "uniform")
     return (
         f"{share} of the weights become zero for {e['measured']:.3g} nats per token, {beside}, on the text that decided"
         f"{_took(plan)}."
@@ -104,7 +104,7 @@ def _on_formats(plan: Plan) -> str:
         others = {n: (r["predicted"], e["predicted_error"]) for n, r in e["baselines"].items()}
     mix = (e.get("named") or {}).get("mix") or e.get("mix")
     names = {"mix": f"llama.cpp's {mix}", "uniform": "uniform", "uniform-cache": "one format for the cache"}
-    rows = [_less(own, kl, names[n], error) for n, (kl, error) in others.items() if n in names and n != plan.rule]
+    rows = [less_than(own, kl, names[n], error) for n, (kl, error) in others.items() if n in names and n != plan.rule]
     beside = f", {' and '.join(rows)} in as many bytes" if rows else ""
     asked = e.get("asked", plan.rule)
     took = "" if asked == plan.rule else f". The plan is {names.get(plan.rule, plan.rule)}, which was better than the program's"

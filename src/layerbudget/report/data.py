@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from ..decisions.sparsity.plan import default_cap, plan_sparsity
 from ..errors import LayerbudgetError
 from ..kinds import KINDS
 from ..plan import Plan
+from ..plans.verdict import less_than
 from ..scores import Scores
 from .records import Found
 from .tables import grid_of
@@ -48,8 +50,11 @@ def charts_of(found: Found) -> dict[str, Any]:
         data["grid"] = solved_grid(scores, kind, plan)
     if plan is not None and plan.kind == "fit":
         data |= {"grid": fitted_grid(plan), "memory": _memory(plan)}
+    if plan is not None:
+        data["grid"] = data.get("grid") or walked_grid(plan)
+        data["forecast"] = _forecast(plan)
     if plan is not None or data.get("grid"):
-        data["water"] = {"cap": None, "uniform": None} if plan is None else _water(plan)
+        data["water"] = {"cap": None, "uniform": None} if plan is None else {**_water(plan), **_told(plan)}
     return data
 
 
@@ -66,6 +71,71 @@ def _water(plan: Plan) -> dict[str, Any]:
     return {"cap": cap if whole else None, "uniform": float(even)}
 
 
+def _told(plan: Plan) -> dict[str, Any]:
+    """What the slider says of the plan itself: uniform's share of the gain, or the damage beside uniform's."""
+    path, measured = plan.extra.get("path") or (), plan.extra.get("measured")
+    share = plan.extra.get("uniform_share")
+    if share is not None or measured is None or not path or plan.kind != "sparsity":
+        return {"share": share}
+    return {"told": f"{measured:.3g} nats per token, {less_than(measured, path[0]['divergence'], 'uniform')}"}
+
+
+def walked_grid(plan: Plan) -> dict[str, Any] | None:
+    """The steps of a measured plan from uniform on, for the slider, as :func:`solved_grid`; None without their values."""
+    steps = [step for step in plan.extra.get("path") or () if "values" in step]
+    if len(steps) < 2:
+        return None
+    water, first = _water(plan), steps[0]["divergence"]
+    ends = [f"{s['divergence']:.3g} nats per token, {less_than(s['divergence'], first, 'uniform')}" for s in steps]
+    told = [f"{first:.3g} nats per token: this is uniform", *ends[1:]]
+    plans = [{"values": s["values"], **water, "share": None, "told": t} for s, t in zip(steps, told, strict=True)]
+    unit = "step, from uniform to the plan"
+    return {"kind": plan.kind, "unit": unit, "budgets": list(range(len(steps))), "plans": plans, "start": len(steps) - 1}
+
+
+def _forecast(plan: Plan) -> dict[str, Any] | None:
+    """Predicted and measured damage of every step, of every share of experts, or of every plan that was checked."""
+    e = plan.extra
+    if "forecast" in e:
+        note, points = "by the share of the experts; the bar is one standard error", _by_share(e["forecast"])
+    elif "check" in e and plan.kind in ("bits", "cache"):
+        note, points = (
+            "on held-out text, of the plan and what it was compared with; the bar is one standard error",
+            _by_rule(plan),
+        )
+    else:
+        note, points = "on the text that decided, step by step", _by_step(e.get("path") or ())
+    known = len(points) > 1 and any(point["predicted"] is not None for point in points)
+    return {"note": f"nats per token {note}", "points": points} if known else None
+
+
+def _point(label: str, predicted: float | None, measured: float, error: float | None = None) -> dict[str, Any]:
+    return {"label": label, "predicted": predicted, "measured": measured, "error": error}
+
+
+def _by_share(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
+    return [_point(f"{100 * r['keep']:.3g} % stay", r["predicted"], r["measured"], r["measured_error"]) for r in rows]
+
+
+def _by_rule(plan: Plan) -> list[dict[str, Any]]:
+    e = plan.extra
+    words = {"mix": f"llama.cpp's {e.get('mix')}", "ends": "more for the ends", plan.rule: "the plan"}
+    predicted = {name: row["predicted"] for name, row in e["baselines"].items()} | {plan.rule: e["predicted"]}
+    rows = {name: row for name, row in e["check"]["rows"].items() if not row.get("same")}
+    return [_point(words.get(n, n), predicted.get(n), row["kl"], row["kl_error"]) for n, row in rows.items()]
+
+
+def _by_step(path: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
+    """Every step of a measured plan; the first plans of shapes are predicted whole, later steps as a change."""
+    points = list[dict[str, Any]]()
+    for number, step in enumerate(path):
+        change, whole = step.get("predicted"), "share" in step
+        before = 0.0 if whole or not number else path[number - 1]["divergence"]
+        label = "uniform" if not number and not whole else f"step {number + whole}"
+        points.append(_point(label, None if change is None else before + change, step["divergence"]))
+    return points
+
+
 def _unit(plan: Plan) -> tuple[int, str]:
     """Bytes of the unit in which a memory is read, and its name."""
     return (1 << 30, "GiB") if plan.budget["limit"] >= 1 << 30 else (1 << 20, "MiB")
@@ -79,7 +149,8 @@ def fitted_grid(plan: Plan) -> dict[str, Any] | None:
     plans = [{"values": row["values"], "cap": None, "uniform": None, "share": None} for row in rows]
     start = int(np.argmin([abs(row["memory"] - plan.budget["limit"]) for row in rows]))
     budgets = [float(f"{row['memory'] / size:.4g}") for row in rows]
-    return {"kind": plan.kind, "unit": f"memory, {unit}", "budgets": budgets, "plans": plans, "start": start}
+    own = float(f"{plan.budget['limit'] / size:.4g}")
+    return {"kind": plan.kind, "unit": f"memory, {unit}", "budgets": budgets, "plans": plans, "start": start, "own": own}
 
 
 def _memory(plan: Plan) -> dict[str, Any]:

@@ -21,21 +21,27 @@ const mark = (t, all) => {
 function layers(names, x, y) {
   let out = "", last = -99, before = null;
   names.forEach((name, k) => {
-    const label = short(name).split(" ")[0];
+    const label = short(name).split(" ")[0].split(".").pop();
     if (label !== before && x(k) - last > 8 + 7 * Math.min(label.length, 8)) {
-      out += `<text class="soft" text-anchor="middle" x="${x(k)}" y="${y}">${esc(label.length > 8 ? label.slice(-8) : label)}<title>${esc(name)}</title></text>`;
+      out += `<text class="soft" text-anchor="${k ? "middle" : "start"}" x="${k ? x(k) : x(0) - 5}" y="${y}">${esc(label.length > 8 ? label.slice(0, 7) + "…" : label)}<title>${esc(name)}</title></text>`;
       last = x(k);
     }
     before = label;
   });
   return out;
 }
+// Blocks as they are read: layer by layer, matrices in their order; what stands in several layers comes last.
+const order = (() => {
+  const place = new Map();
+  for (const [r, c, k] of N ? N.cells : []) place.set(k, place.has(k) && Math.floor(place.get(k) / 1e4) !== r ? 1e9 : r * 1e4 + c);
+  return (N ? N.names : []).map((_, k) => k).sort((a, b) => (place.get(a) ?? 1e9) - (place.get(b) ?? 1e9));
+})();
 const short = name => name.replace(/^.*?\.(\d+)(\.|$)/, "$1 ").trim();
 
 // --- what is shown now: the plan itself, or a place of the grid
 const state = {own: !!(D.value), budget: G ? G.start : 0};
 function shown() {
-  if (state.own || !G) return {values: D.value, cap: D.water && D.water.cap, uniform: D.water && D.water.uniform};
+  if (state.own || !G) return {values: D.value, cap: D.water && D.water.cap, uniform: D.water && D.water.uniform, share: D.water && D.water.share, told: D.water && D.water.told};
   return G.plans[state.budget];
 }
 const capOf = (now, k) => Array.isArray(now.cap) ? now.cap[k] : now.cap;
@@ -102,23 +108,23 @@ function water() {
   if (f.dataset.w != W + "x" + K) {
     f.dataset.w = W + "x" + K;
     f.innerHTML = `<svg viewBox="0 0 ${W} ${H}"><g class="ax"></g><g class="bars">` +
-      now.values.map((_, k) => `<rect class="vessel" x="${L + k * w + gap / 2}" width="${Math.max(.5, w - gap)}" fill="none" stroke="var(--line)"/><rect class="bar" x="${L + k * w + gap / 2}" width="${Math.max(.5, w - gap)}" rx="2" fill="var(--hi)"><title></title></rect>`).join("") +
+      order.map((_, k) => `<rect class="vessel" x="${L + k * w + gap / 2}" width="${Math.max(.5, w - gap)}" fill="none" stroke="var(--line)"/><rect class="bar" x="${L + k * w + gap / 2}" width="${Math.max(.5, w - gap)}" rx="2" fill="var(--hi)"><title></title></rect>`).join("") +
       `</g><line class="uni" x1="${L}" x2="${W - 4}" stroke="var(--warm)" stroke-width="1.5" stroke-dasharray="5 4"/><line class="key" x1="${W - 34}" x2="${W - 4}" y1="6" y2="6" stroke="var(--warm)" stroke-width="1.5" stroke-dasharray="5 4"/><text class="unit" text-anchor="end" x="${W - 40}" y="10"></text></svg>`;
   }
   let ax = "";
   for (const t of ticks(0, top, 5)) ax += `<line class="axis" x1="${L}" x2="${W - 4}" y1="${y(t)}" y2="${y(t)}"/><text class="soft" text-anchor="end" x="${L - 6}" y="${y(t) + 4}">${num(t)}</text>`;
-  ax += layers(N.names, k => L + (k + .5) * w, H - B + 16);
+  ax += layers(order.map(k => N.names[k]), k => L + (k + .5) * w, H - B + 16);
   ax += `<text class="soft" x="${L}" y="${H - 3}">block, in the model's order</text>`;
   f.querySelector(".ax").innerHTML = ax;
   f.querySelectorAll(".bar").forEach((bar, k) => {
-    const v = Math.max(0, now.values[k]);
+    const v = Math.max(0, now.values[order[k]]);
     bar.setAttribute("y", y(v));
     bar.setAttribute("height", Math.max(0, y(0) - y(v)));
-    bar.firstChild.textContent = `${N.names[k]}: ${num(v)}`;
+    bar.firstChild.textContent = `${N.names[order[k]]}: ${num(v)}`;
   });
   f.querySelectorAll(".vessel").forEach((v, k) => {
-    v.setAttribute("y", now.cap ? y(capOf(now, k)) : y(0));
-    v.setAttribute("height", now.cap ? y(0) - y(capOf(now, k)) : 0);
+    v.setAttribute("y", now.cap ? y(capOf(now, order[k])) : y(0));
+    v.setAttribute("height", now.cap ? y(0) - y(capOf(now, order[k])) : 0);
   });
   const line = f.querySelector(".uni"), label = f.querySelector(".unit");
   f.querySelector(".key").style.display = line.style.display = label.style.display = now.uniform == null ? "none" : "";
@@ -132,12 +138,12 @@ function say() {
   const said = document.getElementById("said");
   if (!said || !G) return;
   const now = shown(), v = now.values;
-  document.querySelector("output[for=budget]").textContent = num(G.budgets[state.budget]);
+  document.querySelector("output[for=budget]").textContent = num(state.own && G.own != null ? G.own : G.budgets[state.budget]);
   const mean = v.reduce((a, b) => a + b, 0) / v.length, sd = Math.sqrt(v.reduce((a, b) => a + (b - mean) ** 2, 0) / v.length);
   const capped = now.cap ? v.filter((x, k) => x >= capOf(now, k) - 1e-6).length : 0;
-  said.textContent = (state.own ? "The plan of this folder: " : "Solved for these settings: ") +
+  said.textContent = (state.own ? "The plan of this folder: " : now.told ? `Step ${G.budgets[state.budget]}: ` : "Solved for these settings: ") +
     `from ${num(Math.min(...v))} to ${num(Math.max(...v))}, standard deviation ${num(sd)}` +
-    (capped ? `, ${capped} of ${v.length} at the cap` : "") + (now.share != null ? `; uniform has ${(100 * now.share).toFixed(1)} % of the gain` : "") + ".";
+    (capped ? `, ${capped} of ${v.length} at the cap` : "") + (now.share != null ? `; uniform has ${(100 * now.share).toFixed(1)} % of the gain` : "") + (now.told ? `; ${now.told}` : "") + ".";
   const own = document.getElementById("own");
   if (own) own.hidden = state.own || !D.value;
 }
@@ -150,10 +156,12 @@ function gains() {
   const low = Math.min(0, ...g.gain.map(v => v || 0)), y = v => T + (H - T - B) * (1 - (v - low) / (top - low)), w = (W - L - 6) / K, gap = w > 6 ? Math.min(4, w * .2) : .5;
   let h = "";
   for (const t of ticks(low, top, 4)) h += `<line class="axis" x1="${L}" x2="${W - 4}" y1="${y(t)}" y2="${y(t)}"/><text class="soft" text-anchor="end" x="${L - 6}" y="${y(t) + 4}">${num(t)}</text>`;
-  h += layers(g.names, k => L + (k + .5) * w, H - B + 16);
-  g.gain.forEach((v, k) => {
+  const read = N && String(N.names) === String(g.names) ? order : g.names.map((_, k) => k);
+  h += layers(read.map(k => g.names[k]), k => L + (k + .5) * w, H - B + 16);
+  read.forEach((k, i) => {
+    const v = g.gain[k];
     if (v == null) return;
-    const x = L + k * w + gap / 2, c = x + (w - gap) / 2;
+    const x = L + i * w + gap / 2, c = x + (w - gap) / 2;
     h += `<rect x="${x}" width="${Math.max(.5, w - gap)}" y="${y(Math.max(v, 0))}" height="${Math.abs(y(0) - y(v))}" rx="2" fill="var(--hi)" opacity=".85"><title>${esc(g.names[k])}: ${num(v)}</title></rect>`;
     if (g.error[k]) h += `<line x1="${c}" x2="${c}" y1="${y(v - g.error[k])}" y2="${y(v + g.error[k])}" stroke="var(--ink)"/>`;
     if (g.floor[k] != null) h += `<line x1="${x}" x2="${x + w - gap}" y1="${y(g.floor[k])}" y2="${y(g.floor[k])}" stroke="var(--warm)" stroke-width="2"/>`;
@@ -181,6 +189,28 @@ function memory() {
   });
   const key = M.names.map((n, k) => `<span><span style="display:inline-block;width:.8em;height:.8em;background:${colours[k]}"></span> ${esc(n)}</span>`).join(" ");
   f.innerHTML = `<svg viewBox="0 0 ${W} ${H}">${h}</svg><p class="tip">${key} · bytes in ${M.unit}; right of the bars the predicted nats per token</p>`;
+}
+
+function forecast() {
+  const f = figure("forecast");
+  if (!f) return;
+  const F = D.forecast, P = F.points, W = width(f), L = Math.min(150, W * .3), row = 26, H = 30 + P.length * row;
+  const seen = P.flatMap(p => [p.predicted, p.measured, p.measured - (p.error || 0), p.measured + (p.error || 0)]).filter(v => v != null);
+  const wide = Math.min(...P.map(p => p.measured)) > 0 && Math.max(...P.map(p => p.measured)) / Math.min(...P.map(p => p.measured)) > 50;
+  const least = Math.min(...P.map(p => p.measured).concat(P.map(p => p.predicted).filter(v => v > 0))) / 1.5;
+  const at = wide ? v => Math.log10(Math.max(v, least)) : v => v, lo = wide ? at(least) : Math.min(0, ...seen), hi = at(Math.max(...seen));
+  const x = v => L + (W - L - 66) * (at(v) - lo) / (hi - lo || 1);
+  const places = wide ? ticks(Math.ceil(lo), hi, 6).filter(Number.isInteger).map(v => 10 ** v) : ticks(lo, hi, W < 500 ? 3 : 6);
+  let h = places.map((t, _, all) => `<line class="axis" x1="${x(t)}" x2="${x(t)}" y1="4" y2="${H - 24}"/><text class="soft" text-anchor="middle" x="${x(t)}" y="${H - 8}">${wide ? t.toExponential(0) : mark(t, all)}</text>`).join("");
+  P.forEach((p, i) => {
+    const y = 18 + i * row, e = p.error || 0, ends = [p.measured + e, p.predicted ?? p.measured];
+    h += `<text text-anchor="end" x="${L - 10}" y="${y + 4}">${esc(wrap(p.label, Math.floor(L / 6.6)))}</text>`;
+    if (e) h += `<line x1="${x(p.measured - e)}" x2="${x(p.measured + e)}" y1="${y}" y2="${y}" stroke="var(--hi)" stroke-width="2"/>`;
+    h += `<circle class="measured" cx="${x(p.measured)}" cy="${y}" r="5" fill="var(--hi)"><title>measured ${num(p.measured)}</title></circle>`;
+    if (p.predicted != null) h += `<circle class="predicted" cx="${x(p.predicted)}" cy="${y}" r="6" fill="none" stroke="var(--warm)" stroke-width="2"><title>predicted ${num(p.predicted)}</title></circle>`;
+    h += `<text x="${x(Math.max(...ends)) + 12}" y="${y + 4}">${num(p.measured)}</text>`;
+  });
+  f.innerHTML = `<svg viewBox="0 0 ${W} ${H}">${h}</svg><p class="tip">${esc(F.note)}</p>`;
 }
 
 const wrap = (label, most) => label.length > most ? label.slice(0, most - 1) + "…" : label;
@@ -220,7 +250,7 @@ function paired() {
 }
 
 function moving() { network(); water(); say(); }
-function all() { moving(); memory(); gains(); results(); paired(); }
+function all() { moving(); memory(); forecast(); gains(); results(); paired(); }
 const slider = document.getElementById("budget"), own = document.getElementById("own");
 if (slider) slider.addEventListener("input", () => { state.budget = +slider.value; state.own = false; moving(); });
 if (own) own.addEventListener("click", () => {

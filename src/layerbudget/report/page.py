@@ -35,6 +35,11 @@ _CHARTS = (
         "The plan of this folder is marked.",
     ),
     ("water", "The water level", "What every block gets (filled), its cap (outline) and uniform (line)."),
+    (
+        "forecast",
+        "Predicted and measured",
+        "What the plan expected (ring), and what was measured afterwards (dot).",
+    ),
     ("results", "What came of it", "Measured on held-out text; bars are one standard error."),
     ("paired", "Differences, paired", "On the same text or seeds, 95 % intervals. Across zero: cannot be told apart."),
     ("gains", "What each block can still gain", "Bars with their standard errors; the mark is the noise floor."),

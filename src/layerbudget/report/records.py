@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import LayerbudgetError, NotFound
 from ..kinds import KINDS
 from ..plan import Plan
+from ..plans.verdict import verdict
 from ..scores import Scores
 from ..storage import reading
 
@@ -99,19 +100,19 @@ def tables_of(record: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, A
 def headline_of(found: Found) -> tuple[str, str]:
     """A title, and what is to be known in one sentence."""
     result = found.result or {}
-    verdict = str(result.get("verdict") or result.get("sentence") or "")
+    said = str(result.get("verdict") or result.get("sentence") or "")
     if found.tuned is not None:
         return _tuned_headline(found.tuned)
     if found.contest is not None:
         return _contest_headline(found.contest)
     if found.plan is not None:
         of = str(found.plan.model.get("id") or "the model").rpartition("/")[2]
-        return f"{_amount(found.plan)} for {of}", verdict or _plan_verdict(found.plan, found.receipt)
+        return f"{_amount(found.plan)} {of}", said or _plan_verdict(found.plan, found.receipt)
     if found.scores is not None:
         of = str(found.scores.model.get("id") or "the model").rpartition("/")[2]
-        said = verdict or str(found.scores.extra.get("verdict") or f"{len(found.scores.blocks)} blocks scored.")
+        said = said or str(found.scores.extra.get("verdict") or f"{len(found.scores.blocks)} blocks scored.")
         return f"What the layers of {of} can still gain", said
-    return f"Results of {found.folder}", verdict
+    return f"Results of {found.folder}", said
 
 
 def _tuned_headline(tuned: Mapping[str, Any]) -> tuple[str, str]:
@@ -136,32 +137,35 @@ def _contest_headline(record: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _amount(plan: Plan) -> str:
+    """What a plan decides, as a title that a model's name follows."""
     if plan.kind == "sparsity":
-        return f"{plan.sparsity:.0%} sparsity"
+        return f"{plan.sparsity:.0%} sparsity for"
     if plan.kind == "ranks":
-        return f"LoRA ranks {plan.counts.min()} to {plan.counts.max()}"
+        return f"LoRA ranks {plan.counts.min()} to {plan.counts.max()} for"
     if plan.kind == "experts":
-        return f"{plan.counts.sum()} LoRA experts"
+        return f"{plan.counts.sum()} LoRA experts for"
     if plan.kind == "fit":
-        return f"{plan.hyperparameters['memory']} at {plan.extra['context']} tokens x {plan.extra['batch']}"
-    return f"A plan of {plan.kind}"
+        return f"{plan.hyperparameters['memory']} at {plan.extra['context']} tokens x {plan.extra['batch']} for"
+    if plan.kind == "bits":
+        return f"{plan.extra['bits']:.3g} bits per weight for"
+    if plan.kind == "cache":
+        return f"A cache of {plan.extra['bits']:.3g} bits per number for"
+    if plan.kind == "kept-experts":
+        return f"{plan.counts.sum()} experts stay in"
+    if plan.kind == "shapes":
+        return f"{plan.budget['spent'] / plan.budget['base']:.0%} fewer {plan.budget['unit']} for"
+    return f"A {plan.kind} plan for"
 
 
 def _plan_verdict(plan: Plan, receipt: Mapping[str, Any] | None) -> str:
-    share = plan.extra.get("uniform_share")
     if receipt is not None and "bits" in receipt:
         bits = f"{receipt['bits']:.4f} bits per weight in {receipt['family']}"
-        return f"Recounted: {receipt['bytes']:,} bytes, {bits}, by {receipt['method']}."
-    if receipt is not None:
-        return f"Recounted: {receipt['sparsity']:.4%} zeros, {receipt['planned']:.4%} planned, by {receipt['method']}."
-    if plan.kind == "fit" and "check" in plan.extra:
-        return str(plan.extra["check"]["verdict"])
-    if share is not None:
-        advice = "take uniform" if share >= 0.95 else "the rest is what there is to win"
-        return f"The same rank everywhere has {share:.1%} of this plan's gain: {advice}."
-    spread = plan.values.std() / max(abs(plan.values.mean()), 1e-300)
-    near = ", nearly uniform" if spread < 0.05 else ""
-    return f"{plan.rule} over {len(plan.blocks)} blocks, from {plan.values.min():.3g} to {plan.values.max():.3g}{near}."
+        told = f"Recounted: {receipt['bytes']:,} bytes, {bits}, by {receipt['method']}. "
+    elif receipt is not None:
+        told = f"Recounted: {receipt['sparsity']:.4%} zeros, {receipt['planned']:.4%} planned, by {receipt['method']}. "
+    else:
+        told = ""
+    return told + verdict(plan)
 
 
 def cards_of(found: Found) -> list[tuple[str, str]]:
@@ -169,7 +173,7 @@ def cards_of(found: Found) -> list[tuple[str, str]]:
     cards: list[tuple[str, str]] = []
     if (plan := found.plan) is not None:
         given = plan.counts if plan.kind in ("ranks", "experts") else plan.values
-        cards += [("blocks", f"{len(plan.blocks)}"), (KINDS.find(plan.kind).decides, f"{given.min():.3g} – {given.max():.3g}")]
+        cards += [("blocks", f"{len(plan.blocks)}"), (KINDS.find(plan.kind).decides, _range(given))]
         cards.append(("rule", plan.rule))
         status = plan.certificate.get("status") or ("optimal" if plan.extra.get("rounding", {}).get("exact") else None)
         cards += [("certificate", str(status))] if status else []
@@ -184,6 +188,11 @@ def cards_of(found: Found) -> list[tuple[str, str]]:
     if found.result is not None and found.result.get("seconds"):
         cards.append(("run time", f"{found.result['seconds']:.0f} s"))
     return cards
+
+
+def _range(values: Any) -> str:
+    low, high = f"{values.min():.3g}", f"{values.max():.3g}"
+    return low if low == high else f"{low} – {high}"
 
 
 def explained(plan: Plan) -> list[str]:

@@ -71,10 +71,11 @@ class Choice:
     @property
     def message(self) -> str:
         """The status in a sentence."""
-        limit, left = f"{self.budget} {self.unit}{self.among}", f"{self.budget - self.spent} {self.unit}"
+        left = self.budget - self.spent
+        rest = f" The {left:,} {self.unit} that are left cannot be used for less damage." if left else ""
         return {
-            "optimal": f"No choice within {limit} has less damage; {left} are left and help nothing.",
-            "slack": f"Every item has its best alternative and {left} are left.",
+            "optimal": f"Proven optimal: no other choice within {self.budget:,} {self.unit}{self.among} has less damage.{rest}",
+            "slack": f"Every block has its own best choice, so {self.unit} do not limit this plan.",
             "bounded": f"The search was cut: at most {self.gap:.1e} of the damage could still be saved.",
         }[self.status]
 

@@ -239,7 +239,7 @@ def sentences(plan: Plan) -> list[str]:
     said = [
         f"Measured on the text that chose, with the others masked: {e['measured_here']:.4g} nats per token, after "
         f"{e['forward_passes']:.0f} forward equivalents.",
-        f"{_told(e)} nats per token on other text of this kind." if e["crossed"] else _FEW,
+        f"On other text of this kind: {_told(e)} nats per token." if e["crossed"] else _FEW,
     ]
     said += [f"At {100 * f['keep']:.3g} % of the experts: {_told(f)}." for f in e["forecast"]]
     even = len(set(plan.counts.tolist())) == 1

@@ -39,6 +39,7 @@ PASSES = 24.0
 PRICE, APPLYING = 3.0, 2.0  # forward equivalents of a step, and of a plan treated by the pruner itself
 LENGTHS, LEAST_TRUST = (1.0, 0.5, 0.25), 0.01
 NESTED_LEVELS, WRITTEN_LEVELS = 17, 7
+KEPT = 400  # blocks; of larger plans the steps are kept without their values
 
 
 def plan_by_damage(
@@ -222,6 +223,9 @@ def _plan(identity: dict[str, Any], treated: TreatedModel, path: _Path, settings
     counts, log = path.counts[-1], path.log
     total, (blocks, rows) = int(counts.sum()), treated.units.planned(counts)
     predicted = log[max(len(log) - 2, 0)]["divergence"] + log[-1].get("predicted", 0.0)
+    if rows is None and len(blocks) <= KEPT:
+        steps = [[round(b.value, 4) for b in treated.units.planned(c)[0]] for c in path.counts]
+        log = [{**entry, "values": values} for entry, values in zip(log, steps, strict=True)]
     extra = {"forward_passes": treated.passes, "predicted": predicted, "path": log, "measured": measured}
     return Plan(
         kind="sparsity",
