@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..compressors.base import QUANTISERS, TREATMENTS
-from ..compressors.formats import GGUF
+from ..compressors.formats import GGUF, NEMOTRON
 from ..registry import options_of
 from . import kept
 from .display import expect, progress_bar, say, say_next, say_share, text_of, words_of
@@ -27,8 +27,8 @@ def register(subparsers: Any) -> None:
     p.add_argument(
         "--format",
         dest="family",
-        choices=(GGUF,),
-        help="of shapes: a GGUF file in 16 bits, whose layers may differ in llama.cpp",
+        choices=(GGUF, NEMOTRON),
+        help="of shapes that differ by layer: a GGUF file in 16 bits for llama.cpp, or a folder for vLLM (equal heads)",
     )
     add_data(p)
     advanced = p.add_argument_group("advanced")
@@ -90,6 +90,8 @@ def _prune(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
 def _shrink(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     """Remove what the plan says, refit, recount, and save an ordinary smaller checkpoint."""
     from ..decisions.shapes.apply import apply_shapes
+    from ..decisions.shapes.nemotron import check_nemotron, save_nemotron
+    from ..decisions.shapes.program import layers_differ
     from ..decisions.shapes.save import check_exportable, check_gguf, save_gguf, save_smaller
     from ..decisions.sparsity.save import check_room
     from ..doctor.cost import treating
@@ -97,8 +99,11 @@ def _shrink(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     from ..report.page import runtime_box
 
     refuse(a, ("method", "pattern", "set", "resume"), f"a plan of kind {plan.kind}")
-    check, save = (check_gguf, save_gguf) if a.family else (check_exportable, save_smaller)
-    a.dtype = a.dtype or ("float32" if a.family else None)  # the sixteen bits of GGUF are not bfloat16
+    usual = {"llama.cpp": GGUF, "vllm": NEMOTRON if layers_differ(plan) else None}
+    a.family = a.family or usual.get(plan.hyperparameters.get("runtime"))
+    ways = {GGUF: (check_gguf, save_gguf), NEMOTRON: (check_nemotron, save_nemotron)}
+    check, save = ways.get(a.family, (check_exportable, save_smaller))
+    a.dtype = a.dtype or ("float32" if a.family == GGUF else None)  # the sixteen bits of GGUF are not bfloat16
     model, tokenizer, data = load(a)
     check_room(model, a.out, plan=plan)
     check(model, plan)
@@ -182,6 +187,9 @@ def _say_end(a: argparse.Namespace, plan: Any, *told: str) -> None:
     from ..plans.verdict import expected
 
     say(a, *told, expected(plan))
+    if a.family == NEMOTRON:
+        say(a, f"Next: vllm serve {shlex.quote(a.out)} --trust-remote-code")
+        return
     if a.out.endswith(".gguf") or a.family or plan.extra.get("family") == GGUF:
         file = a.out if a.out.endswith(".gguf") else f"{a.out}/model.gguf"
         say(a, f"Next: llama-perplexity -m {shlex.quote(file)} -f TEXT")

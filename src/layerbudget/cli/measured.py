@@ -166,7 +166,7 @@ def add_shapes(kinds: Any, handler: Any) -> argparse.ArgumentParser:
     p.add_argument("--even", action="store_true", help="the same in all layers: what an ordinary checkpoint can hold")
     p.add_argument("--passes", type=float, default=46.0, help="most forward equivalents to spend (default: 46)")
     advanced = p.add_argument_group("advanced")
-    add_set(advanced, "by (heads go as groups or queries), multiple (of MLP channels), max_removed, compensate, ...")
+    add_set(advanced, "runtime (llama.cpp, vllm, transformers: plan only what it loads), by (groups or queries), multiple, ...")
     add(advanced, "--resume")
     add_data(p, samples=16)
     return p

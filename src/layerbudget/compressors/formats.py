@@ -26,7 +26,7 @@ from typing import Any
 
 from ..errors import InvalidInput, MissingDependency
 
-GGUF, PACKED = "gguf", "compressed-tensors"
+GGUF, PACKED, NEMOTRON = "gguf", "compressed-tensors", "nemotron-nas"  # the last one: shapes alone
 FAMILIES = (GGUF, PACKED)
 ALIGNMENT = 32
 _PACKED_GROUPS = (128, 64, 32)

@@ -129,11 +129,12 @@ def _on_kept(plan: Plan) -> str:
 
 def _on_shapes(plan: Plan) -> str:
     e, b = plan.extra, plan.budget
-    differ = (
-        ". Layers differ: only llama.cpp loads the result (apply --format gguf); --even plans one for every runtime"
-        if layers_differ(plan)
-        else ". Every runtime loads the result"
-    )
+    differ = ". Every runtime loads the result"
+    if layers_differ(plan):
+        only = "" if layers_differ(plan, ("heads",)) else " and vLLM (--format nemotron-nas)"
+        differ = (
+            f". Layers differ: only llama.cpp (apply --format gguf){only} loads the result; --even plans one for every runtime"
+        )
     return (
         f"{_percent(b['spent'] / b['base'])} of the layers' {b['unit']} go for {e['measured']:.3g} nats per token, cut and "
         f"refitted{_took(plan)}{differ}."

@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 
-from layerbudget.decisions.shapes.program import GONE, Part, ShapeSpace
+from layerbudget.decisions.shapes.program import GONE, KINDS, Part, ShapeSpace
 from layerbudget.errors import InfeasibleBudget, InvalidInput, UnknownUnit
 from layerbudget.plan import Plan
 from layerbudget.plans.compare import diff_plans
@@ -27,7 +27,7 @@ def make_parts(layers=3, heads=4, channels=5):
 
 def random_space(rng):
     """Layers of different sizes (of one, with ``even``), of which one or two may go."""
-    layers, even = int(rng.integers(4, 7)), bool(rng.random() < 0.2)
+    layers, even = int(rng.integers(4, 7)), (True, ("heads",), ("mlp",), *[False] * 7)[int(rng.integers(10))]
     parts = make_parts(layers=layers, heads=int(rng.integers(2, 5)), channels=int(rng.integers(2, 6)))
     if not even:
         each = rng.integers(5, 100, len(parts)).tolist()
@@ -45,7 +45,8 @@ def best_of_all(space, alternatives, damage):
     gone = states[:, :, GONE] == 1
     fits = (space.saved(alternatives)[rows, every].sum(1) >= space.need) & (gone.sum(1) <= space.depth)
     if space.even:
-        units = np.where(gone[:, :, None], -1, states[:, :, :2])
+        sides = [KINDS.index(kind) for kind in space.even]
+        units = np.where(gone[:, :, None], -1, states[:, :, sides])
         fits &= ((units == units.max(1, keepdims=True)) | gone[:, :, None]).all((1, 2))
     return damage[rows, every].sum(1)[fits].min(initial=np.inf)
 

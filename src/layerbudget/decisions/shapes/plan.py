@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from ...compressors.formats import RUNTIMES
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InfeasibleBudget, InvalidInput
 from ...execution.processes import process_group
-from ...models.blocks import check_finite, describe
+from ...models.blocks import check_finite, config_of, describe, text_config
 from ...models.machine import computation, versions
 from ...models.offload import need_settled
 from ...plan import Plan
@@ -31,8 +32,10 @@ from ...sensitivity.directional.terms import QuadraticTerms
 from ...solvers.choices import Choice
 from ...solvers.steps import Proposal, descend
 from ...storage.parts import Parts
+from ..bits.gguf_names import architecture
 from .apply import measure_plan
 from .compensation import ways_of
+from .nemotron import check_config
 from .point import Evaluation, Moments, ShapePoint
 from .program import GONE, KINDS, ShapeSpace
 from .save import allowed_units
@@ -55,6 +58,7 @@ def plan_shapes(
     max_removed: float = 0.75,
     depth: int = 0,
     even: bool = False,
+    runtime: str | None = None,
     compensate: str = "auto",
     passes: float = PASSES,
     strides: int = 2,
@@ -80,6 +84,9 @@ def plan_shapes(
         max_removed: Largest share of the units of one part.
         depth: So many whole layers may go.
         even: The same numbers of heads and MLP units in all layers that stay, so that a plain config can describe the model.
+        runtime: Plans only what it loads, and refuses what it does not compute. ``transformers``: as with ``even``.
+            ``llama.cpp``: anything, of Llama, Mistral and Qwen2. ``vllm``: of these, the same heads in all layers and MLPs of
+            any width. With ``even`` the result is an ordinary checkpoint for all of them.
         compensate: What the matrices behind become: ``refit``, ``stream``, or ``auto``; see
             :mod:`layerbudget.decisions.shapes.compensation`.
         passes: Most forward equivalents of the whole text, the last measurement included.
@@ -99,12 +106,14 @@ def plan_shapes(
     Raises:
         UnknownStructure: A layer without heads or MLP of a known layout.
         InfeasibleBudget: The caps do not allow it.
-        InvalidInput: Passes that allow no step, or an option outside its domain.
+        InvalidInput: Passes that allow no step, an option outside its domain, or a model that the runtime does not compute with
+            layers that differ.
         CoverageError: Layers of a streamed model that come and go, or several processes.
         ModelMismatch: The folder holds another run.
     """
     need_settled(model, "measuring")
     check_finite(model)
+    alike = _alike(model, even, runtime)
     if process_group().size > 1:
         raise CoverageError("Smaller shapes are planned in one process.", "", "Use one.")
     spaces = _spaces(
@@ -115,7 +124,7 @@ def plan_shapes(
         kinds=kinds,
         max_removed=max_removed,
         depth=depth,
-        even=even,
+        even=alike,
         bytes_per_parameter=float(next(model.parameters()).element_size()),
     )
     way = ways_of(model, data, compensate)
@@ -124,6 +133,7 @@ def plan_shapes(
     identity = describe(model)
     hyper = {"multiple": multiple, "compensate": way, "trust": trust, "strides": strides, "draws": draws, "passes": passes}
     request = {**hyper, **spaces[0].hyper, "by": by, "seed": seed, "damping": damping, "batch_size": batch_size}
+    hyper |= {} if runtime is None else {"runtime": runtime}
     request |= {"model": identity["digest"], "data": data.digest, "versions": versions(), "computation": computation(model)}
     parts, tick = Parts(resume, request), Steps(progress, int(passes), "forward equivalents")
     points = (ShapePoint(model, data, space, damping, batch_size) for space in spaces)
@@ -141,13 +151,29 @@ def plan_shapes(
     return dataclasses.replace(plan, extra={**plan.extra, **to_jsonable(extra)})
 
 
-def _spaces(model: nn.Module, by: str, multiple: int, *, kinds: Sequence[str], even: bool, **options: Any) -> list[ShapeSpace]:
+def _alike(model: nn.Module, even: bool, runtime: str | None) -> bool | tuple[str, ...]:
+    """What is equal in all layers, for a runtime; a model that it does not compute with layers that differ is refused."""
+    if runtime is not None and runtime not in RUNTIMES:
+        raise InvalidInput(f"There is no runtime {runtime!r}.", f"There are {', '.join(RUNTIMES)}.", "Choose one of those.")
+    if runtime == "llama.cpp":
+        architecture(text_config(config_of(model)), uneven=not even)
+    if even or runtime == "transformers":
+        return True
+    if runtime != "vllm":
+        return False
+    check_config(config_of(model))
+    return ("heads",)
+
+
+def _spaces(
+    model: nn.Module, by: str, multiple: int, *, kinds: Sequence[str], even: bool | tuple[str, ...], **options: Any
+) -> list[ShapeSpace]:
     """The program for every unit of heads that is looked at, without those that cannot save enough."""
     find_parts(model, kinds=kinds, by=by, multiple=multiple)  # refuses layers that lack a kind
     spaces, refused = list[ShapeSpace](), list[InfeasibleBudget]()
     for word in head_units(model, kinds, by):
         parts = find_parts(model, kinds=kinds, by=word, multiple=multiple)
-        allowed = allowed_units(model, parts, kinds) if even else None
+        allowed = allowed_units(model, parts, kinds) if even is True else None
         try:
             spaces.append(ShapeSpace(parts, kinds=kinds, even=even, allowed=allowed, **options))
         except InfeasibleBudget as error:

@@ -31,10 +31,11 @@ OTHER_KIND = {  # remedies where parts of one kind cannot go
 HEADS, MLP, GONE = 0, 1, 2
 
 
-def layers_differ(plan: Plan) -> bool:
+def layers_differ(plan: Plan, kinds: Collection[str] = KINDS) -> bool:
     """Return whether a plan of shapes leaves layers with different heads or widths."""
     gone = plan.extra["dropped"]
-    left = [(s["kind"], s["removed"]) for s in plan.extra["shapes"].values() if s["layer"] not in gone]
+    parts = [s for s in plan.extra["shapes"].values() if s["layer"] not in gone]
+    left = [(s["kind"], s["removed"]) for s in parts if s["kind"] in kinds]
     return len(set(left)) > len({kind for kind, _ in left})
 
 
@@ -73,7 +74,8 @@ class ShapeSpace:
     """The program: alternatives of every layer, and what has to be saved.
 
     Arguments are those of :func:`~layerbudget.decisions.shapes.plan.plan_shapes`, and ``allowed``: numbers of removed units
-    that the config can express, by kind, with ``even``; all by default.
+    that the config can express, by kind, with ``even``; all by default. ``even`` may also be the kinds alone that are equal in
+    all layers.
 
     K ``layers`` may lose something. ``pair`` has their attention and MLP, ``(K, 2)``, None where there is none of a known
     layout; ``units``, ``top`` and ``each`` what these have, may lose, and save by one of them. ``base`` is what all parts
@@ -88,7 +90,7 @@ class ShapeSpace:
         kinds: Sequence[str] = KINDS,
         max_removed: float = 0.75,
         depth: int = 0,
-        even: bool = False,
+        even: bool | Collection[str] = False,
         allowed: Mapping[str, Collection[int]] | None = None,
         bytes_per_parameter: float = 2.0,
     ) -> None:
@@ -99,8 +101,10 @@ class ShapeSpace:
                 "Units: flops, params, bytes.",
                 "Write '25% flops', for example.",
             )
-        self.unit, self.parts, self.even = wanted.unit, tuple(parts), even
-        self.allowed = {k: [0, *fits] for k, fits in (allowed or {}).items()} if even else {}
+        self.unit, self.parts = wanted.unit, tuple(parts)
+        self.even = tuple(k for k in KINDS if k in (even if isinstance(even, Collection) else KINDS)) if even else ()
+        self.sides = [KINDS.index(kind) for kind in self.even]
+        self.allowed = {k: [0, *fits] for k, fits in (allowed or {}).items() if k in self.even}
         whole = {p.name: p.size(self.unit, bytes_per_parameter) for p in parts}
         each = {p.name: whole[p.name] - p.size(self.unit, bytes_per_parameter, 1) for p in parts}
         self.base = sum(whole.values())
@@ -110,7 +114,7 @@ class ShapeSpace:
             "budget": str(budget),
             "kinds": list(kinds),
             "max_removed": max_removed,
-            "even": even,
+            "even": even if isinstance(even, bool) else list(self.even),
             "depth": depth,
         }
         self.hyper |= {"bytes_per_parameter": bytes_per_parameter}
@@ -126,8 +130,12 @@ class ShapeSpace:
         self.rest = np.array([sum(whole[p.name] for p in parts if p.layer == name) for name in self.layers])
         if self.depth and any(p is None for pair in self.pair for p in pair):
             raise InvalidInput("Not every layer has heads and an MLP of a known layout.", "", "Plan without depth.")
-        for kind, what in (("heads", "heads"), ("mlp", "MLPs")) if even else ():
-            if kind in kinds and len({(p.units, p.by, p.unit_parameters, p.parameters) for p in parts if p.kind == kind}) > 1:
+        for kind, what in (("heads", "heads"), ("mlp", "MLPs")):
+            if (
+                kind in kinds
+                and kind in self.even
+                and len({(p.units, p.by, p.unit_parameters, p.parameters) for p in parts if p.kind == kind}) > 1
+            ):
                 raise InvalidInput(
                     f"The layers differ in their {what}, so equal removal would not make them equal.",
                     "What an ordinary checkpoint can hold is equal in all layers.",
@@ -139,10 +147,9 @@ class ShapeSpace:
     def _check_reach(self) -> None:
         most = self.start()
         most[:, :2] = self.top
-        if self.even:
-            for side, kind in enumerate(KINDS):
-                top = int(self.top[:, side].min()) if len(self.top) else 0
-                most[:, side] = max(u for u in self.allowed.get(kind, [top]) if u <= top)
+        for side, kind in zip(self.sides, self.even, strict=True):
+            top = int(self.top[:, side].min()) if len(self.top) else 0
+            most[:, side] = max(u for u in self.allowed.get(kind, [top]) if u <= top)
         saved = self.saved(most[:, None])[:, 0]
         more = np.sort(np.maximum(self.rest - saved, 0))[::-1][: self.depth]
         if int(saved.sum() + np.floor(more).sum()) >= self.need:
@@ -150,11 +157,16 @@ class ShapeSpace:
         unit, most_share = self.unit, float(saved.sum() + more.sum()) / self.base
         raise InfeasibleBudget(
             f"{self.target:g} {unit} ({self.target / self.base:.1%}) are to be saved; whole units within the caps"
-            f"{' equally in all layers' * self.even} save at most {most_share * self.base:g} ({most_share:.1%}).",
+            f"{self._equally()} save at most {most_share * self.base:g} ({most_share:.1%}).",
             f"Between 0 and {most_share:.1%} {unit} can be saved with max_removed={self.hyper['max_removed']:g} and "
             f"{self.depth} removable layers.",
             "Save less, raise max_removed, or allow whole layers to go (depth).",
         )
+
+    def _equally(self) -> str:
+        """Words for what is equal in all layers."""
+        part = f", {self.even[0]} alone" if len(self.even) == 1 else ""
+        return f" equally in all layers{part}" if self.even else ""
 
     def start(self) -> np.ndarray:
         """Nothing gone, ``(K, 3)``."""
@@ -167,7 +179,9 @@ class ShapeSpace:
         whole one.
         """
         stays = present[:, GONE] == 0
-        common = present[stays][0] if self.even and stays.any() else np.zeros(3, dtype=np.int64)
+        common = np.zeros(3, dtype=np.int64)
+        if stays.any():
+            common[self.sides] = present[stays][0, self.sides]
         base = np.where(stays[:, None], present, common)
         radius = np.maximum(np.rint(trust * self.units), 1)
         low, high = np.maximum(base[:, :2] - radius, 0), np.minimum(base[:, :2] + radius, self.top)
@@ -204,10 +218,10 @@ class ShapeSpace:
 
         among = f" and with at most {self.depth} of {len(self.layers)} layers gone" if self.depth else ""
         try:
-            found = _alike(alternatives, solve, damage, gone) if self.even else solve(damage)
+            found = _alike(alternatives, solve, damage, gone, self.sides) if self.even else solve(damage)
         except InfeasibleBudget as error:
             raise InfeasibleBudget(
-                f"Within reach{' equally in all layers' * self.even}{among} nothing saves {need} {self.unit}.",
+                f"Within reach{self._equally()}{among} nothing saves {need} {self.unit}.",
                 f"These layers have {whole.sum()} {self.unit}.",
                 "Save less, raise max_removed, or allow more layers to go (depth).",
             ) from error
@@ -271,11 +285,13 @@ def _top(part: Part, kinds: Sequence[str], share: float) -> int:
     return max(0, min(int(share * part.units + 1e-9), part.units - 1)) if part.kind in kinds else 0
 
 
-def _alike(alternatives: np.ndarray, solve: Callable[[np.ndarray], Choice], damage: np.ndarray, gone: np.ndarray) -> Choice:
-    """The best pair of numbers for all layers that stay: every pair is tried, and the bound is that of all of them."""
+def _alike(
+    alternatives: np.ndarray, solve: Callable[[np.ndarray], Choice], damage: np.ndarray, gone: np.ndarray, sides: Sequence[int]
+) -> Choice:
+    """The best numbers of some ``sides`` for all layers that stay: all are tried, and the bound is that of all of them."""
     found, refused = list[Choice](), list[InfeasibleBudget]()
-    for pair in np.unique(alternatives[~gone][:, :2], axis=0):
-        values = np.where((alternatives[:, :, :2] == pair).all(2) | gone, damage, np.inf)
+    for common in np.unique(alternatives[~gone][:, sides], axis=0):
+        values = np.where((alternatives[:, :, sides] == common).all(2) | gone, damage, np.inf)
         if not np.isfinite(values).any(axis=1).all():  # some layer cannot go there
             continue
         try:

@@ -1,9 +1,9 @@
 """Smaller models that a plain config can describe, and writing one as an ordinary checkpoint.
 
 A plain config has one width and one number of heads for all layers, so uneven shapes cannot be written as a checkpoint: they
-work in memory, and in llama.cpp (:func:`save_gguf`). Families that derive the size of a head from the number of heads (GPT-2,
-OPT, GPT-NeoX, BERT) cannot be written with fewer. What a config can say is asked of a model that is built from the changed
-config, without values: the answer is that of the installed transformers.
+work in memory, in llama.cpp (:func:`save_gguf`) and, with equal heads, in vLLM (:mod:`.nemotron`). Families that derive the
+size of a head from the number of heads (GPT-2, OPT, GPT-NeoX, BERT) cannot be written with fewer. What a config can say is
+asked of a model that is built from the changed config, without values: the answer is that of the installed transformers.
 """
 
 from __future__ import annotations
@@ -110,20 +110,26 @@ def allowed_units(model: nn.Module, parts: Sequence[Part], kinds: Sequence[str])
 
 def check_exportable(model: nn.Module, plan: Plan | None = None) -> None:
     """Refuse a model whose MLP widths or heads a plain config cannot describe, or what a plan will make of it."""
-    shapes: Mapping[str, Any] = {}
     gone = set[str]()
     if plan is not None:
         plan.validate(describe(model))
-        shapes, gone = plan.extra["shapes"], set(plan.extra["dropped"])
+        gone = set(plan.extra["dropped"])
     built = _built(model)
     names = [n for n, _ in layers(model)]
     again = [] if isinstance(built, str) else [(n, layer) for n, (_, layer) in zip(names, built, strict=False)]
     for kind in FIND:
         now, said = _all(layers(model), kind), _all(again, kind)
-        made = {n: w.without(int(s["removed"]), s["by"]) if (s := shapes.get(f"{n}.{kind}")) else w for n, w in now.items()}
-        left = [w for n, w in made.items() if n not in gone]
+        left = list(left_parts(model, kind, plan).values())
         if left and left != [w for n, w in said.items() if n not in gone]:
             _check_described(model, next(iter((said or now).values())), left)
+
+
+def left_parts(model: nn.Module, kind: str, plan: Plan | None = None) -> dict[str, Where]:
+    """Return the heads or MLPs of all layers, by layer, as they are or as a plan leaves them."""
+    shapes = {} if plan is None else plan.extra["shapes"]
+    gone = set() if plan is None else set(plan.extra["dropped"])
+    left = {n: w for n, w in _all(layers(model), kind).items() if n not in gone}
+    return {n: w.without(int(s["removed"]), s["by"]) if (s := shapes.get(f"{n}.{kind}")) else w for n, w in left.items()}
 
 
 def _all(named: Sequence[tuple[str, nn.Module]], kind: str) -> dict[str, Where]:
@@ -152,7 +158,7 @@ def _check_described(model: nn.Module, now: Where, wanted: Sequence[Where]) -> N
                 f"{type(config_of(model)).__name__} has one {f'number of {field}' if heads else 'width'} for all layers, so "
                 "transformers could not load the checkpoint; the model works in memory.",
                 f"Give all layers the same (about {round(sum(values) / len(values))} costs the same): plan with --even "
-                "(even=True), or write it for llama.cpp: apply --format gguf.",
+                "(even=True), or write it for llama.cpp (apply --format gguf) or vLLM (apply --format nemotron-nas).",
             )
 
 
@@ -184,7 +190,10 @@ def save_gguf(
         for piece in writer.head.pieces:
             writer.add(writer.tensors(piece, {}))
         notes = writer.close()
-        for name, write in _beside(plan, {**(record or {}), "notes": notes}, model, gguf=True).items():
+        beside = beside_model(
+            plan, {**(record or {}), "notes": notes}, model, "llama-cli -m model.gguf", ("gguf", "pruned"), library=None
+        )
+        for name, write in beside.items():
             write(folder / name)
     return Path(out_dir)
 
@@ -209,29 +218,31 @@ def save_smaller(
         overwrite: Replace what an earlier call wrote: the files that the folder's ``manifest.json`` names, and no others.
     """
     check_exportable(model)
-    return write_model(pretrained(model), tokenizer, out_dir, _beside(plan, record, model), overwrite=overwrite)
+    beside = beside_model(plan, record, model, loading(type(pretrained(model)).__name__), ("pruned",))
+    return write_model(pretrained(model), tokenizer, out_dir, beside, overwrite=overwrite)
 
 
-def _beside(
-    plan: Plan | None, record: Mapping[str, Any] | None, model: nn.Module, *, gguf: bool = False
+def beside_model(
+    plan: Plan | None,
+    record: Mapping[str, Any] | None,
+    model: nn.Module,
+    use: str,
+    tags: Sequence[str],
+    *,
+    library: str | None = "transformers",
 ) -> dict[str, Callable[[Path], object]]:
-    """What writes the plan, the recount and a model card beside a model."""
+    """Return what writes the plan, the recount and a model card, which says ``use``, beside a model."""
     beside: dict[str, Callable[[Path], object]] = {} if plan is None else {"plan.json": plan.save}
     if record is not None:
         digest = {"plan_digest": plan.digest} if plan is not None else {}
         content = dumps({"schema_version": SCHEMA_VERSION, **digest, **record, "versions": versions()})
         beside["receipt.json"] = partial(write_text, text=content)
     if plan is not None:
-        beside["README.md"] = partial(write_text, text=_card(plan, record or {}, type(pretrained(model)).__name__, gguf))
+        record, name = record or {}, type(pretrained(model)).__name__
+        rows = {"removed": f"{record['saved']:.6g} {record['unit']}, recounted"} if "saved" in record else {}
+        if sizes := record.get("parameters"):
+            rows["parameters"] = f"{sizes['before']:,} before, {sizes['after']:,} now"
+        what = "with fewer heads, narrower MLPs or fewer layers: `plan.json` says which, `receipt.json` what was counted."
+        card = model_card(plan, "finetune", "made smaller", what, rows, use, architecture=name, library=library, tags=tags)
+        beside["README.md"] = partial(write_text, text=card)
     return beside
-
-
-def _card(plan: Plan, record: Mapping[str, Any], name: str, gguf: bool) -> str:
-    """The model card of a smaller model."""
-    rows = {"removed": f"{record['saved']:.6g} {record['unit']}, recounted"} if "saved" in record else {}
-    if sizes := record.get("parameters"):
-        rows["parameters"] = f"{sizes['before']:,} before, {sizes['after']:,} now"
-    what = "with fewer heads, narrower MLPs or fewer layers: `plan.json` says which, `receipt.json` what was counted."
-    use, tags = ("llama-cli -m model.gguf", ("gguf", "pruned")) if gguf else (loading(name), ("pruned",))
-    library = None if gguf else "transformers"
-    return model_card(plan, "finetune", "made smaller", what, rows, use, architecture=name, library=library, tags=tags)
