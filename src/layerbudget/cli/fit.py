@@ -18,7 +18,9 @@ from ..records import check_output
 from ..registry import Option
 from .display import expect, progress_bar, show_table, text_of, words_of
 from .files import need_scores
+from .measured import save
 from .options import DATA, PLACE, add_data, add_set, add_verb, batch_of, load, options_for, refuse
+from .options import add as add_option
 
 _CHECK = {"check": Option(name="check", type=int, default=8)}
 
@@ -41,7 +43,9 @@ def add(kinds: Any, handler: Callable[..., Any]) -> argparse.ArgumentParser:
     p.add_argument("--method", choices=QUANTISERS.names(), help="quantiser that will write the weights (default: rtn)")
     p.add_argument("--save-scores", metavar="FILE", help="also write what was measured, for other memories and contexts")
     names = "cache=Q8_0,Q4_0 (its formats, beside the weights), rule, draws (of labels), group, or check (sequences, 0: none)"
-    add_set(p.add_argument_group("advanced"), names)
+    advanced = p.add_argument_group("advanced")
+    add_set(advanced, names)
+    add_option(advanced, "--resume")
     add_data(p, samples=16, length=512, dtype="float32")
     return p
 
@@ -52,7 +56,7 @@ def plan(a: argparse.Namespace) -> Plan:
     a.formats = a.formats.split(",") if a.formats else None
     a.set = [f"cache={json.dumps(w[6:].split(','))}" if w.startswith("cache=") and "[" not in w else w for w in a.set]
     if a.memory is None:
-        refuse(a, ("method", "save_scores"), "the cache alone")
+        refuse(a, ("method", "save_scores", "resume"), "the cache alone")
         return _cache(a)
     for path in filter(None, (a.out, a.save_scores)):
         check_output(path, overwrite=a.overwrite)
@@ -63,7 +67,8 @@ def _again(a: argparse.Namespace) -> Plan:
     """Plan from what was measured."""
     from ..decisions.fit.plan import plan_fit
 
-    refuse(a, ("runtime", "formats", "method", "save_scores", "dry_run", *DATA, *PLACE), "scores that were measured before")
+    unread = ("runtime", "formats", "method", "save_scores", "resume", "dry_run", *DATA, *PLACE)
+    refuse(a, unread, "scores that were measured before")
     a.model = None
     own = {k: v for k, v in options_for(a, plan_fit).items() if k not in ("runtime", "formats")}
     found = plan_fit(need_scores(a.source), **own)
@@ -97,8 +102,7 @@ def _fit(a: argparse.Namespace) -> Plan:
     with progress_bar(a, "measuring formats") as progress:
         own |= {"tokenizer": tokenizer, "batch_size": batch_of(a, model, data), "progress": progress}
         found = plan_fit(model, data, check, overwrite=a.overwrite, **own)
-    found.save(a.out, overwrite=a.overwrite)
-    return found
+    return save(a, found)
 
 
 def _cache(a: argparse.Namespace) -> Plan:

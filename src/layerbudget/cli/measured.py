@@ -27,7 +27,7 @@ def _begin(a: argparse.Namespace) -> None:
     check_output(a.out, overwrite=a.overwrite)
 
 
-def _save(a: argparse.Namespace, plan: Plan) -> Plan:
+def save(a: argparse.Namespace, plan: Plan) -> Plan:
     """Write the plan, in one process, and forget the parts that led to it."""
     from ..execution.processes import is_main
     from ..storage.parts import clear
@@ -66,7 +66,7 @@ def plan_sparsity(a: argparse.Namespace) -> Plan:
     expect(a, words_of(a.method, data), model, [Part("directional", text_of(data, a), a.passes or 24.0)])
     with progress_bar(a, f"stepping down, {a.method}") as progress:
         plan = plan_by_damage(model, data, batch_size=batch_of(a, model, data), progress=progress, **own)
-    return _save(a, plan)
+    return save(a, plan)
 
 
 # --- bits -------------------------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def plan_bits(a: argparse.Namespace) -> Plan:
         plan = plan_bits(
             model, data, check, tokenizer=tokenizer, batch_size=batch, progress=progress, overwrite=a.overwrite, **own
         )
-    return _save(a, plan)
+    return save(a, plan)
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def plan_shapes(a: argparse.Namespace) -> Plan:
     with progress_bar(a, "measuring heads and widths, passes") as progress:
         own |= {"kinds": parts, "batch_size": batch_of(a, model, data), "progress": progress}
         plan = plan_shapes(model, data, a.save, **own)
-    return _save(a, plan)
+    return save(a, plan)
 
 
 def show_shapes(a: argparse.Namespace, plan: Plan) -> None:

@@ -179,6 +179,24 @@ def test_what_was_measured_serves_other_memories(measured):
         plan_fit(bits, **own)
 
 
+def test_an_interrupted_run_continues_to_the_same_plan(measured, tmp_path, monkeypatch):
+    model, data, held, own, plan, _ = measured
+    own = {**own, "draws": 2, "resume": tmp_path / "parts"}
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    for late in ("cache_damage", "joint_rows"):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(f"layerbudget.decisions.fit.plan.{late}", stop)
+            plan_fit(model, data, held, **own)
+        monkeypatch.setattr("layerbudget.decisions.fit.plan.rounding_damage", stop)  # kept: not measured again
+    monkeypatch.setattr("layerbudget.decisions.fit.plan.cache_damage", stop)
+    assert plan_fit(model, data, held, **own).digest == plan.digest
+    with pytest.raises(ModelMismatch):
+        plan_fit(model, data.select([0, 1]), held, **own)
+
+
 def test_a_cache_differs_by_layer_where_the_runtime_lets_it(tmp_path):
     model, data = zoo.build("llama", **WIDE), zoo.tokens(2, 16, vocabulary=96)
     plan = plan_fit(model, data, memory=f"{BUFFERS + 200000} bytes", context=64, batch=8, runtime="vllm", draws=1,
@@ -239,8 +257,9 @@ def test_the_command_plans_plans_again_and_applies(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     model = "model"
     small = ["--data", "text.txt", "--samples", "2", "--length", "16", "--set", "check=1", "--set", "draws=1", "--quiet"]
-    given = ["--context", "32", "--batch", "2", "--formats", "Q4_0,Q8_0"]
+    given = ["--context", "32", "--batch", "2", "--formats", "Q4_0,Q8_0", "--resume", "parts"]
     assert main(["plan", "fit", model, "--memory", "1 MiB", *given, *small, "--save-scores", "sizes.json"]) == 0
+    assert not (folder / "parts" / "resume.json").exists()  # finished: nothing to go on from
     plan, said = Plan.load("plan.json"), " ".join(capsys.readouterr().out.split())
     assert plan.kind == "fit" and plan.extra["context"] == 32 and plan.made_by.startswith("layerbudget plan fit model --mem")
     assert "best plans over memory" in said and "At the margin one MiB" in said and "apply model plan.json" in said

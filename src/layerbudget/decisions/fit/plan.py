@@ -21,9 +21,11 @@ from ...errors import CoverageError, InvalidInput
 from ...models.offload import mapped
 from ...plan import Plan
 from ...progress import Progress, say
-from ...records import check_output, dumps, to_jsonable
+from ...records import check_output, digest, dumps, to_jsonable
 from ...scores import Scores
-from ..bits.apply import QuantisationReceipt, apply_bits, write_bits
+from ...storage.parts import Parts
+from ..bits.apply import QuantisationReceipt, apply_bits, request_of, write_bits
+from ..bits.imatrix import imatrix_digest
 from ..bits.plan import check_record, empty_table, refuse_measuring
 from ..bits.sensitivity import DenseOutput, rounding_damage
 from ..cache.cache import PlannedCache, caching, planned_cache, rounding
@@ -49,6 +51,7 @@ def plan_fit(
     draws: int = 4,
     seed: int = 0,
     batch_size: int = 8,
+    resume: Path | str | None = None,
     save_scores: Path | str | None = None,
     overwrite: bool = False,
     unwritten: str = "refuse",
@@ -73,6 +76,7 @@ def plan_fit(
         draws: Labels drawn for every token.
         seed: Of these draws.
         batch_size: Sequences per forward; the damage of the cache is measured one sequence at a time.
+        resume: Folder that keeps both damages and the check as they are finished; other memories may use it too.
         save_scores: File that keeps what was measured, for other memories and contexts.
         overwrite: Replace that file.
         unwritten: See :func:`~layerbudget.decisions.bits.blocks.formats_table`.
@@ -89,7 +93,7 @@ def plan_fit(
     terms = Terms(memory=memory, context=context, batch=batch, forbid=forbid, keep=keep or {}, cache=cache)
     terms.check(rule)
     if isinstance(source, Scores):
-        refuse_measuring(data, check, save_scores, tokenizer, options)
+        refuse_measuring(data, check, resume, save_scores, tokenizer, options)
         return Fitted.of(source, terms).plan(rule)
     if data is None:
         raise InvalidInput("A model is planned on calibration tokens.", "", "Pass data.")
@@ -99,16 +103,30 @@ def plan_fit(
         raise InvalidInput(f"There is no runtime {runtime!r}.", f"There are {', '.join(RUNTIMES)}.", "Choose one of those.")
     options |= {"unwritten": unwritten, "runtime": runtime, "family": RUNTIMES[runtime].family}
     space = ready(source, terms, tokenizer, options)[1]
-    scores = rounding_damage(source, data, draws=draws, seed=seed, batch_size=batch_size, progress=progress, **options)
-    damage, rest, passes = cache_damage(source, data, space, draws, seed, 1, progress)
-    held = {**space.record(), "damage": damage.tolist(), "rest": rest.tolist(), "passes": passes}
+    measuring = {"draws": draws, "seed": seed, "batch_size": batch_size, **options}
+    texts = {"data": data.digest, "check": None if check is None else check.digest}
+    if options.get("imatrix") is not None:
+        texts["imatrix"] = imatrix_digest(options["imatrix"])
+    parts = Parts(resume, {**request_of(source, computing=True), **texts, "options": measuring})
+
+    def measure() -> Any:
+        """The damage of every format of the weights."""
+        return to_jsonable(rounding_damage(source, data, progress=progress, **measuring).to_dict())
+
+    def measure_cache() -> Any:
+        """The damage of every format of the cache."""
+        damage, rest, passes = cache_damage(source, data, space, draws, seed, 1, progress)
+        return {"damage": damage.tolist(), "rest": rest.tolist(), "passes": passes}
+
+    scores = Scores.from_dict(parts.json("damages", measure))
+    held = {**space.record(), **parts.json(f"cache-{digest(space.record())}", measure_cache)}
     head = empty_table(source, tokenizer, options).head
     extra = {**scores.extra, "choices": {**scores.extra["choices"], "head": head}, "cache": held}
     scores = Scores.from_dict(to_jsonable(dataclasses.replace(scores, extra=extra).to_dict()))
     if save_scores is not None:
         scores.save(save_scores, overwrite=overwrite)
     found = Fitted.of(scores, terms)
-    return found.plan(rule) if check is None else _checked(source, found, rule, data, check, batch_size, progress)
+    return found.plan(rule) if check is None else _checked(source, found, rule, data, check, batch_size, parts, progress)
 
 
 def ready(model: nn.Module, terms: Terms, tokenizer: Any, options: Mapping[str, Any]) -> tuple[Fit, Any]:
@@ -129,12 +147,20 @@ def _checked(
     data: CalibrationSet,
     check: CalibrationSet,
     batch_size: int,
+    parts: Parts,
     progress: Progress | None,
 ) -> Plan:
     """The plan of a rule with the check of all on held-out tokens, or the one that beat it, which then says so."""
     say(progress, "plans as a whole")
     dense, choices = DenseOutput(model, check, batch_size), found.decision.choices
-    rows = joint_rows(model, dense, found.fit, choices, data, found.scores.extra["choices"].get("imatrix"))
+
+    def measure() -> Any:
+        """Rows of all choices."""
+        rows = joint_rows(model, dense, found.fit, choices, data, found.scores.extra["choices"].get("imatrix"))
+        return {name: each.tolist() for name, each in rows.items()}
+
+    kept = parts.json(f"check-{digest({n: c.tolist() for n, c in choices.items()})}", measure)
+    rows = {name: np.array(each, dtype=np.float64) for name, each in kept.items()}
     spent = {n: t["spent"] + found.fit.beside for n, t in found.decision.totals.items()}
     same = [n for n, c in choices.items() if np.array_equal(c, choices[rule])]
     record = check_record(model, dense, rule, rows, spent, same)
