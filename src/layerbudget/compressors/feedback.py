@@ -96,19 +96,20 @@ def _choose_codes(
     even = bool((table.diff() == 1).all())
     base, step = (torch.from_numpy(g).T[back.argsort()] for g in grid(data, name))
     step[step == 0] = _NO_STEP
-    scaled, place = step / upper.diagonal()[:, None], torch.empty(block.shape, dtype=torch.uint8)
-    chosen, column = torch.empty_like(block[0]), torch.empty(block.shape[1], dtype=torch.int32)
+    scaled, chosen = step / upper.diagonal()[:, None], torch.empty_like(block)
+    place = torch.empty(block.shape, dtype=torch.int32)
     for low in range(0, len(block), INNER):
         high = min(low + INNER, len(block))
         for j in range(low, high):
             held = block[j].sub_(base[j]).div_(step[j])
             if even:
-                torch.round(held, out=chosen).clamp_(least, most)
-                place[j] = chosen - least
+                torch.round(held, out=chosen[j]).clamp_(least, most)
             else:
-                place[j] = torch.bucketize(held, between, out_int32=True, out=column)
-                torch.index_select(table, 0, column, out=chosen)
-            torch.sub(held, chosen, out=errors[j]).mul_(scaled[j])
+                torch.bucketize(held, between, out_int32=True, out=place[j])
+                torch.index_select(table, 0, place[j], out=chosen[j])
+            torch.sub(held, chosen[j], out=errors[j]).mul_(scaled[j])
             block[j + 1 : high].addr_(upper[j, j + 1 : high], errors[j], alpha=-1)
         block[high:].addmm_(upper[low:high, high:].T, errors[low:high], alpha=-1)
-    return with_codes(data, name, order.astype(np.uint8)[place[back].T.numpy()])
+    place = chosen.sub_(least).to(torch.int32) if even else place
+    codes = torch.from_numpy(order.astype(np.uint8)).take(place.long())
+    return with_codes(data, name, codes[back].T.numpy())

@@ -19,6 +19,7 @@ Every format stores groups of consecutive inputs of a row under scales of their 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import re
 from collections.abc import Sequence
@@ -156,6 +157,7 @@ PLAIN = {GGUF: TYPES[-1], PACKED: Format(name="bf16", family=PACKED, bits=16, gr
 _NAMED = (*TYPES, *_FLOATING, PLAIN[PACKED])
 
 
+@functools.cache
 def find_format(name: str, family: str | None = None) -> Format:
     """A format by name. ``NVFP4`` is a type of llama.cpp and ``nvfp4`` one of compressed-tensors; a family decides first.
 

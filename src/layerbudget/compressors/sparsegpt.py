@@ -13,6 +13,7 @@ from .select import share, smallest_per_group, smallest_per_group_of_rows, thres
 COLUMNS = 128
 INNER = 16
 _PANEL = 1024
+_GATHERED = 256
 
 
 def inverse_factor(
@@ -54,12 +55,14 @@ def inverse_factor(
 
 
 def _reordered(gram: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """The symmetric matrix of an upper triangle, in another order of its rows and columns; by panels of rows."""
+    """The lower triangle of the symmetric matrix that an upper one stands for, in another order; by panels of rows."""
     out = torch.empty_like(gram, memory_format=torch.contiguous_format)
-    for start in range(0, len(gram), _PANEL):
-        rows = order[start : start + _PANEL]
-        above, below = gram[rows][:, order], gram[:, rows].T[:, order]
-        out[start : start + _PANEL] = torch.where(rows[:, None] <= order, above, below)
+    for start in range(0, len(gram), _GATHERED):
+        stop = start + _GATHERED
+        rows, columns = order[start:stop], order[:stop]
+        above = gram.index_select(0, rows).index_select(1, columns)
+        below = gram.index_select(1, rows).index_select(0, columns).T
+        out[start:stop, :stop] = torch.where(rows[:, None] <= columns, above, below)
     return out
 
 
