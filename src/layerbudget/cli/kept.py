@@ -8,11 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..compressors.formats import GGUF
 from ..decisions.kept_experts.program import RULES
 from ..plan import Plan
 from ..records import check_output
+from ..registry import Option
 from .display import end_dry_run, expect, progress_bar, say, say_next, text_of, words_of
+from .files import need_scores
 from .options import DATA, add_data, add_set, add_verb, batch_of, load, one_process, options_for, refuse
+
+_TYPES = {"types": Option(name="types", type=str, default=None)}
 
 
 def add(kinds: Any, handler: Any) -> argparse.ArgumentParser:
@@ -24,7 +29,7 @@ def add(kinds: Any, handler: Any) -> argparse.ArgumentParser:
     budget.add_argument("--damage", type=float, help="or what it may cost, in nats per token: as few experts as that allows")
     p.add_argument("--even", action="store_true", help="the same number in all layers: what every runtime loads")
     p.add_argument("--rule", choices=RULES, default="directional", help="scores that decide who goes (default: directional)")
-    add_set(p, "draws (of labels)")
+    add_set(p, "draws (of labels), or types=FILE: what plan bits --save-scores wrote; --keep is then the whole file's bytes")
     add_data(p, samples=16)
     return p
 
@@ -37,7 +42,9 @@ def plan(a: argparse.Namespace) -> Plan:
 
     a.model, a.out = a.source, a.out or "plan.json"
     check_output(a.out, overwrite=a.overwrite)
-    own = options_for(a, plan_kept_experts)
+    own = options_for(a, plan_kept_experts, _TYPES)
+    if "types" in own:
+        own["types"] = need_scores(str(own["types"]))
     keep = None if a.keep is None else float(a.keep) if _is_number(a.keep) else a.keep
     model, _, data = load(a)
     expect(a, words_of("experts", data), model, [Part("directional", text_of(data, a), 1.0 + 2.0 * own.get("draws", 4) + 12.0)])
@@ -89,5 +96,9 @@ def write(a: argparse.Namespace, plan: Plan) -> dict[str, Any]:
         f"It is loaded by {receipt['loads']}.",
         expected(plan),
     )
-    say_next(a, "evaluate", a.out, "--against", a.model)
+    if typed := plan.extra.get("typed"):
+        own = ["--format", "gguf"] if typed["family"] == GGUF else []
+        say_next(a, "plan", "bits", a.out, *own, "--method", typed["method"], "--budget", f"{plan.budget['limit']:.0f} bytes")
+    else:
+        say_next(a, "evaluate", a.out, "--against", a.model)
     return {**receipt, "output": str(a.out)}

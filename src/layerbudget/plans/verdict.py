@@ -120,10 +120,13 @@ def _file_bytes(plan: Plan) -> int:
 
 def _on_kept(plan: Plan) -> str:
     e, total = plan.extra, round(sum(b.count / b.value for b in plan.blocks if b.value))
+    typed = ""
+    if said := e.get("typed"):
+        typed = f". With their types the file takes {said['bytes']:,} bytes, for {said['rounding']:.3g} nats more, predicted"
     even = "" if len(set(plan.counts.tolist())) == 1 else ". Layers keep different numbers: --even plans the same for all"
     return (
         f"{int(plan.counts.sum())} of {total} experts stay for {e['measured']:.3g} nats per token, measured with the others "
-        f"masked{', on the half of the text that did not choose' if e['crossed'] else ''}{_took(plan)}{even}."
+        f"masked{', on the half of the text that did not choose' if e['crossed'] else ''}{_took(plan)}{even}{typed}."
     )
 
 

@@ -29,7 +29,7 @@ from ...compressors.formats import (
 from ...errors import InvalidInput, UnknownBlock
 from ...models.blocks import config_of, end_modules, layers, partition, pretrained, text_config, weight_of
 from ...records import Block, Module, natural_key, stacks
-from .gguf import fixed_bytes, in_file
+from .gguf import check_even, fixed_bytes, in_file
 from .gguf_names import ROUTERS, find_architecture, find_names, split_stacks
 from .memory import cache_of
 from .mixes import LlamaModel
@@ -63,6 +63,8 @@ def formats_table(
             (they are planned like all others, for a tool that writes them).
     """
     target = find_runtime(runtime, family)
+    if target.family == GGUF:
+        check_even(model)
     blocks, reasons = _split(model, blocks_of(model, target, by), target, unwritten)
     kept = np.array([all(m.name in reasons for m in b.modules) for b in blocks])
     widths = sorted({m.d_in for b, stays in zip(blocks, kept, strict=True) if not stays for m in b.modules})

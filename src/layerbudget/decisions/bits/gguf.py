@@ -19,6 +19,7 @@ from ...compressors.formats import find_format, need_gguf
 from ...compressors.quantisers import Rounded
 from ...errors import CoverageError, InvalidInput
 from ...models.blocks import config_of, layers, text_config, text_parameters
+from ...models.experts import EXPERTS_KEPT
 from ...models.offload import mapped
 from .gguf_names import (
     CONVERT,
@@ -97,6 +98,16 @@ def stored_tensors(config: Any, shapes: Mapping[str, Sequence[int]], arch: Archi
     return found
 
 
+def check_even(model: nn.Module) -> None:
+    """Refuse a model whose layers keep different numbers of experts, before anything is measured for a file of it."""
+    if hasattr(config_of(model), EXPERTS_KEPT):
+        raise InvalidInput(
+            "The layers of this model keep different numbers of experts.",
+            "A GGUF file has one number for all.",
+            "Plan the experts that stay with --even.",
+        )
+
+
 def in_file(model: nn.Module) -> tuple[Architecture, Sizes | None, dict[str, tuple[Stored, ...]]]:
     """Return a model in llama.cpp's words, sizes of layers that differ, and its tensors by full parameter name.
 
@@ -104,6 +115,7 @@ def in_file(model: nn.Module) -> tuple[Architecture, Sizes | None, dict[str, tup
         InvalidInput: It is not written as GGUF.
     """
     config, shapes = text_config(config_of(model)), {n: p.shape for n, p in text_parameters(model).items()}
+    check_even(model)
     sizes = sizes_of(config, shapes)
     arch = architecture(config, uneven=sizes is not None)
     return arch, sizes, stored_tensors(config, shapes, arch)

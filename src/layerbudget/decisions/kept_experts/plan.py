@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from ...compressors.formats import GGUF
 from ...data.calibration import CalibrationSet
-from ...errors import CoverageError, InfeasibleBudget, InvalidInput
+from ...errors import CoverageError, InfeasibleBudget, InvalidInput, ModelMismatch
 from ...execution.divergence import Reference
 from ...execution.processes import process_group
 from ...models.blocks import check_finite, describe
@@ -18,8 +21,10 @@ from ...plan import Plan, PlanBlock
 from ...planning.costs import Budget, parse_budget
 from ...progress import Progress
 from ...records import to_jsonable
+from ...scores import Scores
 from .program import RIVAL, RULES, Fold, Kept, KeptProgram, crossed, forecast, per_token
 from .sensitivity import expert_removals, folds_of
+from .typed import Rounding, TypedProgram
 
 
 def plan_kept_experts(
@@ -30,6 +35,7 @@ def plan_kept_experts(
     damage: float | None = None,
     even: bool = False,
     rule: str = "directional",
+    types: Scores | None = None,
     draws: int = 4,
     batch_size: int = 8,
     seed: int = 0,
@@ -45,6 +51,9 @@ def plan_kept_experts(
         damage: Instead: the most that is to be measured on this text, in nats per token; as few experts stay as that allows.
         even: The same number in all layers, so that every runtime loads the model.
         rule: ``directional``; or the scores that others rank experts by: ``reap``, ``frequency``, ``norm``, ``random``.
+        types: A record of what every format of every matrix costs this model (``save_scores`` of
+            :func:`~layerbudget.decisions.bits.plan.plan_bits`). Then ``keep`` is the bytes of the whole file, and one program
+            decides how many experts stay and in which types, together with the types of all other matrices.
         draws: Draws of labels.
         batch_size: Sequences per forward.
         seed: Of the draws, and of the rule ``random``.
@@ -53,7 +62,8 @@ def plan_kept_experts(
     Returns:
         A plan of kind ``kept-experts``; ``count`` is the number of experts that a layer keeps. ``extra`` has their indices
         (``kept``), the damage on other text of this kind, ``predicted`` and ``measured`` with the others masked, with standard
-        errors, the same at other shares (``forecast``), and what is ``measured_here``, on the text that chose.
+        errors, the same at other shares (``forecast``), and what is ``measured_here``, on the text that chose; with types
+        also ``typed``: the types, and the damage of removal and of rounding.
 
     Raises:
         UnknownStructure: No routed experts, or experts that are called in an unknown way.
@@ -65,13 +75,22 @@ def plan_kept_experts(
     check_finite(model)
     found = find_experts(model)
     check_experts(found)
-    room = None if limit is None else _room(model, found, limit, even)
+    rounding = None if types is None else _rounding(model, found, limit, rule, types, even)
+    room = None if limit is None or rounding is not None else _room(model, found, limit, even)
     given = {"draws": draws, "seed": seed, "batch_size": batch_size}
     rules = (rule, RIVAL) if rule == "directional" else (rule,)
     removals, passes = expert_removals(model, found, data, rules=rules, progress=progress, **given)
-    program, *others = (KeptProgram(r[rule], r.get(RIVAL), even=even, exact=rule == "directional") for r in removals)
-    own = Masked(model, found, data, batch_size)
-    if room is None:
+    way: dict[str, Any] = {"even": even, "exact": rule == "directional"}
+    if rounding is not None:
+        way = {"even": even, "rounding": rounding}
+    program, *others = ((KeptProgram if rounding is None else TypedProgram)(r[rule], r.get(RIVAL), **way) for r in removals)
+    own, told = Masked(model, found, data, batch_size), dict[str, Any]()
+    if isinstance(program, TypedProgram) and limit is not None:
+        most, price = int(limit.amount), np.ones(len(found), dtype=np.int64)
+        steps, choice = program.within(most, price)
+        told["typed"] = program.told(most)
+        budget = {"unit": "bytes", "limit": most, "spent": told["typed"]["bytes"]}
+    elif room is None:
         steps, choice = program.least(float(damage or 0.0), own.measure)
         budget = {"unit": "nats per token", "limit": damage, "spent": 0.0}
         most, price = int(program.left(steps).sum()), np.ones(len(found), dtype=np.int64)
@@ -82,11 +101,14 @@ def plan_kept_experts(
         budget = {"unit": "bytes" if limit and limit.unit == "bytes" else "experts", "limit": most + rest, "spent": spent}
     best = program.refined(steps, own.measure)
     kept = best.kept(steps)
-    budget |= {"spent": own.measure(kept)} if room is None else {}
+    budget |= {"spent": own.measure(kept)} if limit is None else {}
     folds, parts = folds_for(model, found, data, batch_size, others)
     folds = folds or [Fold(program=program, measure=own.measure, judge=own.judge)]
-    told = {"kept": kept, "measured_here": own.measure(kept), "crossed": len(folds) > 1, **crossed(folds, most, price)}
-    told |= {"forecast": forecast(folds), "forward_passes": passes + sum(part.passes for part in (own, *parts))}
+    told |= {"kept": kept, "measured_here": own.measure(kept), "crossed": len(folds) > 1, **crossed(folds, most, price)}
+    told |= {
+        "forecast": forecast([_plain(fold) for fold in folds]),
+        "forward_passes": passes + sum(part.passes for part in (own, *parts)),
+    }
     blocks = [_block(e, kept[e.name]) for e in found]
     return Plan(
         kind="kept-experts", rule=rule, model=describe(model), blocks=tuple(blocks), budget=budget, extra=to_jsonable(told),
@@ -151,6 +173,43 @@ def _without(parts: Sequence[Masked], fold: int) -> Callable[[Kept], float]:
         return per_token(*(np.concatenate(part) for part in both))[0]
 
     return measure
+
+
+def _plain(fold: Fold) -> Fold:
+    """A fold whose program counts experts and knows no types."""
+    program = fold.program
+    if not isinstance(program, TypedProgram):
+        return fold
+    return dataclasses.replace(fold, program=KeptProgram(program.removals, program.rivals, even=program.even))
+
+
+def _rounding(
+    model: nn.Module, found: Sequence[ExpertLayer], limit: Budget | None, rule: str, types: Scores, even: bool
+) -> Rounding:
+    """What the types of all matrices cost; refused is what cannot be planned with them."""
+    if limit is None or limit.unit != "bytes" or rule != "directional":
+        raise InvalidInput(
+            "With types the budget is the bytes of the whole file, and damages decide.",
+            "",
+            "Write keep='6 GiB', rule=directional.",
+        )
+    if types.extra.get("choices", {}).get("family") == GGUF and not even:
+        raise InvalidInput(
+            "A GGUF file has one number of experts for all layers.", "Types are planned for such a file.", "Plan with --even."
+        )
+    if types.model.get("digest") != describe(model)["digest"]:
+        raise ModelMismatch(
+            "The types were measured on another model.", "", "Measure them on this one: plan bits --save-scores."
+        )
+    exact = 4 if types.extra["choices"]["family"] == GGUF else 2
+    beside = [(e.numel - sum(p.numel() for p in e.experts.parameters()) // e.count) * exact for e in found]
+    rounding = Rounding(types, {e.name: e.modules for e in found}, beside)
+    least = rounding.least([e.count for e in found], [e.floor for e in found])
+    if limit.amount < least:
+        raise InfeasibleBudget(
+            f"A file of {int(limit.amount):,} bytes is too small.", f"The smallest takes {least:,} bytes.", "Allow more bytes."
+        )
+    return rounding
 
 
 def _check(keep: str | float | None, damage: float | None, rule: str, draws: int) -> Budget | None:

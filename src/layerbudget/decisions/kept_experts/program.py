@@ -241,6 +241,11 @@ def sentences(plan: Plan) -> list[str]:
         f"{e['forward_passes']:.0f} forward equivalents.",
         f"On other text of this kind: {_told(e)} nats per token." if e["crossed"] else _FEW,
     ]
+    if typed := e.get("typed"):
+        said.append(
+            f"With the types of all matrices in one program: {typed['bytes']:,} bytes of file, removal {typed['removal']:.4g} "
+            f"and rounding {typed['rounding']:.4g} nats per token predicted. The smaller model is measured again for its types."
+        )
     said += [f"At {100 * f['keep']:.3g} % of the experts: {_told(f)}." for f in e["forecast"]]
     even = len(set(plan.counts.tolist())) == 1
     told = (
