@@ -10,6 +10,15 @@ from layerbudget.cli import main
 from layerbudget.errors import InvalidInput
 from layerbudget.finetuning.adapters import classifier_loader
 from layerbudget.models.loading import describe_place, load_model
+from layerbudget.models.offload import mapped
+
+
+@pytest.fixture(params=[True, False], ids=["computes bfloat16", "emulates it"])
+def processor(request, monkeypatch):
+    """A processor that computes in bfloat16, or does not; the precision that ``auto`` of the command line means there."""
+    for name in ("_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported"):
+        monkeypatch.setattr(torch.ops.mkldnn, name, lambda: request.param)
+    return "bfloat16" if request.param else "float32"
 
 
 @pytest.fixture
@@ -20,29 +29,32 @@ def half(tmp_path, tokenizer):
     return str(tmp_path / "half")
 
 
-def test_auto_is_what_the_checkpoint_holds(half, saved_model):
+def test_auto_is_what_the_checkpoint_holds(half, saved_model, processor):
     assert load_model(half, dtype="auto", device="auto").dtype == torch.bfloat16
     assert load_model(half).dtype == torch.float32, "of Python's load_model the default stays"
     assert load_model(str(saved_model("llama")), dtype="auto").dtype == torch.float32
     model = load_model(half, dtype="auto")
     assert describe_place(model).startswith("0.0 M parameters in bfloat16 on cpu")
-    assert classifier_loader(half, 0, dtype="auto").settings["dtype"] == "bfloat16"
+    assert classifier_loader(half, 0, dtype="auto").settings["dtype"] == processor
+    assert load_model(half, dtype="quick").dtype == getattr(torch, processor)
+    assert load_model(str(saved_model("llama")), dtype="quick").dtype == torch.float32
+    assert mapped(load_model(half, dtype="quick", stream=True)).converts == (processor == "float32")
     with pytest.raises(InvalidInput, match="one of auto, float32"):
         load_model(half, dtype="half")
 
 
-def test_the_precision_of_auto_is_in_the_record_and_the_pruned_checkpoint_keeps_it(half, tmp_path, capsys):
+def test_the_precision_of_auto_is_in_the_record_and_the_pruned_checkpoint_keeps_it(half, tmp_path, capsys, processor):
     words = ["--samples", "4", "--length", "16"]
     assert main(["score", half, *words, "--resume", str(tmp_path / "stage"), "-o", str(tmp_path / "s.json")]) == 0
-    assert "in bfloat16 on cpu" in capsys.readouterr().err
+    assert f"in {processor} on cpu" in capsys.readouterr().err
     found = [json.loads(f.read_text()) for f in (tmp_path / "stage").rglob("*.json")]
-    assert any("bfloat16" in json.dumps(record) for record in found), "the identity of a stage names the precision"
+    assert any(processor in json.dumps(record) for record in found), "the identity of a stage names the precision"
     assert main(["plan", "sparsity", str(tmp_path / "s.json"), "--sparsity", "0.7", "--max-sparsity", "0.7", "-o",
                  str(tmp_path / "p.json")]) == 0  # fmt: skip
     assert main(["apply", half, str(tmp_path / "p.json"), *words, "-o", str(tmp_path / "out")]) == 0
     assert load_model(str(tmp_path / "out"), dtype="auto").dtype == torch.bfloat16
     assert main(["evaluate", str(tmp_path / "out"), "--length", "16", "--windows", "3"]) == 0
-    assert "in bfloat16 on cpu" in capsys.readouterr().err
+    assert f"in {processor} on cpu" in capsys.readouterr().err
 
 
 LLAVA = {

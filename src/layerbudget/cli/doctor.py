@@ -77,11 +77,12 @@ def _has_weights(name: str) -> bool:
 def _unloaded(a: argparse.Namespace) -> dict[str, Any]:
     """Prices from a configuration, on a machine that may be another one: as fast as this one."""
     from ..doctor.cost import shape_of_config, time_token
-    from ..models.loading import find_device, held_dtype
+    from ..models.loading import DTYPES, find_device, held_dtype, quick_dtype
     from ..models.machine import free_bytes
 
     config = _configuration(a)
-    dtype, device = held_dtype(config, a.dtype or "auto"), find_device(a.device or "auto")
+    device = find_device(a.device or "auto")
+    dtype = DTYPES.get(a.dtype) or quick_dtype(held_dtype(config), device)
     machine, where = free_bytes(device), "this machine"
     if a.card:
         machine, where = read_bytes(a.card, "A card", "24 GiB"), a.card

@@ -13,6 +13,8 @@ from ..registry import Option, options_of
 from .display import announce, expect, progress_bar, say, say_next, show_table
 from .options import add, add_out, add_set, add_verb, given, load_model, load_tokenizer, refuse, settings, split_revision
 
+_BESIDE = {"train_rows": Option(name="train_rows", type=int), "bf16": Option(name="bf16", type=bool)}  # beside the protocol
+
 LONGEST = 1024  # tokens of a row of text where no cutoff is named, as TRL has it
 
 
@@ -37,17 +39,19 @@ def register(subparsers: Any) -> None:
     p.add_argument("--against", metavar="DIR", help="paired tests against another result folder (of a uniform plan, say)")
     place = p.add_argument_group("model in memory")
     add(place, "--device", choices=DEVICES, default="auto")
-    precision = "precision of the base's weights; auto (default): what the checkpoint holds, bfloat16 for float16"
+    precision = (
+        "precision of the base's weights; auto (default): what the checkpoint holds, bfloat16 for float16, if the CPU can"
+    )
     add(place, "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help=precision)
     add(place, "--four-bit")
     place.add_argument("--gradient-checkpointing", action="store_true", help="compute activations again, to keep fewer")
-    place.add_argument("--bf16", action="store_true", help="train under bfloat16 autocast (always with --dtype bfloat16)")
     advanced = p.add_argument_group("advanced")
     advanced.add_argument("--preset", default="default", choices=tuple(PRESETS), help="training protocol")
     add_set(
         advanced,
         "a number of the protocol: start (gradients: ranks start in the top directions of the task's gradient), alpha_policy "
-        "(constant-ratio, constant-alpha or rslora), accumulation, dropout, cutoff, warmup, ...",
+        "(constant-ratio, constant-alpha or rslora), accumulation, dropout, cutoff, warmup, ...; or bf16=true: autocast in it, "
+        "as always with --dtype bfloat16",
     )
     add(advanced, "--resume")
 
@@ -65,8 +69,9 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
         refuse(a, ("data_dir",), "a task in a file of its own" if a.task else "--data")
     if a.task:
         refuse(a, ("held_out",), "a labelled task")
-    own = settings(a, {**options_of(Protocol), "train_rows": Option(name="train_rows", type=int)})
-    rows = own.pop("train_rows", None)
+    own = settings(a, {**options_of(Protocol), **_BESIDE})
+    beside = {name: own.pop(name) for name in _BESIDE if name in own}
+    rows = beside.pop("train_rows", None)
     plan, base, recipe = _validated_plan(a)
     protocol = _protocol(a, base, own)
     tokenizer = load_tokenizer(a)
@@ -96,7 +101,8 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
             protocol=protocol,
             checkpointing=a.gradient_checkpointing,
             progress=progress,
-            **given(a, "seeds", "resume", "overwrite", "bf16", "against"),
+            **given(a, "seeds", "resume", "overwrite", "against"),
+            **beside,
         )
     _show(a, result)
     if recipe is not None:

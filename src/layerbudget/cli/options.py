@@ -51,7 +51,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "--data-dir": {"metavar": "DIR", "help": "folder with the tasks' original files"},
     "--epochs": {"type": float, "help": "passes over the training rows"},
     "--lr": {"type": float, "help": "peak learning rate"},
-    "--dtype": {"help": "float32, bfloat16, float16; auto (default): what the checkpoint holds"},
+    "--dtype": {"help": "float32, bfloat16, float16; auto (default): what the checkpoint holds, if the CPU can"},
     "--device": {"help": "cpu, cuda, cuda:1, ...; auto (default): the accelerator where there is one"},
     "--stream": {
         "action": argparse.BooleanOptionalAction,
@@ -102,7 +102,9 @@ def add_data(parser: argparse.ArgumentParser, *, samples: int = 128, length: int
 def add_place(parser: argparse.ArgumentParser, dtype: str = "auto") -> None:
     """Add ``--dtype --device --stream``."""
     group = parser.add_argument_group("model in memory")
-    add(group, "--dtype", help=f"float32, bfloat16, float16; auto: what the checkpoint holds (default: {dtype})")
+    add(
+        group, "--dtype", help=f"float32, bfloat16, float16; auto: what the checkpoint holds, if the CPU can (default: {dtype})"
+    )
     add(group, "--device", "--stream")
 
 
@@ -127,6 +129,8 @@ def load_model(a: argparse.Namespace, **options: Any) -> Any:
     keep_freed()
     name, revision = split_revision(a.model)
     place = {n: getattr(a, n, None) or "auto" for n in ("dtype", "device")}
+    if place["dtype"] == "auto" and a.verb != "apply":  # what is written stays in the precision of the checkpoint
+        place["dtype"] = "quick"
     held = {"stream": getattr(a, "stream", None), "four_bit": getattr(a, "four_bit", False)}
     return loading.load_model(name, revision=revision, **{**place, **held, **options})
 

@@ -24,7 +24,7 @@ from ..data.tasks import Task
 from ..data.text import Texts
 from ..decisions.ranks.apply import add_ranks, lora_layers, patterns_of_stacks
 from ..errors import BadModel, CoverageError, InvalidInput, NotFound
-from ..models.loading import find_checkpoint, foreign, held_dtype, several, unpacked
+from ..models.loading import find_checkpoint, foreign, held_dtype, quick_dtype, several, unpacked
 from ..plan import Plan
 from ..sensitivity.adapter_space import accumulated_gradients
 from ..storage import reading
@@ -65,8 +65,9 @@ def classifier_loader(
     """Return ``seed -> model``: a causal LM as it is, any other checkpoint with a fresh classification head of ``labels``
     outputs.
 
-    ``dtype`` is that of the base's weights (``auto``: what the checkpoint holds, bfloat16 for 16 bits of either kind); what is
-    trained is float32 in any case. ``four_bit`` holds the Linear weights in 4 bits (NF4), as QLoRA does. ``prepare`` is called
+    ``dtype`` is that of the base's weights (``auto``: what the checkpoint holds, bfloat16 for 16 bits of either kind, float32
+    where the processor can only emulate them); what is trained is float32 in any case. ``four_bit`` holds the Linear weights
+    in 4 bits (NF4), as QLoRA does. ``prepare`` is called
     with every model, to put it into the formats of a recipe; ``prepared`` names that in the identity of what is trained on it.
     """
     import transformers
@@ -78,7 +79,8 @@ def classifier_loader(
         raise InvalidInput(f"The device is {device!r}.", known, "Choose a card with CUDA_VISIBLE_DEVICES.")
     found = find_checkpoint(name, revision=revision, device=device, four_bit=four_bit)
     if dtype == "auto":
-        dtype = "bfloat16" if held_dtype(found.config).itemsize == 2 else "float32"
+        half = held_dtype(found.config).itemsize == 2 and quick_dtype(torch.bfloat16, found.place) == torch.bfloat16
+        dtype = "bfloat16" if half else "float32"
     options: dict[str, Any] = {"dtype": PRECISIONS[dtype], "revision": revision}
     if four_bit:
         options |= found.in_four_bits(PRECISIONS[dtype])

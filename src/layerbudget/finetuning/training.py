@@ -87,7 +87,7 @@ def check(protocol: Protocol, settings: Mapping[str, Any], *, bf16: bool) -> Non
         (protocol.balance, "The balance loss", "Leave it out: it is a product of shares of a whole batch."),
         (protocol.start != "default", "A start in the task's gradients", "Leave it out: PEFT's own start is shared."),
         (settings.get("quantised"), "A base in 4 bits (--four-bit)", "Use --dtype bfloat16."),
-        (other, f"Accelerate's mixed precision {precision}", "Say --bf16."),
+        (other, f"Accelerate's mixed precision {precision}", "Say --set bf16=true."),
         (shares_weights() and version != "2", f"Version {version} of FSDP", "Add --fsdp_version 2: it holds frozen weights."),
         (shares_weights() and not wrapped, f"FSDP's policy {policy}", "Leave it out: every decoder layer is one unit."),
         *((_set(variable), name, remedy) for variable, (name, remedy) in _REFUSED.items()),

@@ -206,6 +206,17 @@ def held_dtype(config: Any, dtype: str = "auto") -> torch.dtype:
     return found if isinstance(found, torch.dtype) and found.is_floating_point else torch.float32
 
 
+def quick_dtype(held: torch.dtype, place: torch.device) -> torch.dtype:
+    """The precision that a checkpoint holds, or float32 where that has 16 bits and the processor can only emulate them.
+
+    A forward and backward in emulated bfloat16 takes tens of times as long. x86 emulates it without AVX-512.
+    """
+    asked = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(held)
+    if place.type != "cpu" or asked is None or not hasattr(torch.ops.mkldnn, asked):
+        return held
+    return held if getattr(torch.ops.mkldnn, asked)() else torch.float32
+
+
 def describe_place(model: nn.Module) -> str:
     """Where a model lies and in which precision, in one clause."""
     parameters = list(model.parameters())
@@ -313,8 +324,9 @@ def load_model(
 
     Args:
         name: ``demo``, a local folder or a hub id.
-        dtype: ``auto`` (what the checkpoint holds, as transformers does), ``float32`` (default: scores and statistics are
-            computed in it), ``bfloat16``, ``float16``, ``float64``.
+        dtype: ``auto`` (what the checkpoint holds, as transformers does), ``quick`` (the same, but float32 where the processor
+            can only emulate 16 bits), ``float32`` (default: scores and statistics are computed in it), ``bfloat16``,
+            ``float16``, ``float64``.
         revision: Hub revision.
         device: Where to put it; ``auto`` is the accelerator where there is one.
         four_bit: Hold its matrices in 4 bits, for scores that read activations and gradients, and for adapters.
@@ -327,11 +339,14 @@ def load_model(
         InvalidInput: Unknown dtype, or a device that this machine does not have.
         MissingDependency: 4 bits without bitsandbytes.
     """
-    if dtype not in (*DTYPES, "auto"):
+    if dtype not in (*DTYPES, "auto", "quick"):
         raise InvalidInput(
             f"dtype is {dtype!r}.", f"It is one of auto, {', '.join(DTYPES)}.", "Use float32 unless memory is short."
         )
     found = find_checkpoint(name, revision=revision, device=device, four_bit=four_bit, stream=stream)
+    if dtype == "quick":
+        quick = quick_dtype(held_dtype(found.config), found.place)
+        dtype = "float32" if quick == torch.float32 and not four_bit else "auto"
     where, config, auto, place = found.where, found.config, found.auto, found.place
     with foreign(f"{name} could not be loaded", _MODEL_IS, "Check the name, or download it first and give the folder."):
         streamed = _streams(stream, where, config, dtype, place, four_bit)
