@@ -96,6 +96,23 @@ def test_the_verdict_has_the_numbers_of_the_plan(made):
     assert f"{plan.counts.sum()} of 24 experts stay" in lines[-2] and f"{plan.extra['measured']:.3g} nats" in lines[-2]
     _, lines, plan = made("shapes")
     assert "Every runtime loads" in lines[-2] and f"{plan.extra['measured']:.3g} nats" in lines[-2]
+    assert "layers that differ" in lines[-2]
+
+
+@pytest.mark.parametrize(("kind", "alike"), [("kept-experts", False), ("shapes", True)])
+def test_the_verdict_compares_the_forecast_with_that_of_equal_layers(made, kind, alike):
+    plan = made(kind)[2]
+    known = plan.extra["beside"]
+    assert known["uneven"] <= known["even"] * (1 + 1e-9) or known.get("error")
+    for even, uneven, error, words in (
+        (0.2, 0.1, 0.0, "differ are forecast at 50 % less than this (0.2)" if alike else "50 % less than uniform (0.2)"),
+        (0.2, 0.19, 0.1, "sees nothing to gain from layers that differ" if alike else "not to be told from uniform (0.2)"),
+    ):
+        beside = {"even": even, "uneven": uneven, "error": error}
+        if kind == "kept-experts" and len(set(plan.counts.tolist())) == 1:
+            plan = dataclasses.replace(plan, blocks=(dataclasses.replace(plan.blocks[0], count=1), *plan.blocks[1:]))
+        assert words in verdict(dataclasses.replace(plan, extra={**plan.extra, "beside": beside}))
+    assert "forecast" not in verdict(dataclasses.replace(plan, extra={**plan.extra, "beside": None}))
 
 
 def test_a_difference_within_the_noise_is_none(made):

@@ -118,29 +118,44 @@ def _file_bytes(plan: Plan) -> int:
     return int(plan.budget.get("file", plan.budget["spent"]))
 
 
+def _beside(plan: Plan, alike: bool) -> str:
+    """How the forecast of a plan stands beside that of equal layers, or of others where the plan's layers are ``alike``."""
+    found = plan.extra.get("beside")
+    if not found:
+        return ""
+    own, other = (found["even"], found["uneven"]) if alike else (found["uneven"], found["even"])
+    error = found.get("error", 0.0)
+    if not alike:
+        return f"; its forecast is {less_than(own, other, 'uniform', error)}"
+    if own - other <= max(2 * error, _SAME * own):
+        return "; the forecast sees nothing to gain from layers that differ"
+    return f"; layers that differ are forecast at {less_than(other, own, 'this', error)}"
+
+
 def _on_kept(plan: Plan) -> str:
     e, total = plan.extra, round(sum(b.count / b.value for b in plan.blocks if b.value))
-    typed = ""
+    alike, typed = len(set(plan.counts.tolist())) == 1, ""
     if said := e.get("typed"):
         typed = f". With their types the file takes {said['bytes']:,} bytes, for {said['rounding']:.3g} nats more, predicted"
-    even = "" if len(set(plan.counts.tolist())) == 1 else ". Layers keep different numbers: --even plans the same for all"
+    even = "" if alike else ". Layers keep different numbers: --even plans the same for all"
+    text = ", on the half of the text that did not choose" if e["crossed"] else ""
     return (
         f"{int(plan.counts.sum())} of {total} experts stay for {e['measured']:.3g} nats per token, measured with the others "
-        f"masked{', on the half of the text that did not choose' if e['crossed'] else ''}{_took(plan)}{even}{typed}."
+        f"masked{text}{_beside(plan, alike)}{_took(plan)}{even}{typed}."
     )
 
 
 def _on_shapes(plan: Plan) -> str:
     e, b = plan.extra, plan.budget
-    differ = ". Every runtime loads the result"
-    if layers_differ(plan):
+    differ, uneven = ". Every runtime loads the result", layers_differ(plan)
+    if uneven:
         only = "" if layers_differ(plan, ("heads",)) else " and vLLM (--format nemotron-nas)"
         differ = (
             f". Layers differ: only llama.cpp (apply --format gguf){only} loads the result; --even plans one for every runtime"
         )
     return (
         f"{_percent(b['spent'] / b['base'])} of the layers' {b['unit']} go for {e['measured']:.3g} nats per token, cut and "
-        f"refitted{_took(plan)}{differ}."
+        f"refitted{_beside(plan, not uneven)}{_took(plan)}{differ}."
     )
 
 

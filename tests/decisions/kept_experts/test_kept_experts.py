@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, DeepseekV2Config
 import layerbudget as lb
 from layerbudget.cli import main
 from layerbudget.decisions.kept_experts.plan import plan_kept_experts
-from layerbudget.decisions.kept_experts.program import KeptProgram, Removal, bend, per_token
+from layerbudget.decisions.kept_experts.program import Fold, KeptProgram, Removal, bend, beside, per_token
 from layerbudget.decisions.kept_experts.sensitivity import expert_removals
 from layerbudget.errors import InfeasibleBudget, InvalidInput, ModelMismatch, UnknownStructure
 from layerbudget.execution.loss import sampled_targets, summed_loss, unlabelled
@@ -253,6 +253,22 @@ def test_plans_of_whole_numbers_are_the_best_of_all(seed):
     assert exact.left(found).sum() == min(exact.left(s).sum() for s, d in damages.items() if d <= 1.0)
     kept = exact.kept(found)
     assert all(len(kept[r.name]) == n for r, n in zip(removals, exact.left(found), strict=True))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_equal_layers_would_cost_is_forecast_beside_a_plan(seed):
+    """By brute force over all numbers, on two folds; the error is that of the paired difference over sequences."""
+    folds, price = [Fold(program=KeptProgram(curves(10 * seed + i)), measure=None, judge=None) for i in (0, 1)], np.ones(3)
+    found, parts = beside(folds, 10, price), []
+    for fold in folds:
+        able = [s for s in itertools.product(range(4), repeat=3) if fold.program.left(s).sum() <= 10]
+        alike = [s for s in able if len(set(s)) == 1]
+        parts.append([min((fold.program.predicted(s)[0] for s in some), key=np.sum) for some in (alike, able)])
+    even, uneven = (np.concatenate(side) for side in zip(*parts, strict=True))
+    assert found["even"] == pytest.approx(even.sum() / 2) and found["uneven"] == pytest.approx(uneven.sum() / 2)
+    gap = even - uneven - (even - uneven).sum() / 2 * 0.5
+    assert found["error"] == pytest.approx(np.sqrt((gap**2).sum() * 4 / 3) / 2) and found["even"] > found["uneven"]
+    assert beside(folds, 5, price) is None  # two of each are six
 
 
 def test_heavy_layers_keep_whichever_set_measures_less():

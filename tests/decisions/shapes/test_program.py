@@ -88,6 +88,17 @@ def test_even_steps_keep_to_what_a_config_can_express():
         assert allowed is None or set(around[:, :, 0].ravel()) == {0, 2}
 
 
+def test_equal_layers_and_any_others_are_one_program():
+    """Both ways of the program around one state, each the best of all, and the program itself stays as it was."""
+    space, rng = ShapeSpace(make_parts(layers=3), "40% flops", max_removed=1.0), np.random.default_rng(0)
+    around = space.around(space.start(), 1.0, 4)
+    damage = rng.uniform(0, 1, (3, 1)) * around[:, :, 0] + rng.uniform(0, 1, (3, 1)) * around[:, :, 1]
+    found = {even: space.evened(even).step(around, damage)[1].damage for even in (True, False)}
+    for even, value in found.items():
+        assert value == pytest.approx(best_of_all(space.evened(even), around, damage))
+    assert not space.even and found[False] < found[True]
+
+
 def test_a_choice_speaks_in_the_unit_of_the_budget():
     space = ShapeSpace(make_parts(layers=3), "30% flops", depth=1)
     around = space.around(space.start(), 1.0, 3)

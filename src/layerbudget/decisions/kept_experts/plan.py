@@ -22,7 +22,7 @@ from ...planning.costs import Budget, parse_budget
 from ...progress import Progress
 from ...records import to_jsonable
 from ...scores import Scores
-from .program import RIVAL, RULES, Fold, Kept, KeptProgram, crossed, forecast, per_token
+from .program import RIVAL, RULES, Fold, Kept, KeptProgram, beside, crossed, forecast, per_token
 from .sensitivity import expert_removals, folds_of
 from .typed import Rounding, TypedProgram
 
@@ -106,6 +106,7 @@ def plan_kept_experts(
     folds = folds or [Fold(program=program, measure=own.measure, judge=own.judge)]
     told |= {"kept": kept, "measured_here": own.measure(kept), "crossed": len(folds) > 1, **crossed(folds, most, price)}
     told |= {
+        "beside": None if "typed" in told else beside(folds, most, price),
         "forecast": forecast([_plain(fold) for fold in folds]),
         "forward_passes": passes + sum(part.passes for part in (own, *parts)),
     }

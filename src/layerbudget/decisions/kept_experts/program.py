@@ -196,6 +196,27 @@ def crossed(folds: Sequence[Fold], most: int, price: np.ndarray) -> dict[str, fl
     return found
 
 
+def beside(folds: Sequence[Fold], most: int, price: np.ndarray) -> dict[str, float] | None:
+    """Predicted damage of a budget, on text that did not choose: with the same number in every layer, and with any numbers.
+
+    Both are of the predictions alone, without what masks told; None where no number that all layers can keep is cheap enough.
+
+    Returns:
+        ``even`` and ``uneven``, nats per token, and the standard error of their difference, ``error``.
+    """
+    even, uneven = list[tuple[np.ndarray, np.ndarray]](), list[tuple[np.ndarray, np.ndarray]]()
+    for fold in folds:
+        removals = fold.program.removals
+        able = set.intersection(*(set((r.experts - r.after).tolist()) for r in removals))
+        if int(price.sum()) * min(able, default=most + 1) > most:
+            return None
+        for programs, found in ((KeptProgram(removals, even=True), even), (KeptProgram(removals), uneven)):
+            found.append(programs.predicted(programs.within(most, price)[0]))
+    (first, counts), (second, _) = ([np.concatenate(part) for part in zip(*found, strict=True)] for found in (even, uneven))
+    known = {"even": per_token(first, counts)[0], "uneven": per_token(second, counts)[0]}
+    return known | {"error": per_token(first - second, counts)[1]}
+
+
 def forecast(folds: Sequence[Fold]) -> list[dict[str, float]]:
     """At about every share of ``SHARES``: share and number that stay, and what :func:`crossed` says."""
     removals, even = folds[0].program.removals, folds[0].program.even

@@ -140,6 +140,7 @@ def plan_shapes(
     paths = [_Path(point, strides, trust, draws, seed, tick, parts, f"start-{i}") for i, point in enumerate(points)]
     path = min(paths, key=_Path.promise) if len(paths) > 1 else paths[0]
     path.point.passes = sum(p.point.passes for p in paths)
+    others = path.beside()
     try:
         here, solution = path.run(passes - last)
     finally:
@@ -147,7 +148,7 @@ def plan_shapes(
     hyper |= {"by": next((p.by for p in path.space.parts if p.kind == "heads"), by), "seed": seed}
     plan = path.space.plan(here.state, here.divergence, solution, hyper, identity)
     measured = measure_plan(model, plan, data, damping=damping, batch_size=batch_size)
-    extra = {"path": path.log, "forward_passes": path.point.passes + last, "measured": measured}
+    extra = {"beside": others, "path": path.log, "forward_passes": path.point.passes + last, "measured": measured}
     return dataclasses.replace(plan, extra={**plan.extra, **to_jsonable(extra)})
 
 
@@ -237,6 +238,17 @@ class _Path:
     def promise(self) -> float:
         """Damage of the budget as the dense model sees it."""
         return self.space.step(self.here.around, self.here.forms.total)[1].damage
+
+    def beside(self) -> dict[str, float] | None:
+        """Damage of the budget as the dense model sees it, with layers that stay alike and with any; None where they cannot."""
+        found = dict[str, float]()
+        for even in (True, False):
+            try:
+                damage = self.space.evened(even).step(self.here.around, self.here.forms.total)[1].damage
+            except InfeasibleBudget:
+                return None
+            found["even" if even else "uneven"] = float(damage)
+        return found
 
     def run(self, passes: float) -> tuple[Evaluation, Choice]:
         """Reach the budget, a part of it at a time, and go on down while that can be paid; the end, and the program there."""

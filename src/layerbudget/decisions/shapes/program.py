@@ -9,6 +9,7 @@ it saves, ``f`` a model of the damage around the present plan, of any shape: the
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -202,6 +203,12 @@ class ShapeSpace:
         """Savings of alternatives, whole numbers rounded down, ``(K, A, 3) -> (K, A)``."""
         units = (alternatives[:, :, :2] * self.each[:, None]).sum(2)
         return np.floor(np.where(alternatives[:, :, GONE] == 1, self.rest[:, None], units) + 1e-6).astype(np.int64)
+
+    def evened(self, even: bool) -> ShapeSpace:
+        """The same program with the same numbers in all layers that stay, or with any."""
+        other = copy.copy(self)
+        other.even = even
+        return other
 
     def step(self, alternatives: np.ndarray, damage: np.ndarray, share: float = 1.0) -> tuple[np.ndarray, Choice]:
         """Rows ``(K, 3)`` with the least damage by the model among alternatives ``(K, A, 3)`` that save enough, and the choice.
