@@ -14,7 +14,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .options import COMMANDS, check_numbers, line_of, refuse
 
@@ -41,6 +41,12 @@ def options_below(parser: argparse.ArgumentParser) -> set[str]:
 
 def _common() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_common(parser)
+    return parser
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    """Add the options of every command."""
     group = parser.add_argument_group("options of every command")
     group.add_argument("--json", action="store_true", help="print one JSON document on stdout, everything else on stderr")
     group.add_argument("--quiet", action="store_true", help="show no progress and no expected cost")
@@ -48,17 +54,43 @@ def _common() -> argparse.ArgumentParser:
     group.add_argument("--table", action="store_true", help="show every row of a table, and every sentence")
     words = "say what would be read, run and written, how long it takes and how much memory; then end (long verbs)"
     group.add_argument("--dry-run", action="store_true", help=words)
+
+
+def whole_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands with all their options, from which shtab writes the completion of a shell."""
+    parser, action = _empty_parser(common=True)
+    for module in dict.fromkeys(module for module, _ in COMMANDS.values()):
+        importlib.import_module(f".{module}", __name__).register(action)
+    files = getattr(sys.modules.get("shtab"), "FILE", None)
+    for leaf in leaves_below(parser):
+        _add_common(leaf)
+        for each in leaf._actions:
+            if each.nargs != 0 and each.choices is None and each.type is None and files is not None:
+                each.complete = files  # type: ignore[attr-defined]  # what shtab reads
     return parser
+
+
+def leaves_below(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    """Return the parsers of single commands in a parser, each once."""
+    actions = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    found = [leaf for a in actions for p in a.choices.values() for leaf in leaves_below(p)]
+    return list(dict.fromkeys(found)) if actions else [parser]
+
+
+def _empty_parser(*, common: bool) -> tuple[argparse.ArgumentParser, Any]:
+    """Return a parser without commands, and what takes them."""
+    from .. import __version__
+
+    parser = _Parser(
+        prog="layerbudget", description="Give every layer the capacity it earns.", parents=[_common()] if common else []
+    )
+    parser.add_argument("--version", action="version", version=f"layerbudget {__version__}")
+    return parser, parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
 
 
 def build_parser(verb: str | None = None) -> argparse.ArgumentParser:
     """Return the argument parser; with a verb, only that command's module is imported."""
-    from .. import __version__
-
-    common = [] if verb in COMMANDS else [_common()]
-    parser = _Parser(prog="layerbudget", description="Give every layer the capacity it earns.", parents=common)
-    parser.add_argument("--version", action="version", version=f"layerbudget {__version__}")
-    action = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
+    parser, action = _empty_parser(common=verb not in COMMANDS)
     if verb in COMMANDS:
         importlib.import_module(f".{COMMANDS[verb][0]}", __name__).register(action)
     else:
