@@ -207,7 +207,8 @@ class ShapeSpace:
     def evened(self, even: bool) -> ShapeSpace:
         """The same program with the same numbers in all layers that stay, or with any."""
         other = copy.copy(self)
-        other.even = even
+        other.even = KINDS if even else ()
+        other.sides = [KINDS.index(kind) for kind in other.even]
         return other
 
     def step(self, alternatives: np.ndarray, damage: np.ndarray, share: float = 1.0) -> tuple[np.ndarray, Choice]:
