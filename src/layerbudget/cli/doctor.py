@@ -58,6 +58,7 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     result = {**diagnosis.to_dict(), "model": a.model, "exit_code": 0 if diagnosis.ok else 1}
     if not diagnosis.ok:
         return result
+    result["reach"] = _reached(a, model, data)
     refused, batch = refusals(model), a.batch_size or 8
     try:
         place = place_of(model, Text(samples=batch, length=data.length, batch=batch))
@@ -65,6 +66,26 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
         return {**result, "forecast": []}
     where = f"on this machine's {next(model.parameters()).device.type}"
     return {**result, "refused": refused, "forecast": _priced(a, place, where, refused)}
+
+
+def _reached(a: argparse.Namespace, model: Any, data: Any) -> list[dict[str, Any]]:
+    """Show what of the model every verb reaches."""
+    from rich.table import Table
+
+    from ..doctor.diagnosis import sample_of
+    from ..doctor.reach import reached
+    from ..errors import LayerbudgetError
+
+    try:
+        found = reached(model, sample_of(model, data))
+    except LayerbudgetError:  # without blocks, as a finding has said
+        return []
+    title = "what every verb reaches of the matrices' weights, embeddings and output head aside"
+    table = Table("verb", "share", "what it leaves", box=None, pad_edge=False, title=title, title_justify="left")
+    for row in found:
+        table.add_row(row.verb, f"{row.share:.1%}", row.left)
+    a.console.print(table)
+    return [dataclasses.asdict(row) for row in found]
 
 
 def _has_weights(name: str) -> bool:

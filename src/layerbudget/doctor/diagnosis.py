@@ -342,6 +342,11 @@ def first_batch(model: nn.Module, data: CalibrationSet) -> Batch:
     return next(iter(batches(model, one, 1)))
 
 
+def sample_of(model: nn.Module, data: CalibrationSet) -> Batch:
+    """A few tokens of one sample, ready for the model."""
+    return first_batch(model, _shorten(_learned_first(data)))
+
+
 def _stand_in(model: nn.Module) -> CalibrationSet | None:
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     if embedding is None:
