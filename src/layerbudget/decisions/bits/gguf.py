@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import statistics
 import tempfile
@@ -33,15 +32,13 @@ from .gguf_names import (
     rope_factors,
     sizes_of,
 )
+from .vocabulary import add_vocabulary
 
 GGUF_FILE = "model.gguf"
-_NORMAL, _CONTROL, _UNUSED = 1, 3, 5
 _WORDS_ALONE = (
     "The file holds the language model. For images and sound llama.cpp wants a file beside it: "
     "convert_hf_to_gguf.py MODEL --mmproj writes it, from the model as it was."
 )
-# What splits a text before the merges, by the regular expression that tokenizers.json holds.
-_SPLITS = {"{1,3}| ?[^\\s": "llama-bpe", "\\p{N}| ?[^\\s": "qwen2"}
 
 
 def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -143,7 +140,7 @@ class GgufHead:
         self.writer.add_file_type(file_type(self.gguf, self.formats.values()))
         self.writer.add_quantization_version(self.gguf.GGML_QUANT_VERSION)
         add_numbers(self.writer, self.config, self.arch, sizes)
-        self.notes = _add_vocabulary(self.writer, tokenizer, self.config.vocab_size)
+        self.notes = add_vocabulary(self.writer, tokenizer, self.config.vocab_size)
         self.notes += [_WORDS_ALONE] if self.config is not config_of(model) else []
         factors = rope_factors(self.config)
         self.extra = {} if factors is None else {"rope_freqs.weight": torch.from_numpy(factors)}
@@ -316,40 +313,6 @@ class GgufWriter:
         self.head.writer.flush()
         self.head.writer.close()
         return self.head.notes
-
-
-def _add_vocabulary(writer: Any, tokenizer: Any, size: int) -> list[str]:
-    """Vocabulary and merges of a byte-level BPE tokenizer; others are left out. Returns notes."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    held: Mapping[str, Any] = json.loads(backend.to_str()) if backend is not None else {}
-    model, splits = held.get("model") or {}, json.dumps(held.get("pre_tokenizer"), ensure_ascii=False)
-    if model.get("type") != "BPE" or "ByteLevel" not in splits:
-        writer.add_tokenizer_model("no_vocab")
-        return ["The tokenizer is no byte-level BPE; the file holds no vocabulary, and llama.cpp is to be given token numbers."]
-    tokens, kinds = [f"[PAD{i}]" for i in range(size)], [_UNUSED] * size
-    special = {t["id"] for t in held.get("added_tokens", []) if t.get("special")}
-    for token, i in {**model["vocab"], **{t["content"]: t["id"] for t in held.get("added_tokens", [])}}.items():
-        if i < size:
-            tokens[i], kinds[i] = token, _CONTROL if i in special else _NORMAL
-    splits = splits.replace("\\\\", "\\")
-    writer.add_tokenizer_model("gpt2")
-    known = next((name for part, name in _SPLITS.items() if part in splits), None)
-    writer.add_tokenizer_pre(known or "gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types(kinds)
-    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in model["merges"]])
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if (number := getattr(tokenizer, name, None)) is not None:
-            getattr(writer, f"add_{name}")(number)
-    writer.add_add_bos_token(bool(tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]))
-    template = getattr(tokenizer, "chat_template", None)
-    if isinstance(template, str):
-        writer.add_chat_template(template)
-    if known is None and ('"Regex"' in splits or '"Digits"' in splits):
-        return [
-            "llama.cpp splits texts as GPT-2 does here, the tokenizer by a rule of its own: some words become other tokens."
-        ]
-    return []
 
 
 def recount_gguf(file: Path) -> dict[str, int]:

@@ -1,0 +1,134 @@
+"""The vocabulary of a GGUF file: byte-level BPE, or SentencePiece's BPE with a byte for what it does not know. No torch.
+
+llama.cpp merges SentencePiece's symbols by the score of what comes out, tokenizers by the place of the pair in a list. So the
+score is minus the first place of a token in the list. The two agree where the list has every pair that makes a token, as it has
+in conversions of SentencePiece's files. A text that begins with a space gets another one from llama.cpp, and none from the step
+``Metaspace`` of tokenizers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_NORMAL, _UNKNOWN, _CONTROL, _OWN, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's kinds of tokens; OWN is a user's
+_SPACE = "\u2581"
+_LOW = -10_000.0  # the score of tokens that no merge makes
+# What splits a text before the merges, by the regular expression that tokenizers.json holds.
+_SPLITS = {"{1,3}| ?[^\\s": "llama-bpe", "\\p{N}| ?[^\\s": "qwen2"}
+
+
+def add_vocabulary(writer: Any, tokenizer: Any, size: int) -> list[str]:
+    """Write the vocabulary of a tokenizer, with what llama.cpp needs to split texts as it does; returns notes.
+
+    Args:
+        writer: Of the package ``gguf``.
+        tokenizer: A fast tokenizer of transformers; others, and None, are left out.
+        size: Tokens of the model; those that the tokenizer does not have are unused.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    held: Mapping[str, Any] = json.loads(backend.to_str()) if backend is not None else {}
+    model, splits = held.get("model") or {}, json.dumps(held.get("pre_tokenizer"), ensure_ascii=False)
+    merges = [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in model.get("merges") or ()]
+    notes: list[str] = []
+    if model.get("type") == "BPE" and "ByteLevel" in splits:
+        notes += _add_byte_level(writer, held, merges, splits.replace("\\\\", "\\"), size)
+    elif model.get("type") == "BPE" and model.get("byte_fallback") and (prefix := _prefix(held)) is not None:
+        notes += _add_pieces(writer, held, merges, prefix, size)
+        if getattr(tokenizer, "unk_token_id", None) is not None:
+            writer.add_unk_token_id(tokenizer.unk_token_id)
+    else:
+        writer.add_tokenizer_model("no_vocab")
+        return [
+            "The tokenizer is no byte-level BPE and none of SentencePiece; the file holds no vocabulary, and llama.cpp is to "
+            "be given token numbers."
+        ]
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if (number := getattr(tokenizer, name, None)) is not None:
+            getattr(writer, f"add_{name}")(number)
+    found = tokenizer("a")["input_ids"]
+    writer.add_add_bos_token(bool(found[:1] == [tokenizer.bos_token_id]))
+    if found[-1:] == [tokenizer.eos_token_id]:
+        writer.add_add_eos_token(True)
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, str):
+        writer.add_chat_template(template)
+    return notes
+
+
+def _tokens(held: Mapping[str, Any], size: int) -> tuple[list[str], list[int]]:
+    """Every token's text and kind; what a user added is text as it is."""
+    tokens, kinds = [f"[PAD{i}]" for i in range(size)], [_UNUSED] * size
+    added = held.get("added_tokens", [])
+    for token, i in {**held["model"]["vocab"], **{t["content"]: t["id"] for t in added}}.items():
+        if i < size:
+            tokens[i], kinds[i] = token, _NORMAL
+    for each in added:
+        if each["id"] < size and each.get("special"):
+            kinds[each["id"]] = _CONTROL
+    return tokens, kinds
+
+
+def _add_byte_level(
+    writer: Any, held: Mapping[str, Any], merges: Sequence[tuple[str, ...]], splits: str, size: int
+) -> list[str]:
+    """Tokens and merges of a byte-level BPE."""
+    tokens, kinds = _tokens(held, size)
+    known = next((name for part, name in _SPLITS.items() if part in splits), None)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(known or "gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(m) for m in merges])
+    if known is None and ('"Regex"' in splits or '"Digits"' in splits):
+        return [
+            "llama.cpp splits texts as GPT-2 does here, the tokenizer by a rule of its own: some words become other tokens."
+        ]
+    return []
+
+
+def _add_pieces(writer: Any, held: Mapping[str, Any], merges: Sequence[tuple[str, ...]], prefix: bool, size: int) -> list[str]:
+    """Tokens of SentencePiece's BPE with their scores and kinds."""
+    tokens, kinds = _tokens(held, size)
+    model, scores = held["model"], [_LOW] * size
+    for place, pair in enumerate(merges):
+        made = model["vocab"].get("".join(pair), size)
+        if made < size and scores[made] == _LOW:
+            scores[made] = -float(place)
+    for i, token in enumerate(tokens):
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            kinds[i] = _BYTE
+    for each in held.get("added_tokens", []):
+        if each["id"] < size and not each.get("special"):
+            tokens[each["id"]], kinds[each["id"]] = each["content"].replace(_SPACE, " "), _OWN
+    unknown = model["vocab"].get(model.get("unk_token"), size)
+    if unknown < size:
+        kinds[unknown] = _UNKNOWN
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_scores(scores)
+    writer.add_token_types(kinds)
+    writer.add_add_space_prefix(prefix)
+    listed, whole = set(merges), {t for t in model["vocab"] if len(t) > 1}
+    pairs = ((t[:i], t[i:]) for t in whole for i in range(1, len(t)) if t[:i] in model["vocab"] and t[i:] in model["vocab"])
+    made = {a + b for a, b in listed}
+    if any(pair not in listed for pair in pairs if "".join(pair) in made):
+        return [
+            "The tokenizer does not list every pair that makes a token, and llama.cpp joins them all: some words become others."
+        ]
+    return []
+
+
+def _prefix(held: Mapping[str, Any]) -> bool | None:
+    """Whether a space comes before a text; None where spaces do not become SentencePiece's sign alone."""
+    normal, split = held.get("normalizer") or {}, held.get("pre_tokenizer") or {}
+    steps = normal.get("normalizers", [normal] if normal else [])
+    kinds = [s.get("type") for s in steps]
+    if kinds in (["Prepend", "Replace"], ["Replace"]) and split.get("type") in (None, "Split"):
+        marks = [s.get("prepend", s.get("content")) for s in steps]
+        return len(steps) == 2 if set(marks) == {_SPACE} else None
+    if split.get("type") == "Metaspace" and not steps and not split.get("split") and split.get("replacement") == _SPACE:
+        return bool(split.get("prepend_scheme") != "never")
+    return None
