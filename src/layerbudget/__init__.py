@@ -35,6 +35,8 @@ if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and 
     from .decisions.shapes.apply import apply_shapes as apply_shapes
     from .decisions.shapes.apply import remove_units as remove_units
     from .decisions.shapes.plan import plan_shapes as plan_shapes
+    from .decisions.shapes.speed import Speed as Speed
+    from .decisions.shapes.speed import measure_speed as measure_speed
     from .decisions.sparsity.apply import prune as prune
     from .decisions.sparsity.plan import plan_sparsity as plan_sparsity
     from .decisions.sparsity.receipt import recount as recount
@@ -80,6 +82,7 @@ _HOMES = {
     "decisions.cache.plan": "plan_cache",
     "decisions.fit.plan": "plan_fit write_fit",
     "decisions.shapes.plan": "plan_shapes",
+    "decisions.shapes.speed": "Speed measure_speed",
     "decisions.kept_experts.plan": "plan_kept_experts",
     "decisions.ranks.plan": "plan_ranks",
     "decisions.experts.plan": "plan_experts",

@@ -159,7 +159,10 @@ def add_shapes(kinds: Any, handler: Any) -> argparse.ArgumentParser:
     p = add_verb(kinds, "shapes", handler, "heads, MLP widths and layers to remove: smaller matrices")
     p.add_argument("source", metavar="MODEL", help="a model")
     p.add_argument(
-        "--save", required=True, metavar="BUDGET", help="what is to be saved: '25%% flops', '1.2 GiB', '300M params'"
+        "--save",
+        required=True,
+        metavar="BUDGET",
+        help="what is to be saved: '25%% flops', '1.2 GiB', '300M params', '25%% latency'",
     )
     p.add_argument("--parts", default="heads,mlp", help="what may go: heads, mlp or both (default: heads,mlp)")
     p.add_argument("--depth", type=int, default=0, help="so many whole layers may go where that is cheaper (default: none)")
@@ -207,3 +210,5 @@ def show_shapes(a: argparse.Namespace, plan: Plan) -> None:
     budget = plan.budget
     share = f"{budget['spent'] / budget['base']:.2%} of the layers ({budget['limit']:.6g} were asked for)"
     say(a, f"The plan saves {budget['spent']:.6g} {budget['unit']}, {share}.")
+    for name, rate in plan.extra.get("tokens_per_second", {}).items():
+        say(a, f"Tokens {name} per second in llama.cpp: {rate['before']:.4g} before, {rate['after']:.4g} predicted.")

@@ -32,7 +32,16 @@ COMMON = "--json, --quiet, --overwrite, --table and --dry-run may follow every c
 DATA = ("data", "samples", "length", "seed", "batch_size")
 PLACE = ("dtype", "device", "stream")
 _ASIDE = ("help", "resume", "part")  # change no number: where parts and processes are
-_FILLED = ("batch_size", "progress", "folder", "fixed", "tokenizer", "overwrite", "kinds")  # by the commands themselves
+_FILLED = (
+    "batch_size",
+    "progress",
+    "folder",
+    "fixed",
+    "tokenizer",
+    "overwrite",
+    "kinds",
+    "speed",
+)  # by the commands themselves
 _LARGEST = 1 << 53  # beyond it, whole numbers and the arithmetic of budgets part
 
 # Options of more than one command. What is not given is None, so that a command can refuse what it would not read.

@@ -75,13 +75,13 @@ def apply_shapes(
     wrong += [n for n, s in shapes.items() if s["removed"] > s["units"] - (s["layer"] not in dropped)]
     if wrong:
         raise CoverageError(f"The model has no {wrong[0]} as planned.", "", "Plan again for this model.")
-    unit, width = plan.budget["unit"], hyper["bytes_per_parameter"]
+    unit, width, prices = plan.budget["unit"], hyper["bytes_per_parameter"], plan.extra.get("prices")
     names = [n for n, _ in layers(model) if n not in dropped]
-    before = _amount(model, unit, width)
+    before = _amount(model, unit, width, prices)
     jobs = {parts[n]: int(s["removed"]) for n, s in shapes.items() if s["layer"] not in dropped}
     way: dict[str, Any] = {"damping": damping, "batch_size": batch_size, "progress": progress}
     _cut_layers(model, data, jobs, dropped, compensate=hyper["compensate"], **way)
-    after = _amount(model, unit, width)
+    after = _amount(model, unit, width, prices)
     saved, planned = (before[0] - after[0], before[1] - after[1]), (float(plan.budget["spent"]), int(plan.counts.sum()))
     if saved != planned:
         raise CoverageError(
@@ -223,9 +223,11 @@ def drop_layers(model: nn.Module, names: Sequence[str]) -> nn.Module:
     return model
 
 
-def _amount(model: nn.Module, unit: str, bytes_per_parameter: float) -> tuple[float, int]:
+def _amount(
+    model: nn.Module, unit: str, bytes_per_parameter: float, prices: Mapping[str, int] | None = None
+) -> tuple[float, int]:
     """Size of a model's layers, from its matrices as they are, and their parameters."""
-    parts = find_parts(model, kinds=(), by="auto", multiple=1)
+    parts = find_parts(model, kinds=(), by="auto", multiple=1, prices=prices)
     return sum(p.size(unit, bytes_per_parameter) for p in parts), sum(p.parameters for p in parts)
 
 

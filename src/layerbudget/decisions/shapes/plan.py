@@ -26,6 +26,7 @@ from ...models.blocks import check_finite, config_of, describe, text_config
 from ...models.machine import computation, versions
 from ...models.offload import need_settled
 from ...plan import Plan
+from ...planning.costs import parse_budget
 from ...progress import Progress, Steps
 from ...records import to_jsonable
 from ...sensitivity.directional.terms import QuadraticTerms
@@ -39,6 +40,7 @@ from .nemotron import check_config
 from .point import Evaluation, Moments, ShapePoint
 from .program import GONE, KINDS, ShapeSpace
 from .save import allowed_units
+from .speed import Speed, measure_speed, sizes_of_layers
 from .units import find_parts, head_units
 
 PASSES = 46.0
@@ -65,6 +67,8 @@ def plan_shapes(
     trust: float = 0.12,
     draws: int = 2,
     damping: float = 0.01,
+    threads: int = 1,
+    speed: Speed | None = None,
     batch_size: int = 8,
     seed: int = 0,
     resume: Path | str | None = None,
@@ -75,7 +79,8 @@ def plan_shapes(
     Args:
         model: The model; left as it was.
         data: Calibration tokens.
-        budget: What is to be saved: ``"25% flops"``, ``"100 MB"``, ``"2M params"`` (of the layers' matrices).
+        budget: What is to be saved: ``"25% flops"``, ``"100 MB"``, ``"2M params"`` (of the layers' matrices), or
+            ``"25% latency"`` of a request with 256 tokens read and 64 written in llama.cpp, measured on this machine first.
         kinds: ``heads``, ``mlp`` or both.
         by: Units of heads, see :func:`layerbudget.decisions.shapes.units.find_parts`; ``auto`` looks at both where both are
             possible and takes those whose first plan is predicted to do less damage. Only ``groups`` make the key-value cache
@@ -94,6 +99,8 @@ def plan_shapes(
         trust: Largest change of a part, as a share of its units, in the first step at a treated point.
         draws: Draws of labels.
         damping: Relative to the mean of the second moments' diagonal.
+        threads: Of llama.cpp, where latency is measured.
+        speed: What :func:`~layerbudget.decisions.shapes.speed.measure_speed` found before; then it is not measured again.
         batch_size: Sequences per forward.
         seed: Of the draws.
         resume: Folder that keeps what was measured; an interrupted run continues from it.
@@ -101,7 +108,8 @@ def plan_shapes(
 
     Returns:
         A plan of kind ``shapes`` and rule ``directional``; ``extra`` has the ``path``, ``forward_passes``, ``predicted``
-        damage and what was ``measured`` on the model that was really cut, in nats per token.
+        damage and what was ``measured`` on the model that was really cut, in nats per token. Under a budget of latency it also
+        has the ``speed`` that was measured and ``tokens_per_second`` that it predicts, before and after.
 
     Raises:
         UnknownStructure: A layer without heads or MLP of a known layout.
@@ -116,10 +124,12 @@ def plan_shapes(
     alike = _alike(model, even, runtime)
     if process_group().size > 1:
         raise CoverageError("Smaller shapes are planned in one process.", "", "Use one.")
+    speed = _speed(model, budget, runtime, threads, resume) if speed is None else speed
     spaces = _spaces(
         model,
         by,
         multiple,
+        None if speed is None else speed.prices(),
         budget=budget,
         kinds=kinds,
         max_removed=max_removed,
@@ -147,8 +157,17 @@ def plan_shapes(
         path.point.restore()
     hyper |= {"by": next((p.by for p in path.space.parts if p.kind == "heads"), by), "seed": seed}
     plan = path.space.plan(here.state, here.divergence, solution, hyper, identity)
+    if speed is not None:
+        plan = dataclasses.replace(plan, extra={**plan.extra, "prices": speed.prices()})
     measured = measure_plan(model, plan, data, damping=damping, batch_size=batch_size)
-    extra = {"beside": others, "path": path.log, "forward_passes": path.point.passes + last, "measured": measured}
+    extra: dict[str, Any] = {
+        "beside": others,
+        "path": path.log,
+        "forward_passes": path.point.passes + last,
+        "measured": measured,
+    }
+    if speed is not None:
+        extra |= {"speed": dict(speed), "tokens_per_second": _rates(model, plan, speed)}
     return dataclasses.replace(plan, extra={**plan.extra, **to_jsonable(extra)})
 
 
@@ -166,14 +185,27 @@ def _alike(model: nn.Module, even: bool, runtime: str | None) -> bool | tuple[st
     return ("heads",)
 
 
+def _speed(model: nn.Module, budget: str | float, runtime: str | None, threads: int, resume: Any) -> Speed | None:
+    """What llama.cpp takes for the layers, where the budget is one of latency."""
+    if parse_budget(budget).unit != "latency":
+        return None
+    if runtime != "llama.cpp" or resume is not None:
+        raise InvalidInput(
+            f"A budget of latency is measured in llama.cpp, at once{' and not resumed' * (resume is not None)}.",
+            "Other runtimes are not timed; flops stand for them.",
+            'Add --set runtime=llama.cpp (runtime="llama.cpp"), without --resume.',
+        )
+    return measure_speed(model, threads=threads)
+
+
 def _spaces(
-    model: nn.Module, by: str, multiple: int, *, kinds: Sequence[str], even: bool | tuple[str, ...], **options: Any
+    model: nn.Module, by: str, multiple: int, prices: Any, *, kinds: Sequence[str], even: bool | tuple[str, ...], **options: Any
 ) -> list[ShapeSpace]:
     """The program for every unit of heads that is looked at, without those that cannot save enough."""
     find_parts(model, kinds=kinds, by=by, multiple=multiple)  # refuses layers that lack a kind
     spaces, refused = list[ShapeSpace](), list[InfeasibleBudget]()
     for word in head_units(model, kinds, by):
-        parts = find_parts(model, kinds=kinds, by=word, multiple=multiple)
+        parts = find_parts(model, kinds=kinds, by=word, multiple=multiple, prices=prices)
         allowed = allowed_units(model, parts, kinds) if even is True else None
         try:
             spaces.append(ShapeSpace(parts, kinds=kinds, even=even, allowed=allowed, **options))
@@ -182,6 +214,12 @@ def _spaces(
     if not spaces:
         raise refused[0]
     return spaces
+
+
+def _rates(model: nn.Module, plan: Plan, speed: Speed) -> dict[str, dict[str, float]]:
+    """Tokens per second that a table predicts, read and written, before and after a plan."""
+    before, after = (speed.seconds(sizes_of_layers(model, p)) for p in (None, plan))
+    return {name: {"before": 1 / b, "after": 1 / a} for name, b, a in zip(("read", "written"), before, after, strict=True)}
 
 
 def _check(draws: int, strides: int, trust: float, depth: int, passes: float, last: float, starts: int) -> None:

@@ -30,6 +30,7 @@ OTHER_KIND = {  # remedies where parts of one kind cannot go
     "mlp": "Remove heads (--parts heads), or prune its weights instead: layerbudget plan sparsity MODEL, then apply.",
 }
 HEADS, MLP, GONE = 0, 1, 2
+NANOSECONDS = "nanoseconds"  # of a request, 256 tokens read and 64 written: a budget of latency, in whole numbers
 
 
 def layers_differ(plan: Plan, kinds: Collection[str] = KINDS) -> bool:
@@ -45,7 +46,8 @@ class Part:
     """The attention, the MLP, or the other matrices (``rest``, which only goes with its layer) of one layer.
 
     A unit is one of ``groups``, of ``queries``, or ``8 channels`` (``by``), and has ``unit_parameters``; at least one of the
-    ``units`` stays unless the whole layer goes. ``parameters`` are those of the part's matrices, ``flops`` theirs per token.
+    ``units`` stays unless the whole layer goes. ``parameters`` are those of the part's matrices, ``flops`` theirs per token;
+    ``price`` and ``unit_price`` are measured nanoseconds of a request, where they are known.
     """
 
     name: str
@@ -56,16 +58,21 @@ class Part:
     unit_parameters: int = 0
     parameters: int
     flops: int
+    price: int = 0
+    unit_price: int = 0
     modules: tuple[str, ...]
 
     def size(self, unit: str, bytes_per_parameter: float = 2.0, removed: int = 0) -> float:
-        """Return what is left when so many units are gone, in ``params``, ``bytes`` or ``flops`` (two per multiply-add).
+        """Return what is left when so many units are gone, in ``params``, ``bytes``, ``flops`` (two per multiply-add) or
+        ``nanoseconds``.
 
         >>> part = Part(name="a", layer="l", kind="mlp", units=4, unit_parameters=16, parameters=64, flops=128, modules=())
         >>> [part.size(unit, removed=1) for unit in ("flops", "bytes", "params")]
         [96.0, 96.0, 48.0]
         """
         gone = removed * self.unit_parameters
+        if unit == NANOSECONDS:
+            return float(self.price - removed * self.unit_price)
         if unit == "flops":
             return float(self.flops - 2 * gone)
         return (self.parameters - gone) * (bytes_per_parameter if unit == "bytes" else 1.0)
@@ -96,20 +103,21 @@ class ShapeSpace:
         bytes_per_parameter: float = 2.0,
     ) -> None:
         wanted = parse_budget(budget, default="params")
-        if wanted.unit not in ("flops", "params", "bytes"):
+        timed = wanted.unit == "latency" and any(p.price for p in parts)
+        if not timed and wanted.unit not in ("flops", "params", "bytes"):
             raise UnknownUnit(
                 f"Heads and MLP units are not priced in {wanted.unit}.",
-                "Units: flops, params, bytes.",
+                "Units: flops, params, bytes; latency where it was measured.",
                 "Write '25% flops', for example.",
             )
-        self.unit, self.parts = wanted.unit, tuple(parts)
+        self.unit, self.parts = NANOSECONDS if timed else wanted.unit, tuple(parts)
         self.even = tuple(k for k in KINDS if k in (even if isinstance(even, Collection) else KINDS)) if even else ()
         self.sides = [KINDS.index(kind) for kind in self.even]
         self.allowed = {k: [0, *fits] for k, fits in (allowed or {}).items() if k in self.even}
         whole = {p.name: p.size(self.unit, bytes_per_parameter) for p in parts}
         each = {p.name: whole[p.name] - p.size(self.unit, bytes_per_parameter, 1) for p in parts}
         self.base = sum(whole.values())
-        self.target = wanted.amount * self.base if wanted.relative else wanted.amount
+        self.target = wanted.amount * (self.base if wanted.relative else 1e9 if timed else 1.0)
         _check(parts, kinds, max_removed, self.target, self.base, wanted.text or str(budget))
         self.hyper: dict[str, Any] = {
             "budget": str(budget),

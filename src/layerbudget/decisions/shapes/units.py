@@ -12,7 +12,7 @@ the layer-wise objective of Wanda (arXiv 2306.11695) and SparseGPT (arXiv 2301.0
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,11 +28,19 @@ UNITS = ("auto", "groups", "queries")
 Remake = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (W, H, S) -> (d_out, kept)
 
 
-def find_parts(model: nn.Module, *, kinds: Sequence[str] = KINDS, by: str = "auto", multiple: int = 8) -> list[Part]:
+def find_parts(
+    model: nn.Module,
+    *,
+    kinds: Sequence[str] = KINDS,
+    by: str = "auto",
+    multiple: int = 8,
+    prices: Mapping[str, int] | None = None,
+) -> list[Part]:
     """The attention, MLP and other matrices of every layer, in order, with the units that they can lose.
 
     A layer that lacks one of ``kinds`` is refused. Heads go by ``groups`` (key-value heads with their query heads), ``queries``
     (one query head of every group) or ``auto``; a unit of the MLP has ``multiple`` channels, and a remainder always stays.
+    ``prices`` are those of :meth:`layerbudget.decisions.shapes.speed.Speed.prices`.
     """
     if not isinstance(multiple, int) or multiple < 1:
         raise InvalidInput(f"multiple is {multiple}.", "It must be a whole number of at least 1.", "Use 8.")
@@ -47,7 +55,8 @@ def find_parts(model: nn.Module, *, kinds: Sequence[str] = KINDS, by: str = "aut
                     raise UnknownStructure(error.what, error.feasible, _remedy(model, kind)) from error
                 continue
             mine = [left.pop(n) for n in (*where.producers, where.consumer)]
-            parts.append(_part(name, kind, mine, **_units(where, mine, by, multiple)))
+            units = _units(where, mine, by, multiple)
+            parts.append(_part(name, kind, mine, **units, **_priced(where, units["by"], prices)))
         if left:
             parts.append(_part(name, "rest", list(left.values())))
     return parts
@@ -79,6 +88,17 @@ def _units(where: Where, modules: Sequence[Module], by: str, multiple: int) -> d
     queries = (where.per_group if by == "groups" else where.groups) * where.head_dim
     keys = 2 * d_in * where.head_dim if by == "groups" else 0
     return {"by": by, "units": where.units(by), "unit_parameters": (d_in + modules[-1].d_out) * queries + keys}
+
+
+def _priced(where: Where, by: str, prices: Mapping[str, int] | None) -> dict[str, int]:
+    """What a part takes and what a unit of it does; the layer's own price lies with its heads, which never go alone."""
+    if prices is None:
+        return {}
+    left = where.without(1, by)
+    if isinstance(where, Attention) and isinstance(left, Attention):
+        each, now, then = prices["attention"], where.heads + where.groups, left.heads + left.groups
+        return {"price": prices["layer"] + each * now, "unit_price": each * (now - then)}
+    return {"price": prices["channel"] * where.inputs, "unit_price": prices["channel"] * (where.inputs - left.inputs)}
 
 
 def unit_of(attention: Attention, by: str) -> str:
