@@ -81,7 +81,10 @@ def test_diff_explain_sweep_transfer(files):
     result, _ = run("explain", "sweep", files / "a.json", "--budgets", 0.3, 0.5, "--exponents", 1, 2)
     front = [r for r in result["rows"] if r["front"]]
     assert len(result["rows"]) == 4 and {r["exponent"] for r in front} == {1.0}
-    result, _ = run("explain", "sweep", files / "a.json", "--kind", "experts", "--budgets", 16, 40)
+    result, shown = run("explain", "sweep", files / "a.json", "--kind", "experts", "--budgets", 16, 40)
+    few, many = (r["value"] for r in result["rows"])
+    told = f"Verdict: at 40 the value is {many:.3g}, at 16 {few:.3g}, {few / many:.0%} of it."
+    assert " ".join(shown.split()).endswith(told)
     assert [r["spent"] for r in result["rows"]] == [16, 40]
     for program, own in (("sparsity", ()), ("experts", ("--budget", "40 experts"))):
         result, _ = run("explain", "transfer", files / "a.json", files / "b.json", "--program", program, *own)

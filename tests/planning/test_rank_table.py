@@ -65,7 +65,7 @@ def test_the_verdict_of_a_plan_says_what_the_table_says(part, uniform):
     assert [("decides nothing" in text) for text in said] == [part == 0.95] * 3
     assert plan.extra["noise_share"] == (None if part is None else pytest.approx(part))
     if part == 0.5:
-        assert all("noise alone would give 50% of it" in text for text in said)
+        assert all("and noise alone would give 50%: the rest" in text for text in said)
     assert plan.extra["uniform_share"] < 0.95  # without the noise the advice would be another one
 
 

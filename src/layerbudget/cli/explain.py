@@ -8,6 +8,7 @@ from typing import Any
 
 from ..decisions.apply import makers
 from ..errors import InvalidInput
+from ..kinds import KINDS
 from ..plan import Plan
 from ..records import to_jsonable
 from .display import expect, progress_bar, say, show_table, text_of, words_of
@@ -129,9 +130,29 @@ def run_sweep(a: argparse.Namespace) -> dict[str, Any]:
     if a.kind == "bits":
         names = {"budget": "budget", "bits": "bits per weight", "bytes": "bytes of the file", "value": "predicted KL"}
         names |= {"mix": "best mix", "mix_value": "its KL"} if any(r["mix"] for r in result["rows"]) else {}
-    rows = [[r[n] for n in names] for r in result["rows"]]
-    show_table(a, f"{a.kind}: predicted value by budget and exponent", list(names.values()), rows)
+    elif all("uniform_share" in r for r in result["rows"]):
+        names |= {"uniform_share": "uniform has"}
+    found = [
+        n for n in names if any(r[n] is not None for r in result["rows"])
+    ]  # a rule without an exponent has no column of it
+    shown = {"front": lambda v: "yes" if v else "no", "uniform_share": lambda v: "-" if v is None else f"{v:.0%}"}
+    rows = [[shown[n](r[n]) if n in shown else r[n] for n in found] for r in result["rows"]]
+    show_table(a, f"{a.kind}: predicted value by budget", [names[n] for n in found], rows)
+    say(a, _on_sweep(a.kind, result["rows"]))
     return to_jsonable(result)
+
+
+def _on_sweep(kind: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Value of the best plan of the smallest budget beside that of the largest."""
+    what = KINDS.find(kind)
+    costs = what.harms or what.predicts
+    best = min if costs else max
+    (low, few), (high, many) = (
+        (end["budget"], best(r["value"] for r in rows if r["spent"] == end["spent"]))
+        for end in (at(rows, key=lambda r: r["spent"]) for at in (min, max))
+    )
+    share = f", {few / many:.0%} of it" if many > 0 and not costs else ""
+    return f"Verdict: at {high} the {'predicted damage' if costs else 'value'} is {many:.3g}, at {low} {few:.3g}{share}."
 
 
 def _budget(text: str) -> float | str:

@@ -66,12 +66,12 @@ def _show(a: argparse.Namespace, scores: Scores) -> None:
 
 
 def _verdict(scores: Scores) -> str:
-    """What the scores say: their own verdict, and the blocks at either end."""
+    """Verdict of the scores: their own verdict, and the blocks at either end."""
     values = scores.values()
     names = [scores.names[i] for i in (int(values.argmax()), int(values.argmin()))]
     own = scores.extra.get("verdict")
     ends = f"most at {names[0]} ({values.max():.3g}), least at {names[1]} ({values.min():.3g}), in {scores.unit}"
-    return f"Verdict: {own} {ends[0].upper()}{ends[1:]}." if own else f"Verdict: {ends}. What a plan makes of it, plan says."
+    return f"Verdict: {own} {ends[0].upper()}{ends[1:]}." if own else f"Verdict: {ends}. The next command plans with them."
 
 
 def _imported(a: argparse.Namespace) -> Any:

@@ -1,4 +1,4 @@
-"""What fits a memory at a context, from the configuration alone: bits of the weights beside a cache in 16, 8 and 4 bits."""
+"""Fit a memory at a context, from the configuration alone: bits of the weights beside a cache in 16, 8 and 4 bits."""
 
 from __future__ import annotations
 

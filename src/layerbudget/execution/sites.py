@@ -255,7 +255,7 @@ def _product(module: Any, x: torch.Tensor, outputs: Any, name: str) -> torch.Ten
 
 
 def _factor(module: Any, rows: torch.Tensor, output: torch.Tensor) -> float:
-    """What an embedding multiplies the rows with that it looks up (Gemma's)."""
+    """Factor of the rows that an embedding looks up (Gemma's)."""
     with torch.no_grad():
         own = nn.functional.embedding(rows, module.weight).double()
         factor = float((own * output).sum() / own.square().sum())

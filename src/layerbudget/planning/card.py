@@ -83,7 +83,7 @@ def model_card(
 
 
 def _damage(plan: Plan) -> dict[str, str]:
-    """What the plan expected and measured, as rows: nats per token, beside the dense model."""
+    """Rows of expected and measured damage: nats per token, beside the dense model."""
     e, rows = plan.extra, {"chosen by": f"{plan.rule}, over {len(plan.blocks)} blocks"}
     if (predicted := e.get("predicted")) is not None:
         error = e.get("predicted_error")

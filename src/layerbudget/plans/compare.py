@@ -71,7 +71,8 @@ def sweep(
     ``smallest``, ``largest`` and ``spread`` of the values of the blocks; and ``front``, whether no other row beats it in both
     spending and value. Its ``value`` is the predicted penalty (kinds that harm) or utility under one yardstick, the scores
     themselves at exponent 1; by rank it is the measured gain of the ranks that are bought, and of bits the damage in nats.
-    Rows of bits also have ``bits``, ``bytes`` of the file, the best ``mix`` of llama.cpp that fits, and its ``mix_value``.
+    Rows by rank have ``uniform_share``, rows of bits ``bits``, ``bytes`` of the file, the best ``mix`` of llama.cpp that fits,
+    and its ``mix_value``.
 
     Args:
         scores: The scores.
@@ -127,6 +128,7 @@ def _row(plan: Plan, kind: Kind, q: Vector, worth: Sequence[Sequence[float]] | N
         "largest": float(value.max()),
         "spread": float(value.std()),
         **(file_of(plan) if plan.kind == "bits" else {}),
+        **({} if worth is None else {"uniform_share": plan.extra.get("uniform_share")}),
     }
 
 

@@ -28,7 +28,7 @@ class RankTable(Result):
 
 
 def rank_table(scores: Scores, tokens: int, *, ranks: Sequence[int] = RANKS, damping: float | None = None) -> RankTable:
-    """What every mean rank is expected to bring on the scored text, before anything is trained.
+    """Expected gain of every mean rank on the scored text, before anything is trained.
 
     The gain is that of the quadratic model along the best directions of each matrix (estimator ``rank-gain``). Its floor is
     what noise alone gives the same ranks: the gain of the difference of two halves of the text.

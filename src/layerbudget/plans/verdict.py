@@ -1,4 +1,4 @@
-"""What a plan comes to in one sentence: what one gets, beside uniform, and what it costs."""
+"""One sentence on a plan: what one gets, beside uniform, and what it costs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def verdict(plan: Plan) -> str:
 
 
 def expected(plan: Plan) -> str:
-    """What is known of the damage of a plan that was applied, in one sentence: measured or predicted when it was made."""
+    """One sentence on the damage of a plan that was applied: measured or predicted when it was made."""
     e = plan.extra
     if plan.kind in ("bits", "cache", "fit") and e.get("check"):
         return f"Verdict: planned to cost {e['check']['rows'][plan.rule]['kl']:.3g} nats per token; {_BESIDE}."
@@ -40,8 +40,8 @@ def beside_uniform(share: float, noise: float | None = None) -> str:
     if noise is not None and noise > MOSTLY_NOISE:
         return f"noise alone would give {noise:.0%} of the gain, so it decides nothing: take uniform, or score more rows"
     advice = "take uniform" if share >= TAKE_UNIFORM else "the rest is what there is to win"
-    told = "" if noise is None else f"; noise alone would give {noise:.0%} of it"
-    return f"uniform would have {share:.1%} of the gain with as many parameters: {advice}{told}"
+    told = "" if noise is None else f", and noise alone would give {noise:.0%}"
+    return f"uniform would have {share:.1%} of the gain with as many parameters{told}: {advice}"
 
 
 def _percent(share: float) -> str:

@@ -72,7 +72,7 @@ def _water(plan: Plan) -> dict[str, Any]:
 
 
 def _told(plan: Plan) -> dict[str, Any]:
-    """What the slider says of the plan itself: uniform's share of the gain, or the damage beside uniform's."""
+    """Words of the slider on the plan itself: uniform's share of the gain, or the damage beside uniform's."""
     path, measured = plan.extra.get("path") or (), plan.extra.get("measured")
     share = plan.extra.get("uniform_share")
     if share is not None or measured is None or not path or plan.kind != "sparsity":
@@ -119,7 +119,7 @@ def _by_share(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
 
 def _by_rule(plan: Plan) -> list[dict[str, Any]]:
     e = plan.extra
-    words = {"mix": f"llama.cpp's {e.get('mix')}", "ends": "more for the ends", plan.rule: "the plan"}
+    words = {"mix": f"{e.get('mix')} (llama.cpp)", "ends": "more for the ends", plan.rule: "the plan"}
     predicted = {name: row["predicted"] for name, row in e["baselines"].items()} | {plan.rule: e["predicted"]}
     rows = {name: row for name, row in e["check"]["rows"].items() if not row.get("same")}
     return [_point(words.get(n, n), predicted.get(n), row["kl"], row["kl_error"]) for n, row in rows.items()]
@@ -201,7 +201,9 @@ def _paired(found: Found) -> dict[str, Any] | None:
             for name in ("seeds", "samples"):
                 if t := tests.get(name):
                     interval = {"value": t["difference"], "low": t["low"], "high": t["high"], "sentence": t["sentence"]}
-                    items.append({"label": f"{split}, over {name}", **interval, "detail": name != "seeds"})
+                    items.append(
+                        {"label": f"{split.replace('_', '-')} rows, over {name}", **interval, "detail": name != "seeds"}
+                    )
     elif (record := found.contest) is not None:
         unit, many = f"{record['unit']}, against uniform", len(record["budgets"]) > 1
         for b in record["budgets"]:

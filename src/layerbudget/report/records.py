@@ -137,7 +137,7 @@ def _contest_headline(record: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _amount(plan: Plan) -> str:
-    """What a plan decides, as a title that a model's name follows."""
+    """The decision of a plan, as a title that a model's name follows."""
     if plan.kind == "sparsity":
         return f"{plan.sparsity:.0%} sparsity for"
     if plan.kind == "ranks":

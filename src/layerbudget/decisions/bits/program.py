@@ -197,7 +197,7 @@ def _plan(scores: Scores, limits: Limits, limit: int, given: Mapping[str, Any]) 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What the exact program and the rules without one choose within a budget of bytes.
+    """Choices of the exact program and of the rules without one within a budget of bytes.
 
     Attributes:
         choices: Formats of every block, ``(K,)``, by rule; ``choices`` is the program's.

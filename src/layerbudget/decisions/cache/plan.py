@@ -45,7 +45,7 @@ def cache_space(
     formats: Sequence[str] | None = None,
     group: int | None = None,
 ) -> CacheSpace:
-    """What may be decided about a model's cache; arguments and errors as of :func:`plan_cache`."""
+    """Alternatives of a model's cache; arguments and errors as of :func:`plan_cache`."""
     config = config_of(model)
     check_context(context, batch, getattr(config.get_text_config(decoder=True), "max_position_embeddings", None))
     if runtime != "transformers" and getattr(config, "kv_lora_rank", None):

@@ -1,4 +1,4 @@
-"""What may be decided about a cache, and the bytes of every choice. No torch."""
+"""Alternatives of a cache, and the bytes of every choice. No torch."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ GIB = 1 << 30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What a plan has to fit.
+    """Memory, context and batch that a plan has to fit.
 
     Attributes:
         memory: Bytes in all, such as ``"8 GiB"``.

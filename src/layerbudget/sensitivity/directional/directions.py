@@ -47,7 +47,7 @@ class Directions(abc.ABC):
         raise NotImplementedError
 
     def by_token(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """What every token adds to :meth:`between`, ``(B, T, levels)``."""
+        """Contribution of every token to :meth:`between`, ``(B, T, levels)``."""
         raise NotImplementedError
 
 

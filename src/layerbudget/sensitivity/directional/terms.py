@@ -75,7 +75,7 @@ class QuadraticTerms:
 
 
 class Watch:
-    """What somebody who makes directions sees of a run: one layer's matrices after the other, or all of them at once."""
+    """View of a run for the makers of directions: one layer's matrices after the other, or all of them at once."""
 
     def start(self, names: Sequence[str]) -> None:
         """These matrices are about to come."""
