@@ -1,6 +1,6 @@
 """Pictures of report pages as a reader sees them: headless Chromium at two widths, light and dark.
 
-    python benchmarks/screenshots.py demo=layerbudget-demo finetune=adapters plan=pruned compare=compared --out DIR
+    python benchmarks/screenshots.py demo=layerbudget-demo finetune=adapters bits=bits ranks=ranks --out DIR
 
 Every folder becomes a page (``layerbudget report``), the page is drawn in a frame of 1200 and of 420 pixels (a window cannot be
 narrower than 500), as tall as it is up to ``--tall``, and kept as a PNG of 128 colours. Dark is drawn at 1200.
