@@ -24,7 +24,7 @@ function layers(names, x, y) {
     const label = short(name).split(" ")[0].split(".").pop();
     if (label !== before && x(k) - last > 8 + 7 * Math.min(label.length, 8)) {
       out += `<text class="soft" text-anchor="${k ? "middle" : "start"}" x="${k ? x(k) : x(0) - 5}" y="${y}">${esc(label.length > 8 ? label.slice(0, 7) + "…" : label)}<title>${esc(name)}</title></text>`;
-      last = k ? x(k) : x(0) + 3.5 * Math.min(label.length, 8);
+      last = k ? x(k) : x(0) + 5 * Math.min(label.length, 8);
     }
     before = label;
   });
