@@ -26,7 +26,6 @@ from layerbudget.models.experts import cut_experts, find_experts
 
 TYPES = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
 WAY = {"family": "gguf", "formats": TYPES, "method": "weighted"}
-SHARES = (0.875, 0.75, 0.625, 0.5)
 
 
 def measured(dense, model, formats, data):
@@ -38,6 +37,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--bits", type=float, nargs="+", default=[2.75, 3.5])
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.75], help="kept where experts go first and types follow")
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--windows", type=int, default=24)
@@ -60,7 +60,7 @@ def main():
             cuts[key] = small, rounding_damage(small, data, **WAY), mean_and_error(dense.rows(small)[:, :2])
         return cuts[key]
 
-    fixed = {share: plan_kept_experts(model, data, share, even=True) for share in SHARES}
+    fixed = {share: plan_kept_experts(model, data, share, even=True) for share in a.shares}
     found = find_experts(model)
     lines = [f"# Experts and types in one program: {Path(a.model).name}", "",
              f"{len(found)} layers of {found[0].count} experts, {found[0].top_k} per token; types {', '.join(TYPES)} with an importance "
