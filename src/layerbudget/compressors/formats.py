@@ -180,12 +180,12 @@ def find_format(name: str, family: str | None = None) -> Format:
 
 # What vLLM fuses into one matrix of its own, and so wants in one format (vllm#47473).
 _FUSED = (
+    (re.compile(r"(.*\.experts)\..*"), r"\1"),
     (re.compile(r"(.*)\.(?:q_proj|k_proj|v_proj)"), r"\1.qkv"),
     (re.compile(r"(.*)\.(?:q_a_proj|kv_a_proj_with_mqa)"), r"\1.qkv_a"),
     (re.compile(r"(.*)\.(?:gate_proj|up_proj|w1|w3)"), r"\1.gate_up"),
     (re.compile(r"(.*)\.(?:in_proj_qkv|in_proj_z)"), r"\1.in_proj_qkvz"),
     (re.compile(r"(.*)\.(?:in_proj_b|in_proj_a)"), r"\1.in_proj_ba"),
-    (re.compile(r"(.*\.experts)\..*"), r"\1"),
 )
 
 
@@ -213,6 +213,10 @@ class Runtime:
         """Name of the block that a matrix is decided in: its own, or that of the matrices that it must agree with."""
         found = ((pattern.fullmatch(module), name) for pattern, name in _FUSED if self.fused)
         return next((match.expand(name) for match, name in found if match), module)
+
+    def fits(self, names: Sequence[str], form: Format) -> bool:
+        """Return whether it computes with matrices of those names in a format; vLLM has no experts of ``fp8`` weights alone."""
+        return form.name != "fp8" or not self.fused or not any(".experts." in name for name in names)
 
     def _runs(self, form: Format) -> bool:
         kernel = (not self.bits or form.bits in self.bits) and (not self.groups or form.group in self.groups)

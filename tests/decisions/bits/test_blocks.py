@@ -48,7 +48,7 @@ def mixtral():
 @pytest.mark.parametrize(
     ("make", "family", "said"),
     [
-        (mixtral, "compressed-tensors", "6 of 18 matrices .*a stack of experts.*--unwritten 16-bit"),
+        (mixtral, "compressed-tensors", "6 of 18 matrices .*a stack of experts.*--unwritten 16-bit.*--runtime vllm"),
         (lambda: zoo.build("opt"), "gguf", "19 of 19 matrices .*GGUF has no architecture.*--format compressed-tensors"),
         (lambda: zoo.build("gpt2"), "compressed-tensors", "12 of 12 matrices .*a Conv1D.*export --to auto-round"),
         (mamba2, "compressed-tensors", "2 of 4 matrices .*out_proj: transformers reads its weight"),

@@ -38,7 +38,7 @@ from .card import model_card
 from .export import auto_round, llama_cpp
 from .gguf import GGUF_FILE, GgufWriter, recount_gguf
 from .imatrix import IMATRIX_FILE, counted, entries, imatrix_digest, importances, write_imatrix
-from .packed import ZERO_POINTS, PackedWriter, check_loads, recount_safetensors
+from .packed import UNREAD, PackedWriter, check_loads, recount_safetensors
 from .program import formats_of_plan
 
 _Writer = PackedWriter | GgufWriter
@@ -178,7 +178,9 @@ def write_bits(
     rounding = _Rounding(model, formats, method or str(plan.extra["method"]), data, own)
     with new_folder(out_dir, overwrite=overwrite) as folder:
         gguf = plan.extra["family"] == GGUF
-        rounding.writer = GgufWriter(model, tokenizer, formats, folder) if gguf else PackedWriter(model, formats, folder)
+        runtime = str(plan.extra["runtime"])
+        packed = not gguf and PackedWriter(model, formats, folder, runtime)
+        rounding.writer = packed or GgufWriter(model, tokenizer, formats, folder)
         request: dict[str, Any] = {"plan": plan.digest, "method": rounding.quantiser.name, "options": dict(rounding.options)}
         request |= request_of(model, computing=rounding.data is not None)
         request |= {} if rounding.data is None else {"data": rounding.data.digest, "batch_size": batch_size}
@@ -339,7 +341,7 @@ def _finish(folder: Path, tokenizer: Any, plan: Plan, rounding: _Rounding, write
     elif not (stacks(formats) or any(find_format(f).floating for f in formats.values())):
         write_text(folder / "autoround-layer_config.json", auto_round(plan))
     write_readers(rounding.model, tokenizer, folder)
-    if not gguf and ZERO_POINTS not in notes:
+    if not gguf and UNREAD.isdisjoint(notes):
         notes += check_loads(folder, str(plan.extra["runtime"]))
     total = sum(counted.values())
     receipt = QuantisationReceipt(

@@ -33,6 +33,7 @@ from .gguf import check_even, fixed_bytes, in_file
 from .gguf_names import ROUTERS, find_architecture, find_names, split_stacks
 from .memory import cache_of
 from .mixes import LlamaModel
+from .saved_names import experts_of
 from .table import Table
 
 UNWRITTEN = ("refuse", "16-bit", "plan")
@@ -77,7 +78,7 @@ def formats_table(
             "Types that need them: " + ", ".join(f.name for f in TYPES if f.needs_inputs) + ".",
             "Use --method weighted or gptq, or leave the type out.",
         )
-    size = np.array([[_bytes(b, f) for f in chosen] for b in blocks], dtype=np.int64)
+    size = np.array([[_bytes(b, f, target) for f in chosen] for b in blocks], dtype=np.int64)
     has = (size > 0) & (np.array([f.plain for f in chosen]) | ~kept[:, None])
     return Table(
         blocks=blocks,
@@ -119,12 +120,10 @@ def _llama(model: nn.Module, blocks: Sequence[Block], target: Runtime, method: s
     return {"llama": rules, "stored": tuple(tuple(first[m.name] for m in b.modules) for b in blocks)}
 
 
-def _bytes(block: Block, form: Format) -> int:
-    """Bytes of a block in a format; 0 where one of its matrices cannot be stored in it."""
-    if not all(form.fits(m.d_in) for m in block.modules):
+def _bytes(block: Block, form: Format, target: Runtime) -> int:
+    """Bytes of a block in a format; 0 where one of its matrices cannot be stored in it, or computed with."""
+    if not all(form.fits(m.d_in) for m in block.modules) or not target.fits([m.name for m in block.modules], form):
         return 0
-    if form.family != GGUF:
-        return sum(form.bytes(m.d_out, m.d_in, m.copies) for m in block.modules)
     apart = [(m, split_stacks(m.name, m.copies)) for m in block.modules]
     return sum(n * form.bytes(m.d_out // n, m.d_in, m.copies) for m, n in apart)
 
@@ -197,7 +196,9 @@ def _fixed_bytes(model: nn.Module, blocks: Iterable[Block], family: str) -> int:
             seen.add(id(parameter))
             exact = parameter.numel() * (4 if family == GGUF and parameter.ndim == 1 else 2)
             total += -(-exact // ALIGNMENT) * ALIGNMENT if family == GGUF else exact
-    return total
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = [t for name, t in model.state_dict().items() if name not in known and isinstance(t, torch.Tensor)]
+    return total + sum(b.numel() * (2 if b.is_floating_point() else b.element_size()) for b in buffers)
 
 
 # ---- matrices that no file holds in fewer than 16 bits
@@ -213,11 +214,14 @@ def unwritable(model: nn.Module, names: Sequence[str], target: Runtime) -> dict[
         return {}
     if target.name == "transformers" and (kind := _unrolled(model)):
         return dict.fromkeys(names, f"transformers reads every expert of a packed {kind} by itself, and saves them together")
-    found = {}
+    found, apart = {}, experts_of(model, names) if target.fused else {}
     for name in names:
         owner = weight_of(model, name)[0]
+        if name in apart:
+            continue
         if not isinstance(owner, nn.Linear):
-            found[name] = f"it is {'a Conv1D' if type(owner).__name__ == 'Conv1D' else 'a stack of experts'}, no plain Linear"
+            stacked = "a stack of experts that is saved whole" if target.fused else "a stack of experts"
+            found[name] = f"it is {'a Conv1D' if type(owner).__name__ == 'Conv1D' else stacked}, no plain Linear"
         elif not _is_plain(owner):
             found[name] = f"it is a {type(owner).__name__}, which gives something else than a plain Linear"
     if target.name == "transformers":
@@ -241,7 +245,7 @@ def _split(model: nn.Module, blocks: Sequence[Block], target: Runtime, what: str
         return tuple(sorted((*free, *kept), key=lambda b: natural_key(b.name))), reasons
     share = sum(b.numel for b in kept) / sum(m.numel for m in matrices)
     other = "plan for a tool that writes them (--unwritten plan, then export --to auto-round)"
-    other = "plan for llama.cpp (--format gguf)" if stacks(b.name for b in kept) else other
+    other = _for_experts(model, stacks(b.name for b in kept), target) or other
     other = "plan for compressed-tensors (--format compressed-tensors)" if target.family == GGUF else other
     raise InvalidInput(
         f"No file holds {len(kept)} of {len(matrices)} matrices ({share:.0%} of the weights) in fewer than 16 bits, first "
@@ -249,6 +253,14 @@ def _split(model: nn.Module, blocks: Sequence[Block], target: Runtime, what: str
         f"In 16 bits they take {16 * share:.2f} bits per weight of all that is planned." if free else "None is left to plan.",
         f"Keep them so (--unwritten 16-bit), or {other}." if free else f"{other[0].upper()}{other[1:]}.",
     )
+
+
+def _for_experts(model: nn.Module, names: Sequence[str], target: Runtime) -> str:
+    """Which other runtimes have stacks of experts in few bits, for a remedy; empty without stacks."""
+    if not names:
+        return ""
+    apart = target.name == "transformers" and len(experts_of(model, names)) == len(names)
+    return f"plan for {'vLLM (--runtime vllm) or ' * apart}llama.cpp (--format gguf)"
 
 
 def check_writable(model: nn.Module, formats: Mapping[str, str], target: Runtime) -> None:
@@ -260,7 +272,7 @@ def check_writable(model: nn.Module, formats: Mapping[str, str], target: Runtime
     if reasons:
         first = next(iter(reasons))
         other = "export the plan for a tool that writes them (layerbudget export PLAN --to auto-round)"
-        other = "plan for llama.cpp (--format gguf)" if stacks(reasons) else other
+        other = _for_experts(model, stacks(reasons), target) or other
         raise InvalidInput(
             f"No file holds {len(reasons)} of {len(small)} matrices in the formats of this plan, first {first}: "
             f"{reasons[first]}.",

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
-import re
-import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,37 +15,45 @@ from torch import nn
 
 from ...compressors.formats import Format, find_format, need_packing
 from ...compressors.quantisers import Rounded
+from ...compressors.treating import matrices
 from ...errors import BadModel, CorruptFile, CoverageError
-from ...models.blocks import config_of, layers, matrix_of, pretrained, weight_of
+from ...models.blocks import config_of, layers, pretrained, weight_of
 from ...models.loading import load_model
 from ...models.machine import SHARE, free_bytes
+from ...records import stacks
+from .saved_names import Part, as_saved, experts_of, pattern, quiet
 
 SHARD = 1 << 29  # bytes of one file; one tensor may be larger
 PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale", "weight_shape")
 ZERO_POINTS = "transformers 5.23 does not load packed zero points (compressed-tensors 0.20); vLLM reads them."
+EXPERTS = "transformers 5.23 takes all experts for one format and misreads these; vLLM reads each layer's own."
+UNREAD = frozenset({ZERO_POINTS, EXPERTS})  # where the folder is not loaded again
 
 
 class PackedWriter:
     """Writes an ordinary transformers checkpoint into an empty folder, layer after layer, in files of limited size.
 
-    Weights are read when their layer is asked for. What is no plain Linear has 16 bits
-    (:func:`~layerbudget.decisions.bits.blocks.check_writable` refuses the rest).
+    Weights are read when their layer is asked for. What is no plain Linear has 16 bits, but for stacks of experts in a folder
+    for vLLM: it reads every expert by itself (:func:`~layerbudget.decisions.bits.blocks.check_writable` refuses the rest).
     """
 
-    def __init__(self, model: nn.Module, formats: Mapping[str, str], folder: Path) -> None:
+    def __init__(self, model: nn.Module, formats: Mapping[str, str], folder: Path, runtime: str = "transformers") -> None:
         need_packing()
         self.model, self.formats, self.folder = model, {n: find_format(f) for n, f in formats.items()}, folder
         self.modules = dict(model.named_modules())
+        small = [n for n in stacks(formats) if not self.formats[n].plain]
+        self.experts = experts_of(model, list(formats)) if runtime == "vllm" and small else {}
         # Stacks of experts keep the names that they have in the model: beside packed layers transformers 5.23 does not find
         # the experts one by one, which is how it would save them. So do all other matrices that stay in 16 bits.
         full = {id(p): n for n, p in model.named_parameters()}
-        self.fused = {n: full[id(weight_of(model, n)[1])] for n in formats if self.formats[n].plain or n not in self.modules}
+        kept = (n for n in formats if n not in self.experts and (self.formats[n].plain or n not in self.modules))
+        self.fused = {n: full[id(weight_of(model, n)[1])] for n in kept}
         self.layers = tuple(f"{name}." for name, _ in layers(model))
         self.pending: dict[str, torch.Tensor] = {}
         self.shards: list[list[str]] = []
         self.total = 0
         self.config = json.loads(config_of(model).to_json_string(use_diff=False))  # infinite numbers in words that are JSON
-        with _quiet():
+        with quiet():
             pretrained(model).save_pretrained(folder, state_dict={})  # what belongs to a model beside its weights
         for file in folder.glob("*.safetensors*"):
             file.unlink()
@@ -58,26 +65,35 @@ class PackedWriter:
             return name.startswith(f"{piece}.") if piece else not name.startswith(self.layers)
 
         packed = {n: f for n, f in self.formats.items() if not f.plain and inside(n)}
-        left, fused = {f"{n}.weight" for n in packed}, set(self.fused.values())
+        left, fused = {f"{n}.weight" if n in self.modules else n for n in packed}, set(self.fused.values())
         state = {n: t for n, t in pretrained(self.model).state_dict().items() if n not in left and inside(n)}
-        found = _as_saved(self.model, {n: t for n, t in state.items() if n not in fused})
+        found = as_saved(self.model, {n: t for n, t in state.items() if n not in fused})
         found |= {n: t.detach().clone() for n, t in state.items() if n in fused}
         found = {n: t.to(torch.bfloat16) if t.is_floating_point() else t for n, t in found.items()}
         for name, form in packed.items():
-            stored = _pack(matrix_of(self.modules[name]), rounded[name][0], form, name)
-            found |= {f"{name}.{part}": t for part, t in stored.items()}
+            weights = matrices(*weight_of(self.model, name))
+            for part in self._parts(name):
+                stored = _pack(part.take(weights[part.copy]), _rows(rounded[name][part.copy], part), form, part.name)
+                found |= {f"{part.name}.{key}": t for key, t in stored.items()}
         return found
+
+    def _parts(self, name: str) -> tuple[Part, ...]:
+        """What a matrix is in the file: itself, or the experts of a stack."""
+        return self.experts.get(name, (Part(name=name),))
 
     def restore(self, names: Collection[str], tensors: Mapping[str, torch.Tensor]) -> None:
         """Put matrices that were written before into the model again."""
         for name in names:
-            weight = weight_of(self.model, name)[1].data  # fused experts are no module
-            form = self.formats[name]
-            weight.copy_(weight.to(torch.bfloat16) if form.plain else _unpack(tensors, form, name))
+            weights, form = matrices(*weight_of(self.model, name)), self.formats[name]
+            for part in self._parts(name):
+                rows = part.take(weights[part.copy])
+                rows.copy_(rows.to(torch.bfloat16) if form.plain else _unpack(tensors, form, part.name))
 
     def names(self) -> dict[str, list[str]]:
         """Return the names in the file of every planned matrix's weights; those that are not there count nothing."""
-        return {n: [self.fused[n]] if n in self.fused else [f"{n}.{p}" for p in ("weight", *PARTS)] for n in self.formats}
+        kinds = ("weight", *PARTS)
+        apart = {n: [f"{part.name}.{kind}" for part in self._parts(n) for kind in kinds] for n in self.formats}
+        return apart | {n: [stored] for n, stored in self.fused.items()}
 
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take the tensors of a piece; full files are written and no longer held."""
@@ -110,11 +126,42 @@ class PackedWriter:
             index = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(where.items()))}
             (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
         others = [n for n, m in self.modules.items() if isinstance(m, nn.Linear) and n not in self.formats]
-        record = self.config | {"quantization_config": _quantization_config(self.formats, others), "dtype": "bfloat16"}
+        record = self.config | {"quantization_config": self._quantization_config(others), "dtype": "bfloat16"}
         record["architectures"] = [type(self.model).__name__]
         text = json.dumps(record, indent=1, allow_nan=False) + "\n"
         (self.folder / "config.json").write_text(text, encoding="utf-8")
-        return [] if all(f.symmetric for f in self.formats.values()) else [ZERO_POINTS]
+        kinds = {self.formats[n] for n in self.experts}
+        alike = len(kinds) < 2 and all(f.packing == "pack-quantized" for f in kinds)
+        notes = [] if all(f.symmetric for f in self.formats.values()) else [ZERO_POINTS]
+        return notes if alike else [*notes, EXPERTS]
+
+    def _quantization_config(self, others: Sequence[str]) -> dict[str, Any]:
+        """The entry ``quantization_config`` of ``config.json``: one group per format, matrices by their names in the file."""
+        groups: dict[Format, list[str]] = {}
+        for name, form in self.formats.items():
+            groups.setdefault(form, []).extend(dict.fromkeys(pattern(part.name) for part in self._parts(name)))
+        plain = [p for form, patterns in groups.items() if form.plain for p in patterns if r"\d+" in p]
+        groups = {form: patterns for form, patterns in groups.items() if not form.plain}
+        idle = {"input_activations": None, "output_activations": None}
+        config_groups = {
+            f"group_{i}": {"targets": patterns, "weights": _scheme(form), **idle, "format": form.packing}
+            for i, (form, patterns) in enumerate(groups.items())
+        }
+        packings = {form.packing for form in groups} or {"pack-quantized"}
+        whole = [n for n, f in self.formats.items() if f.plain and n not in self.experts]
+        return {
+            "quant_method": "compressed-tensors",
+            "format": packings.pop() if len(packings) == 1 else "mixed-precision",
+            "quantization_status": "compressed",
+            "ignore": sorted({*whole, *plain, *others}),
+            "config_groups": config_groups,
+        }
+
+
+def _rows(rounded: Rounded, part: Part) -> Rounded:
+    """What goes with some rows of a rounded matrix."""
+    scale, zero = (None if t is None else part.take(t) for t in (rounded.scale, rounded.zero))
+    return dataclasses.replace(rounded, scale=scale, zero=zero)
 
 
 def _scheme(form: Format) -> dict[str, Any]:
@@ -153,64 +200,13 @@ def _unpack(tensors: Mapping[str, torch.Tensor], form: Format, name: str) -> tor
     return weight.float()
 
 
-def _quantization_config(formats: Mapping[str, Format], others: Sequence[str]) -> dict[str, Any]:
-    """The entry ``quantization_config`` of ``config.json``: one group per format, matrices by their names."""
-    groups: dict[Format, list[str]] = {}
-    for name, form in formats.items():
-        if not form.plain:
-            groups.setdefault(form, []).append(name)
-    quiet = {"input_activations": None, "output_activations": None}
-    config_groups = {
-        f"group_{i}": {
-            "targets": [f"re:^{re.escape(n)}$" for n in names], "weights": _scheme(form), **quiet, "format": form.packing,
-        }
-        for i, (form, names) in enumerate(groups.items())
-    }  # fmt: skip
-    packings = {form.packing for form in groups} or {"pack-quantized"}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": packings.pop() if len(packings) == 1 else "mixed-precision",
-        "quantization_status": "compressed",
-        "ignore": sorted({*(n for n, f in formats.items() if f.plain), *others}),
-        "config_groups": config_groups,
-    }
-
-
-def _as_saved(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors under the names, and in the shapes, that transformers saves them with."""
-    from safetensors.torch import load_file
-
-    found: dict[str, torch.Tensor] = {}
-    with tempfile.TemporaryDirectory(prefix="layerbudget-") as folder:
-        if state:
-            with _quiet():
-                pretrained(model).save_pretrained(folder, state_dict=dict(state))
-        for file in sorted(Path(folder).glob("*.safetensors")):
-            found |= load_file(file)
-    return found
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No bar of transformers for every piece."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
 def check_loads(folder: Path, runtime: str) -> list[str]:
     """Load what was written, as a user will; returns notes: why it was not loaded, or that only vLLM may read it."""
     size, free = sum(f.stat().st_size for f in folder.glob("*.safetensors")), free_bytes("cpu")
     if size > SHARE * free:
         return [f"It was not loaded again: {size / 2**30:.3g} GiB of {free / 2**30:.3g} free are more than is risked."]
     try:
-        with _quiet(), contextlib.redirect_stderr(io.StringIO()):  # bars of compressed-tensors
+        with quiet(), contextlib.redirect_stderr(io.StringIO()):  # bars of compressed-tensors
             load_model(str(folder), dtype="auto")
     except BadModel as error:
         said = error.what.split(": ", 1)[-1].rstrip(".")

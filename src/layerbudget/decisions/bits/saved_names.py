@@ -1,0 +1,103 @@
+"""The names that a checkpoint has for the weights of a model: for a stack of experts, one name for every expert.
+
+transformers holds the experts of a layer in one parameter, and saves most of them one by one, gate and up apart, as their
+first checkpoints had them. vLLM reads packed experts by those names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ...models.blocks import pretrained, transposed, weight_of
+from ...records import stacks
+
+_ROWS = 4  # of a tracer: gate and up are halves of it
+_EXPERT = re.compile(r"(.+\.experts)\.\d+\.(\w+)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """Some rows of a matrix under a name of their own.
+
+    Attributes:
+        name: Of the module in the checkpoint.
+        copy: Which matrix of a stack.
+        run: Which of ``runs`` equal runs of its rows.
+    """
+
+    name: str
+    copy: int = 0
+    run: int = 0
+    runs: int = 1
+
+    def take(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return its rows of a matrix, or of what goes with its rows."""
+        return rows.chunk(self.runs)[self.run]
+
+
+def experts_of(model: nn.Module, names: Sequence[str]) -> dict[str, tuple[Part, ...]]:
+    """Return the parts that stacks of experts are saved as, by stack; those that are saved whole are left out.
+
+    They are found by saving a few numbers in the place of the weights, which say where they come from.
+    """
+    found, held, start = dict[str, list[Part]](), dict[str, torch.Tensor](), 0
+    first: list[tuple[int, str]] = []
+    for name in stacks(names):
+        owner, parameter = weight_of(model, name)
+        if not transposed(owner):
+            numbers = torch.arange(start, start + len(parameter) * _ROWS, dtype=torch.float64)
+            held[name] = numbers.reshape(len(parameter), _ROWS, 1)
+            first.append((start, name))
+            start += numbers.numel()
+    for saved, numbers in as_saved(model, held).items():
+        low, rows = int(numbers.flatten()[0]), len(numbers)
+        begin, name = max(f for f in first if f[0] <= low)
+        copy, row = divmod(low - begin, _ROWS)
+        whole = numbers.shape == (rows, 1) and numbers.flatten().tolist() == list(range(low, low + rows))
+        if whole and row + rows <= _ROWS and row % rows == 0 and _EXPERT.fullmatch(saved.removesuffix(".weight")):
+            part = Part(name=saved.removesuffix(".weight"), copy=copy, run=row // rows, runs=_ROWS // rows)
+            found.setdefault(name, []).append(part)
+    complete = {n: sum(1 / p.runs for p in parts) == len(held[n]) for n, parts in found.items()}
+    return {n: tuple(sorted(found[n], key=lambda p: (p.copy, p.run))) for n in names if complete.get(n)}
+
+
+def pattern(module: str) -> str:
+    """Return a regular expression of compressed-tensors for a module; for one of an expert, of all experts of its layer."""
+    expert = _EXPERT.fullmatch(module)
+    return f"re:^{re.escape(module)}$" if expert is None else rf"re:^{re.escape(expert[1])}\.\d+\.{expert[2]}$"
+
+
+def as_saved(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors under the names, and in the shapes, that transformers saves them with."""
+    from safetensors.torch import load_file
+
+    found: dict[str, torch.Tensor] = {}
+    with tempfile.TemporaryDirectory(prefix="layerbudget-") as folder:
+        if state:
+            with quiet():
+                pretrained(model).save_pretrained(folder, state_dict=dict(state))
+        for file in sorted(Path(folder).glob("*.safetensors")):
+            found |= load_file(file)
+    return found
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """No bar of transformers for every piece."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
