@@ -64,14 +64,16 @@ def main():
     found = find_experts(model)
     lines = [f"# Experts and types in one program: {Path(a.model).name}", "",
              f"{len(found)} layers of {found[0].count} experts, {found[0].top_k} per token; types {', '.join(TYPES)} with an importance "
-             f"matrix; {a.samples} x {a.length} calibration tokens, held-out {a.windows} x {a.length}. Every row has the same "
-             "bytes of file; the same number of experts in all layers, as GGUF wants it.", "",
+             f"matrix; {a.samples} x {a.length} calibration tokens, held-out {a.windows} x {a.length}. "
+             "All layers have the same number of experts, as a GGUF file has one expert_count in its header.", "",
              "| budget | what decides | experts left | bytes | removal alone, KL | KL | predicted: removal + rounding, assumed | rounding measured again |",
              "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    short = 0  # bytes that types could not fill, the most of all files
     for bits in a.bits:
         limit = int(bits * table.numel / 8) + table.beside
         try:
             plan = plan_bits(scores, budget=f"{limit} bytes")
+            short = max(short, limit - plan.budget["spent"] - table.beside)
             kl, error = measured(dense, model, plan.extra["formats"], data)
             lines.append(f"| {limit:,} | types alone | {sum(e.count for e in found)} | {plan.budget['spent'] + table.beside:,} | 0 | "
                          f"{kl:.4g} +- {error:.2g} | {plan.extra['predicted']:.4g} | |")  # fmt: skip
@@ -87,6 +89,7 @@ def main():
             except lb.InfeasibleBudget:
                 lines.append(f"| {limit:,} | {name} | {int(kept.counts.sum())} | too few | | | | |")
                 continue
+            short = max(short, limit - plan.budget["spent"] - left.beside)
             kl, error = measured(dense, small, plan.extra["formats"], data)
             said = again = ""
             if typed:
@@ -96,7 +99,13 @@ def main():
             lines.append(f"| {limit:,} | {name} | {int(kept.counts.sum())} | {plan.budget['spent'] + left.beside:,} | {alone:.4g} | "
                          f"{kl:.4g} +- {error:.2g} | {said} | {again} |")  # fmt: skip
         a.out.write_text("\n".join(lines) + "\n")
-    lines += ["", f"{time.process_time() - started:.0f} s of one core (`benchmarks/experts_joint.py`).", ""]
+    lines += [
+        "",
+        f"The files of a budget are equal in bytes within {short:,}.",
+        "",
+        f"{time.process_time() - started:.0f} s of one core (`benchmarks/experts_joint.py`).",
+        "",
+    ]
     a.out.write_text("\n".join(lines))
     print("\n".join(lines))
 
