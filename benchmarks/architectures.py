@@ -193,7 +193,10 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"]},
             {**VISION, **HEAD, "num_key_value_heads": 2}, {"audio_config": None}),
         "glm4v": ("Glm4vConfig", ROTATED, PATCHES, {}),
-        "glm4v_moe": ("Glm4vMoeConfig", {**LATENT, **ROTATED, "num_key_value_heads": 2}, PATCHES, {}),
+        "glm4v_moe": ("Glm4vMoeConfig", {
+            **LATENT, "num_key_value_heads": 2,
+            "rope_parameters": {**ROTATED["rope_parameters"], "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}},
+            PATCHES, {}),
         "internvl": ("InternVLConfig", {"model_type": "qwen2"}, {**VISION, "image_size": [28, 28], "patch_size": [14, 14]}, {}),
         "llama4": ("Llama4Config", {
             "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size": 32, "intermediate_size_mlp": 128,
@@ -357,8 +360,10 @@ def cell(argv: list[str], counter: Forwards, base: list[list[str]] | None = None
     made, named = base or [], [flags for flags in remedies(sentence) if flags not in own]
     others = [(i, flags) for flags in named for i in range(len(made))[::-1] if knows(made[i], flags[0])]
     failed = ""
+    no_data = argv[: argv.index("--data")] + argv[argv.index("--data") + 2 + len(TEXT) :] if "--data" in argv else argv
     for flags in own if steps else []:
-        after = cell([*argv, *flags], counter, base, steps - 1)
+        line = no_data if f"{' '.join(flags)} without --data" in sentence else argv
+        after = cell([*line, *flags], counter, base, steps - 1)
         if after["state"] in ("works", "refused"):
             remedy = " ".join([*flags, *after.get("remedy", "").split()])
             return found | {

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from tests import zoo
 from torch import nn
 
+from layerbudget.decisions.sparsity.apply import prune
+from layerbudget.decisions.sparsity.directional import plan_by_damage
 from layerbudget.errors import CoverageError
 from layerbudget.execution.backward import Accumulator, feed
 from layerbudget.execution.inputs import InputStatistics
@@ -154,3 +157,18 @@ def test_estimators_that_know_linears_refuse_experts_before_a_forward_and_the_re
         score(model, data, partition(model, "linear"), estimator)
     handle.remove()
     assert score(model, data, partition(model, "linear", exclude="experts[.]"), estimator).names
+
+
+def test_experts_of_another_layout_are_refused_before_a_forward_and_the_remedy_works():
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1, "num_key_value_heads": 2}
+    config = transformers.JetMoeConfig(**sizes, kv_channels=8, num_local_experts=4, num_experts_per_tok=2)
+    model, data = transformers.JetMoeForCausalLM(config).eval(), zoo.tokens(4, 8)
+    plan = zoo.plan(model)
+    handle = model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran before the refusal"))
+    with pytest.raises(CoverageError, match=r"inputs are not known.*--method magnitude without --data"):
+        prune(model, plan, data, method="wanda")
+    with pytest.raises(CoverageError, match=r"inputs are not known.*Use --method magnitude, which reads no inputs"):
+        plan_by_damage(model, data, sparsity=0.5, passes=8)
+    handle.remove()
+    receipt = prune(model, plan, method="magnitude")
+    assert receipt.sparsity == pytest.approx(receipt.planned, abs=0.01) and receipt.planned > 0.2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -248,13 +248,24 @@ class InputStatistics:
         return hook
 
 
-def _check_experts(owner: nn.Module, wanted: dict[str, Module]) -> None:
+def check_experts(model: nn.Module, names: Iterable[str], remedy: str = "") -> None:
+    """Refuse stacks of experts whose inputs are not known, before any forward; ``remedy`` says what to do instead."""
+    stacks: dict[nn.Module, set[str]] = {}
+    for name in names:
+        owner, parameter = weight_of(model, name)
+        if parameter.ndim == 3:
+            stacks.setdefault(owner, set()).add(name.rsplit(".", 1)[1])
+    for owner, wanted in stacks.items():
+        _check_experts(owner, wanted, remedy)
+
+
+def _check_experts(owner: nn.Module, wanted: Collection[str], remedy: str = "") -> None:
     known, first = {"gate_up_proj", "up_proj", "down_proj"}, _first(owner)
     if set(wanted) - known or first is None:
         raise CoverageError(
             f"{type(owner).__name__} keeps its experts in {', '.join(sorted(wanted))}, a layout whose inputs are not known.",
             "Known are down_proj and one of gate_up_proj and up_proj, three-dimensional and in one module.",
-            "Use --method magnitude, which reads no inputs.",
+            remedy or "Use --method magnitude, which reads no inputs.",
         )
 
 

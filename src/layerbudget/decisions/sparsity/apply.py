@@ -18,6 +18,7 @@ from ...compressors.select import check_group, parse_pattern, share
 from ...compressors.treating import Job, Treating
 from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput, ModelMismatch, UnknownBlock
+from ...execution.inputs import check_experts
 from ...execution.modes import inference
 from ...execution.processes import broadcast, is_main, process_group, shard
 from ...execution.walk import Walk
@@ -97,6 +98,8 @@ def prune(
     plan.validate(identity)
     check_finite(model)
     jobs = _jobs(model, plan, parity, pattern)
+    if not blind:
+        check_experts(model, jobs, "Use --method magnitude without --data: it reads no inputs.")
     batch_size = 1 if parity else 8 if batch_size is None else batch_size
     settings = {"method": treatment.name, "batch_size": batch_size, "parity": parity, "pattern": pattern}
     settings |= {"true_sequential": true_sequential, "autocast": autocast, **treatment.resolve_options(own)}

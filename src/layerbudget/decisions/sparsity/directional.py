@@ -22,7 +22,7 @@ from ...compressors.base import find_treatment
 from ...compressors.treating import Found
 from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
-from ...execution.inputs import InputMoments
+from ...execution.inputs import InputMoments, check_experts
 from ...execution.processes import broadcast, is_main
 from ...models.blocks import check_finite, describe
 from ...models.machine import computation, versions
@@ -92,6 +92,8 @@ def plan_by_damage(
     request |= {"versions": versions(), "computation": computation(model)}
     parts = Parts(resume if is_main() else None, request)
     units = Units.by(model, by)
+    if treatment.statistic != "none":
+        check_experts(model, [m.name for m in units.modules])
     tick = Steps(progress, max(1, int((passes - APPLYING - 1.0) / PRICE)))
     treated = TreatedModel(model, data, units, treatment, batch_size=batch_size)
     try:
