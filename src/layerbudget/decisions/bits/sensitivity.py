@@ -59,7 +59,7 @@ def rounding_damage(
 
     Arguments are those of :func:`~layerbudget.decisions.bits.plan.plan_bits` and, as ``formats``, of
     :func:`~layerbudget.decisions.bits.blocks.formats_table`; labels are drawn ``draws`` times by ``seed``. So many ``rows`` of
-    every matrix are rounded to every format, and the damage of three formats is measured; with ``whole`` that of all of them,
+    every matrix are rounded to every format, and the damage of a few formats is measured; with ``whole`` that of all of them,
     which ggml takes several times as long to round. ``imatrix`` is the importance matrix of llama.cpp that the file will be
     made with, for ``weighted``; by default importances are of the text.
     """
