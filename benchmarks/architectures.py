@@ -238,6 +238,8 @@ CELLS: dict[str, tuple[str | None, str]] = {
     "finetune all": ("plan all ranks", "finetune {m} {w}/all.json --data {r} --set train_rows=8 --epochs 1 --batch 4 -o {w}/whole"),
     "plan bits": (None, "plan bits {m} --bits 6 --set check=0 --data {d} TEXT -o {w}/bits.json"),
     "packed": ("plan bits", "apply {m} {w}/bits.json -o {w}/packed"),
+    "plan vllm": (None, "plan bits {m} --bits 6 --runtime vllm --set check=0 --data {d} TEXT -o {w}/vllm.json"),
+    "vllm": ("plan vllm", "apply {m} {w}/vllm.json -o {w}/vllm"),
     "plan gguf": (None, "plan bits {m} --bits 6 --format gguf --set check=0 --data {d} TEXT -o {w}/gguf.json"),
     "gguf": ("plan gguf", "apply {m} {w}/gguf.json -o {w}/gguf"),
     "evaluate": (None, "evaluate {m} --perplexity {d} --length 32 --windows 4"),
@@ -416,7 +418,7 @@ def family(name: str, folder: Path, counter: Forwards) -> dict[str, Any]:
         lines[column] = [a.replace("%params", "% params") for a in argv]
         if before["state"] not in ("works", "refused", "late"):
             record["cells"][column] = {"state": "-", "said": f"no {base}"}
-        elif column == "packed" and "--unwritten plan" in before.get("remedy", ""):
+        elif column in ("packed", "vllm") and "--unwritten plan" in before.get("remedy", ""):
             record["cells"][column] = {"state": "-", "said": "the plan is for other tools"}
         else:
             chain: list[list[str]] = []
@@ -440,7 +442,7 @@ def table(found: dict[str, Any]) -> str:
             f"| family | held | {' | '.join(CELLS)} |", f"|{'---|' * (len(CELLS) + 2)}"]  # fmt: skip
     for name, record in found.items():
         held = "" if record["held"] is None else f"{record['held']:.1%}"
-        rows.append(f"| {name} | {held} | {' | '.join(c['state'] for c in record['cells'].values())} |")
+        rows.append(f"| {name} | {held} | {' | '.join(record['cells'].get(c, {'state': 'not run'})['state'] for c in CELLS)} |")
     said: dict[tuple[str, str], list[str]] = {}
     for name, record in found.items():
         for column, c in record["cells"].items():

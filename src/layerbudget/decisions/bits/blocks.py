@@ -260,7 +260,8 @@ def _for_experts(model: nn.Module, names: Sequence[str], target: Runtime) -> str
     if not names:
         return ""
     apart = target.name == "transformers" and len(experts_of(model, names)) == len(names)
-    return f"plan for {'vLLM (--runtime vllm) or ' * apart}llama.cpp (--format gguf)"
+    instead = " in place of --runtime vllm" if target.name == "vllm" else ""
+    return f"plan for {'vLLM (--runtime vllm) or ' * apart}llama.cpp (--format gguf{instead})"
 
 
 def check_writable(model: nn.Module, formats: Mapping[str, str], target: Runtime) -> None:
