@@ -1,4 +1,4 @@
-"""Fit a memory at a context, from the configuration alone: bits of the weights beside a cache in 16, 8 and 4 bits."""
+"""Bits of the weights that fit a memory at a context beside a cache in 16, 8 and 4 bits, from the configuration alone."""
 
 from __future__ import annotations
 
