@@ -20,6 +20,7 @@ ELSEWHERE = {
     "make test": "is this suite",
     "python -m paper list": "tests/paper does",
     "python -m paper run NAME -o DIR": "tests/paper does",
+    "python examples/water_filling.py --budget 24 --out docs/water.png": "tests/test_examples.py draws it in another folder",
     "pip install .": "installs",
     "pip install 'layerbudget[bits]'": "installs from the network",
     "torchrun -m layerbudget": "starts several processes: tests/execution and tests/finetuning do",

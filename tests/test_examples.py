@@ -74,7 +74,7 @@ def test_the_gallery_runs(name, tmp_path, monkeypatch, capsys):
 
 def test_the_rows_and_the_water_of_the_gallery(tmp_path, monkeypatch):
     for name, out in (("chat_rows.py", "rows.jsonl"), ("water_filling.py", "water.png")):
-        words = [str(tmp_path / out)] if name == "chat_rows.py" else ["--out", str(tmp_path / out)]
+        words = [str(tmp_path / out)] if name == "chat_rows.py" else ["--budget", "24", "--out", str(tmp_path / out)]
         monkeypatch.setattr(sys, "argv", [name, *words])
         runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 300 and (tmp_path / "water.png").stat().st_size > 1000
