@@ -3,7 +3,7 @@
     python benchmarks/screenshots.py demo=layerbudget-demo finetune=adapters bits=bits ranks=ranks --out DIR
 
 Every folder becomes a page (``layerbudget report``), the page is drawn in a frame of 1200 and of 420 pixels (a window cannot be
-narrower than 500), as tall as it is up to ``--tall``, and kept as a PNG of 128 colours. Dark is drawn at 1200.
+narrower than 500), as tall as it is up to ``--tall``, and kept as a PNG of 128 colours.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def main() -> None:
             page = write_report(Path(folder), Path(place) / f"{name}.html")
             for width in WIDTHS:
                 height = min(tall(browser, page, width, Path(place)), a.tall)
-                for dark in (False, True) if width == WIDTHS[0] else (False,):
+                for dark in (False, True):
                     picture = a.out / f"{name}-{width}{'-dark' if dark else ''}.png"
                     shoot(browser, page, width, height, picture.resolve(), dark=dark, colours=a.colours)
                     print(f"{picture}: {width} x {height}, {picture.stat().st_size / 1024:.0f} KiB")
