@@ -34,7 +34,7 @@ def test_a_lora_config_gives_every_module_its_rank(mistral, tmp_path, capsys):
     plan.save(tmp_path / "ranks.json")
     out = tmp_path / "adapter_config.json"
     assert main(["export", str(tmp_path / "ranks.json"), "--set", "dropout=0.1", "-o", str(out)]) == 0
-    assert "ranks by" in capsys.readouterr().out
+    assert "The plan of ranks (rule by-hand) is written to" in capsys.readouterr().out
     for config in (peft.LoraConfig(**json.loads(out.read_text())), peft.LoraConfig.from_pretrained(str(tmp_path))):
         assert config.lora_dropout == 0.1
         found = adapted_ranks(peft.get_peft_model(zoo.mistral(), config))

@@ -101,7 +101,7 @@ class Plan(BlockRecord):
 
     def _shown(self) -> tuple[str, list[str]]:
         spent, limit, unit = (self.budget.get(name) for name in ("spent", "limit", "unit"))
-        title = f"Plan of {self.kind} by {self.rule}: {len(self)} blocks, {spent:,.10g} of {limit:,.10g} {unit}"
+        title = f"Plan of {self.kind}, rule {self.rule}: {len(self)} blocks, {spent:,.10g} of {limit:,.10g} {unit}"
         return title, [f"{b.value:.4g}" for b in self.blocks]
 
     def to_pandas(self) -> Any:

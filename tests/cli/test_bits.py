@@ -58,7 +58,7 @@ def test_plan_write_count_and_measure(folder, plan, capsys):
     told = document(capsys, "explain", plan)
     assert made["extra"]["check"]["verdict"] in told["sentences"]
     main(["report", str(folder), "-o", str(folder / "page.html")])
-    assert "bits by" in (folder / "page.html").read_text()
+    assert "bits, rule" in (folder / "page.html").read_text()
 
 
 def test_a_file_that_would_not_fit_on_the_disk_is_not_made(folder, plan, capsys, monkeypatch):

@@ -190,7 +190,7 @@ def _verdict(result: dict[str, Any], tests: dict[str, Any]) -> str:
 
 def _show(a: argparse.Namespace, result: dict[str, Any]) -> None:
     trained = f"{result['trained_parameters']:,} trained parameters"
-    title = f"{result['task']}: {result['kind']} by {result['rule']}, {trained}"
+    title = f"{result['task']}: {result['kind']}, rule {result['rule']}, {trained}"
     rows = [
         (split, name, f"{m['value']:.4f}", "-" if m["stderr"] is None else f"{m['stderr']:.4f}")
         for split, metrics in result["metrics"].items()

@@ -225,7 +225,7 @@ def _show(a: argparse.Namespace, plan: Plan, price: Any) -> None:
     if plan.kind == "shapes":
         measured.show_shapes(a, plan)
         return
-    title = f"{plan.kind} by {plan.rule}{', in percent' if plan.kind == 'sparsity' else ''}"
+    title = f"{plan.kind}, rule {plan.rule}{', in percent' if plan.kind == 'sparsity' else ''}"
     formats = plan.extra["formats"] if plan.kind in ("bits", "cache") else {}
     said = [formats[b.modules[0]] for b in plan.blocks] if formats else None
     grid = plan_grid(plan, title, price=price, said=said) if len(plan.blocks) <= BLOCKS and not a.table else None
@@ -235,4 +235,4 @@ def _show(a: argparse.Namespace, plan: Plan, price: Any) -> None:
     more = dict(zip(plan.names, said, strict=True)) if said else plan.extra.get("capacity", {}).get("counts", {})
     head = ("block", "value", "count", "parameters") + (("format" if said else "capacity",) if more else ())
     rows = [(b.name, b.value, b.count, b.numel) + ((more[b.name],) if more else ()) for b in plan.blocks]
-    show_table(a, f"{plan.kind} by {plan.rule}", head, rows)
+    show_table(a, f"{plan.kind}, rule {plan.rule}", head, rows)

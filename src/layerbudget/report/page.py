@@ -171,4 +171,4 @@ def plan_details(plan: Plan, name: str) -> str:
     curve = [{k: v for k, v in row.items() if k != "values"} for row in plan.extra.get("curve", ())]
     more = f"<h3>Over memory</h3>{sheet_of(curve).html()}" if curve else ""
     body = facts(plan.budget).html() + certificate + more + plan_table(plan).html()
-    return _folded(f"{name}: {plan.kind} by {plan.rule}", body)
+    return _folded(f"{name}: {plan.kind}, rule {plan.rule}", body)

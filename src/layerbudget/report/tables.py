@@ -91,7 +91,7 @@ def scores_grid(scores: Scores) -> Table | None:
 def plan_table(plan: Plan) -> Sheet:
     """One row per block: what it gets."""
     budget = plan.budget
-    title = f"{plan.kind} by {plan.rule}: {budget.get('spent')} of {budget.get('limit')} {budget.get('unit')}"
+    title = f"{plan.kind}, rule {plan.rule}: {budget.get('spent')} of {budget.get('limit')} {budget.get('unit')}"
     return Sheet(title, ("block", "parameters", "value", "count"), [(b.name, b.numel, b.value, b.count) for b in plan.blocks])
 
 
