@@ -1,4 +1,4 @@
-"""What of a model every verb reaches: shares of the matrices' weights, and why the rest is left as it is.
+"""Shares of a model that every verb reaches, of the matrices' weights, and why the rest is left as it is.
 
 Statistics of inputs (Wanda, SparseGPT, importance matrices) are tried by a forward of one sample, on one layer of each kind,
 and routed experts by a few tokens. PEFT and the formats' own rules are asked for all matrices, without running anything.
@@ -27,7 +27,7 @@ from ..records import Block, Module
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reach:
-    """What of a model a verb reaches.
+    """Share of a model that a verb reaches.
 
     Attributes:
         verb: As users write it.
@@ -41,7 +41,7 @@ class Reach:
 
 
 def reached(model: nn.Module, batch: Batch) -> list[Reach]:
-    """What of a model every verb reaches, tried with one batch; a verb that refuses the model has a share of 0.
+    """Shares of a model that every verb reaches, tried with one batch; a verb that refuses the model has a share of 0.
 
     Args:
         model: Is afterwards as it was.

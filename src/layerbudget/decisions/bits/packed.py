@@ -78,7 +78,7 @@ class PackedWriter:
         return found
 
     def _parts(self, name: str) -> tuple[Part, ...]:
-        """What a matrix is in the file: itself, or the experts of a stack."""
+        """Parts of a matrix in the file: itself, or the experts of a stack."""
         return self.experts.get(name, (Part(name=name),))
 
     def restore(self, names: Collection[str], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -159,7 +159,7 @@ class PackedWriter:
 
 
 def _rows(rounded: Rounded, part: Part) -> Rounded:
-    """What goes with some rows of a rounded matrix."""
+    """Tensors that go with some rows of a rounded matrix."""
     scale, zero = (None if t is None else part.take(t) for t in (rounded.scale, rounded.zero))
     return dataclasses.replace(rounded, scale=scale, zero=zero)
 

@@ -118,7 +118,7 @@ def plan_kept_experts(
 
 
 class Masked:
-    """What sets of experts cost some of the sequences, measured with the others masked; every set once.
+    """Damage of sets of experts to some of the sequences, measured with the others masked; every set once.
 
     Args:
         model: Is left as it was.
@@ -167,7 +167,7 @@ def folds_for(
 
 
 def _without(parts: Sequence[Masked], fold: int) -> Callable[[Kept], float]:
-    """What measures sets of experts on all parts but one."""
+    """A measurement of sets of experts on all parts but one."""
 
     def measure(kept: Kept) -> float:
         both = zip(*(p.judge(kept) for i, p in enumerate(parts) if i != fold), strict=True)
@@ -187,7 +187,7 @@ def _plain(fold: Fold) -> Fold:
 def _rounding(
     model: nn.Module, found: Sequence[ExpertLayer], limit: Budget | None, rule: str, types: Scores, even: bool
 ) -> Rounding:
-    """What the types of all matrices cost; refused is what cannot be planned with them."""
+    """Costs of the types of all matrices; refused is what cannot be planned with them."""
     if limit is None or limit.unit != "bytes" or rule != "directional":
         raise InvalidInput(
             "With types the budget is the bytes of the whole file, and damages decide.",

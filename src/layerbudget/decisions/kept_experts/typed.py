@@ -32,7 +32,7 @@ _PAD = 32  # bytes to which GGUF fills a tensor up
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Alternatives:
-    """What may become of the experts of a layer, the smallest first: bytes, damage, steps of removal, types by matrix."""
+    """Alternatives for the experts of a layer, the smallest first: bytes, damage, steps of removal, types by matrix."""
 
     size: np.ndarray
     damage: np.ndarray
@@ -41,7 +41,7 @@ class Alternatives:
 
 
 class Rounding:
-    """What every type of every matrix costs, of which the experts' matrices are apart.
+    """Costs of every type of every matrix, of which the experts' matrices are apart.
 
     Args:
         scores: A record of the damage of every format, of the same model.
@@ -156,7 +156,7 @@ class TypedProgram(KeptProgram):
         return found, dataclasses.replace(choice, unit="bytes")
 
     def told(self, most: int) -> dict[str, object]:
-        """What a plan says of the types: by matrix, bytes of the whole file, damage predicted of removal and of rounding."""
+        """Record of a plan's types: by matrix, bytes of the whole file, damage predicted of removal and of rounding."""
         found, choice = self.solve(most)
         table, formats, removal, spent = self.rounding.table, dict[str, str](), 0.0, self.rounding.table.beside
         for i, (a, k, r) in enumerate(zip(found, choice.chosen, self.removals, strict=False)):

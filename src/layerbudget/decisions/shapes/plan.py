@@ -172,7 +172,7 @@ def plan_shapes(
 
 
 def _alike(model: nn.Module, even: bool, runtime: str | None) -> bool | tuple[str, ...]:
-    """What is equal in all layers, for a runtime; a model that it does not compute with layers that differ is refused."""
+    """Kinds that are equal in all layers, for a runtime; refused is a model that it does not compute with uneven layers."""
     if runtime is not None and runtime not in RUNTIMES:
         raise InvalidInput(f"There is no runtime {runtime!r}.", f"There are {', '.join(RUNTIMES)}.", "Choose one of those.")
     if runtime == "llama.cpp":
@@ -186,7 +186,7 @@ def _alike(model: nn.Module, even: bool, runtime: str | None) -> bool | tuple[st
 
 
 def _speed(model: nn.Module, budget: str | float, runtime: str | None, threads: int, resume: Any) -> Speed | None:
-    """What llama.cpp takes for the layers, where the budget is one of latency."""
+    """Rates of llama.cpp for the layers, where the budget is one of latency."""
     if parse_budget(budget).unit != "latency":
         return None
     if runtime != "llama.cpp" or resume is not None:

@@ -91,7 +91,7 @@ def _units(where: Where, modules: Sequence[Module], by: str, multiple: int) -> d
 
 
 def _priced(where: Where, by: str, prices: Mapping[str, int] | None) -> dict[str, int]:
-    """What a part takes and what a unit of it does; the layer's own price lies with its heads, which never go alone."""
+    """Cost of a part and of a unit of it; the layer's own price lies with its heads, which never go alone."""
     if prices is None:
         return {}
     left = where.without(1, by)
