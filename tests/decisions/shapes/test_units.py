@@ -13,7 +13,7 @@ from tests import zoo
 from layerbudget.decisions.shapes.apply import drop_layers, remove_units
 from layerbudget.decisions.shapes.layouts import channels, find_attention
 from layerbudget.decisions.shapes.save import check_exportable, save_smaller, undescribed
-from layerbudget.decisions.shapes.units import find_parts, group_cost, stays
+from layerbudget.decisions.shapes.units import find_parts, group_cost, removal_order, stays
 from layerbudget.errors import InfeasibleBudget, InvalidInput, UnknownBlock, UnknownStructure
 from layerbudget.models.blocks import is_conv1d, layers
 
@@ -120,6 +120,19 @@ def test_the_cost_of_a_head_is_the_change_of_the_output():
         torch.testing.assert_close(group_cost(w, torch.linalg.inv(h), g), costs[-1])
     worst = int(torch.stack(costs).argmin())
     assert stays(a, w, h, [1], "groups")[1].tolist() == [i for i in range(4) if i != worst]
+
+
+def test_channels_go_in_the_order_of_costs_that_are_solved_afresh_after_every_removal():
+    torch.manual_seed(2)
+    x, w = torch.randn(300, 150).double() @ torch.randn(150, 150).double(), torch.randn(7, 150).double()
+    h, left = x.T @ x, list(range(150))
+    order = removal_order(w, h, 140).tolist()
+    for gone in order:
+        inverse, cross = torch.linalg.inv(h[left][:, left]), w @ h[:, left]
+        costs = (cross @ inverse).square().sum(0) / inverse.diagonal()
+        assert left[int(costs.argmin())] == gone
+        left.remove(gone)
+    assert len(order) == 140
 
 
 @pytest.mark.parametrize(("name", "by"), [*((n, "groups") for n in EXPLICIT), ("llama", "queries"), ("phi3", "queries")])
