@@ -71,8 +71,8 @@ MODELS = (
     "a large model loses. Their inputs have few directions, which helps feedback more than it would in a large model. smollm2 is "
     "SmolLM2-135M-Instruct from its Q4_1 file, moved off that grid by uniform noise of half a step; rows of 576 take no K types; "
     "WikiText-2, 8 calibration sequences, 12 windows.\n\n"
-    "`directional, every type` is along the errors of every type (`--set whole=true`); `directional` is the default, along five "
-    "types (three for `feedback`, made before; smollm2 has three others), the rest from 16 sampled rows. Joint is the Fisher form along the sum of all changes of a plan.\n"
+    "`directional, every type` is along the errors of every type (`--set whole=true`); `directional` is the default, along five types (smollm2: along three others), "
+    "the rest from 16 sampled rows. Joint is the Fisher form along the sum of all changes of a plan.\n"
 )
 
 

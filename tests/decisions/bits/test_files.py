@@ -21,6 +21,7 @@ from layerbudget.compressors.formats import find_runtime
 from layerbudget.decisions.bits import apply as A
 from layerbudget.decisions.bits import packed
 from layerbudget.decisions.bits.apply import QuantisationReceipt, apply_bits, write_bits
+from layerbudget.decisions.bits.blocks import blocks_of
 from layerbudget.decisions.bits.export import auto_round, llama_cpp, mlx
 from layerbudget.decisions.bits.gguf import GgufWriter, Stored
 from layerbudget.decisions.bits.plan import plan_bits
@@ -290,6 +291,10 @@ def test_streamed_interrupted_and_in_memory_write_the_same_bytes(folder, tmp_pat
     text = None if method == "rtn" else data()
     receipt = write_bits(whole, plan, tmp_path / "memory", text)
     assert receipt.bytes == receipt.planned
+    if family != "gguf":
+        assert len(list((tmp_path / "memory").glob("*.safetensors"))) > 2
+        bound = packed.header_bytes(whole, blocks_of(whole, find_runtime("transformers")), "transformers")
+        assert 0 < receipt.file - receipt.tensors <= bound
 
     streamed = lb.load_model(str(folder), dtype="float32", stream=True)
     assert mapped(streamed).converts

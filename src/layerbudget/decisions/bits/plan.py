@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from ...compressors.formats import GGUF
+from ...compressors.formats import GGUF, PACKED
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InvalidInput
 from ...models.blocks import config_of, text_config
@@ -32,6 +32,7 @@ from .blocks import formats_table
 from .gguf import head_bytes
 from .gguf_names import is_written
 from .imatrix import imatrix_digest
+from .packed import header_bytes
 from .program import Limits, other_plan, plan_from_table, types_like
 from .sensitivity import DenseOutput, mean_and_error, rounding_damage
 from .table import Table
@@ -136,9 +137,11 @@ def refuse_measuring(*given: Any) -> None:
 
 
 def empty_table(model: nn.Module, tokenizer: Any, options: Mapping[str, Any]) -> Table:
-    """Return the bytes of all formats before anything is measured, with those of a GGUF file's metadata where it is written."""
+    """Return the bytes of all formats before anything is measured, with those of the files' metadata where they are written."""
     own = options_of(formats_table)
     table = formats_table(model, **{k: v for k, v in options.items() if k in own})
+    if table.family == PACKED:
+        return dataclasses.replace(table, head=header_bytes(model, table.blocks, table.runtime))
     written = table.llama is not None and is_written(text_config(config_of(model)))
     return dataclasses.replace(table, head=head_bytes(model, tokenizer) if written else 0)
 

@@ -30,7 +30,7 @@ class Table:
         damage: Nats per token, ``(K, m)``, with the standard errors ``error``.
         rest: What every sequence adds to a damage beside its share, ``(K, m, sequences)``, of norm ``error``.
         fixed: Bytes of tensors that no plan changes.
-        head: Bytes of the file that are no tensors (metadata, vocabulary); 0 where they are not counted.
+        head: Bytes of the files that are no tensors (metadata, vocabulary; headers of safetensors: at most); 0: not counted.
         cache: What the memory of a context depends on; None where that is not known.
         unwritten: Matrices that stay in 16 bits because no file holds them in fewer, with the reason.
         llama: What the rules of llama.cpp's mixes read of the model; None where it has none, as for other files than GGUF.
