@@ -1,6 +1,6 @@
 """Tokens per second that measured rates predict for layers of different shapes, beside what llama.cpp then does.
 
-    python benchmarks/shape_speed.py MODEL [--shapes 6] [--rounds 9] [--threads 1] [--name NAME] [--out benchmarks/results]
+    python benchmarks/shape_speed.py MODEL ... [--shapes 6] [--rounds 9] [--threads 1] [--out benchmarks/results]
 
 The rates come from four files of random weights (``lb.measure_speed``). The shapes that they are asked about are drawn at random,
 heads and width of every layer for itself, and none of them was run before. All files take turns, least times count.
@@ -34,17 +34,9 @@ def drawn(model: torch.nn.Module, rng: random.Random, share: float) -> torch.nn.
     return made
 
 
-def main() -> None:
-    """Measure the rates, then the held-out shapes, and write both."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--name")
-    for name, default in (("shapes", 6), ("rounds", 9), ("threads", 1)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    a = parser.parse_args()
-    torch.set_num_threads(1)
-    model, tokenizer, rng = lb.load_model(a.model, dtype="float32"), lb.load_tokenizer(a.model), random.Random(0)
+def table(name: str, a: argparse.Namespace) -> str:
+    """Measure the rates, then the held-out shapes, of one model."""
+    model, tokenizer, rng = lb.load_model(name, dtype="float32"), lb.load_tokenizer(name), random.Random(0)
     speed = lb.measure_speed(model, threads=a.threads, rounds=a.rounds)
     with tempfile.TemporaryDirectory() as folder:
         files, sizes = [], []
@@ -54,10 +46,9 @@ def main() -> None:
             files.append(Path(folder) / str(i) / "model.gguf")
             sizes.append(sizes_of_layers(made))
         times = request_seconds(files, threads=a.threads, rounds=a.rounds)
+        dense = files[0].stat().st_size / 2**20
     lines = [
-        f"## {a.name or Path(a.model).name}", "",
-        "Tokens per second in llama.cpp, 16 bits, one thread's processor time: rates from four files of random weights, asked about shapes drawn "
-        "at random. Made by `benchmarks/shape_speed.py`.", "",
+        f"## {Path(name).name}, {dense:.0f} MiB", "",
         "| key-value heads | widths | reading: measured | predicted | ratio | writing: measured | predicted | ratio |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]  # fmt: skip
@@ -66,8 +57,27 @@ def main() -> None:
         cells = [f"{1 / m:.0f} | {1 / p:.0f} | {m / p:.2f}" for m, p in zip((read, written), told, strict=True)]
         spread = [f"{min(v)} to {max(v)}" for v in ([g for _, g, _ in row], [w for _, _, w in row])]
         lines.append(f"| {' | '.join((*spread, *cells))} |")
-    (a.out / "shape_speed.md").write_text("# Tokens per second that rates predict\n\n" + "\n".join(lines) + "\n")
-    print("\n".join(lines))
+    print("\n".join(lines), flush=True)
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """One table a model."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+")
+    for name, default in (("shapes", 6), ("rounds", 9), ("threads", 1)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    a = parser.parse_args()
+    torch.set_num_threads(1)
+    lines = [
+        "# Tokens per second that rates predict", "",
+        "Tokens per second in llama.cpp, 16 bits, one thread's processor time: rates from four files of random weights, asked about shapes drawn "
+        "at random. Ratios are predicted over measured. Made by `benchmarks/shape_speed.py`.",
+    ]  # fmt: skip
+    for name in a.models:
+        lines += ["", table(name, a)]
+    (a.out / "shape_speed.md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

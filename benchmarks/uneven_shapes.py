@@ -1,6 +1,6 @@
 """Layers of different shapes beside equal ones, at 10, 25 and 40 % fewer FLOPs: perplexity, and tokens per second in llama.cpp.
 
-    python benchmarks/uneven_shapes.py MODEL --scratch DIR [--saves 10 25 40] [--samples 16] [--passes 32] [--rounds 7]
+    python benchmarks/uneven_shapes.py MODEL --scratch DIR [--saves 10 25 40] [--samples 16] [--passes 32] [--rounds 7] [--set by=groups]
         [--steps plan quality speed table] [--out benchmarks/results]
 
 MODEL is a folder of Llama's kind with calibration.txt, which decides and refits, and evaluation.txt, which is only read by the
@@ -37,13 +37,13 @@ def plan_all(a: argparse.Namespace) -> None:
     """Plan every row that is not there yet."""
     data = text_of(a)
     for save in a.saves:
-        for way, own in (("uneven", {"runtime": "llama.cpp"}), ("even", {"even": True})):
+        ways: dict[str, dict[str, Any]] = {"uneven": {"runtime": "llama.cpp"}, "even": {"even": True}}
+        for way, own in ways.items():
             file = a.scratch / f"{way}-{save:g}.json"
             if not file.is_file():
                 model, started = lb.load_model(a.model, dtype="float32"), time.process_time()
-                plan = lb.plan_shapes(
-                    model, data, f"{save}% flops", passes=a.passes, multiple=a.multiple, strides=a.strides, **own
-                )
+                own |= {"passes": a.passes, "multiple": a.multiple, "strides": a.strides, **dict(s.split("=") for s in a.set)}
+                plan = lb.plan_shapes(model, data, f"{save}% flops", **own)
                 plan.save(file)
                 print(way, save, plan.extra["measured"], f"{time.process_time() - started:.0f} s", flush=True)
 
@@ -138,6 +138,7 @@ def main() -> None:
     for name, default in (("samples", 16), ("length", 128), ("windows", 64), ("rounds", 7), ("multiple", 16), ("strides", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--passes", type=float, default=32.0)
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="words for plan_shapes: by, compensate")
     parser.add_argument("--steps", nargs="+", default=["plan", "quality", "speed", "table"])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     a = parser.parse_args()
