@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shlex
 
 import numpy as np
@@ -72,9 +73,9 @@ def test_a_plan_ends_with_its_verdict_and_the_command_that_follows(made, kind):
     assert lines[-2] == verdict(plan) and lines[-2].startswith("Verdict: ") and lines[-2].endswith(".")
     words = shlex.split(lines[-1].removeprefix("Next: "))
     assert lines[-1].startswith("Next: layerbudget ") and f"{kind}.json" in words and parse(words[1:]).handler
-    assert (
-        len(lines) < (40 if kind == "fit" else 32) and result["kind"] == kind
-    )  # 84 matrices: a grid of 12 layers; a fit has two grids and a curve
+    most = 44 if kind == "fit" else 32  # 84 matrices: a grid of 12 layers; a fit has two grids and a curve
+    assert len(lines) < most and result["kind"] == kind
+    assert len(re.findall(r"(?<![\w.])\d[\d,.]*(?:e-\d+)?", lines[-2])) <= 4  # a person reads no more in one sentence
     if kind in SIX:
         assert "uniform" in lines[-2] or "nats per token" in lines[-2]
 
@@ -87,9 +88,10 @@ def test_the_verdict_has_the_numbers_of_the_plan(made):
     assert told in lines[-2] and own <= start
     assert "50 % of the weights" in lines[-2] and f"{own:.3g} nats" in lines[-2]
     _, lines, plan = made("bits")
+    beside = "\n".join(lines[:-2])
     check = plan.extra["check"]["rows"]
     assert f"{check[plan.rule]['kl']:.3g} nats per token" in lines[-2] and "held-out" in lines[-2]
-    assert f"{check['uniform']['kl']:.3g}" in lines[-2] or plan.rule == "uniform" or check["uniform"]["same"]
+    assert f"{check['uniform']['kl']:.3g}" in beside or plan.rule == "uniform" or check["uniform"]["same"]
     _, lines, plan = made("ranks")
     assert f"{plan.extra['uniform_share']:.1%}" in lines[-2]
     _, lines, plan = made("kept-experts")
@@ -105,8 +107,8 @@ def test_the_verdict_compares_the_forecast_with_that_of_equal_layers(made, kind,
     known = plan.extra["beside"]
     assert known["uneven"] <= known["even"] * (1 + 1e-9) or known.get("error")
     for even, uneven, error, words in (
-        (0.2, 0.1, 0.0, "differ are forecast at 50 % less than this (0.2)" if alike else "50 % less than uniform (0.2)"),
-        (0.2, 0.19, 0.1, "sees nothing to gain from layers that differ" if alike else "not to be told from uniform (0.2)"),
+        (0.2, 0.1, 0.0, "differ are forecast at 50 % less than this" if alike else "50 % less than uniform"),
+        (0.2, 0.19, 0.1, "sees nothing to gain from layers that differ" if alike else "not to be told from uniform"),
     ):
         beside = {"even": even, "uneven": uneven, "error": error}
         if kind == "kept-experts" and len(set(plan.counts.tolist())) == 1:
@@ -120,11 +122,11 @@ def test_a_difference_within_the_noise_is_none(made):
     rows = {"choices": {"kl": 0.01}, "uniform": {"kl": 0.011, "difference": 0.001, "difference_error": 0.002, "same": False}}
     check = {**plan.extra["check"], "rows": rows}
     plan = dataclasses.replace(plan, rule="choices", extra={**plan.extra, "check": check})
-    assert "not to be told from uniform (0.011)" in verdict(plan)
+    assert "not to be told from uniform" in verdict(plan)
     rows["uniform"]["difference_error"] = 1e-5
-    assert "9.1 % less than uniform (0.011)" in verdict(dataclasses.replace(plan, extra={**plan.extra, "check": check}))
+    assert "9.1 % less than uniform" in verdict(dataclasses.replace(plan, extra={**plan.extra, "check": check}))
     rows["choices"]["kl"] = 0.022
-    assert "100 % more than uniform (0.011)" in verdict(dataclasses.replace(plan, extra={**plan.extra, "check": check}))
+    assert "100 % more than uniform" in verdict(dataclasses.replace(plan, extra={**plan.extra, "check": check}))
 
 
 def test_a_table_shows_every_row_and_every_sentence(place, monkeypatch):

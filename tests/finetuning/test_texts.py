@@ -84,7 +84,8 @@ def test_from_the_command_line_with_a_paired_comparison(saved_model, rows, tmp_p
     assert result["identity"]["protocol"]["cutoff"] == zoo.speaker("llama").config.max_position_embeddings
     tests = result["against"]["held_out"]
     assert tests["seeds"]["n"] == 2 and tests["samples"]["n"] == 6 and tests["samples"]["test"].startswith("paired t")
-    assert tests["verdict"] == f"Over 2 trainings each: {tests['seeds']['sentence']}"
+    assert tests["verdict"].startswith("Over 2 trainings each, ") and f"{tests['seeds']['difference']:+.4f}" in tests["verdict"]
+    assert tests["seeds"]["sentence"].split(": ")[0] in tests["verdict"]
     assert "seed 0 alone" in tests["samples"]["sentence"] and "beats" not in tests["samples"]["sentence"]
     four, one = (json.loads((tmp_path / n / "seed-0" / "result.json").read_text()) for n in ("four", "one"))
     apart = [r["metrics"]["held_out"]["loss"] for r in (four, one)]  # of one seed, as the tests over seeds have it

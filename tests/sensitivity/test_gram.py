@@ -183,7 +183,7 @@ def test_errors_say_what_to_do():
 
 def test_the_verdict_warns_when_gain_and_excess_disagree_and_the_floor_can_be_taken_off():
     z, n = np.array([9.0, 8.0, 3.0]), 16
-    assert "use the excess" in noise.verdict(n, z, 0.9, 0.8, 4.0, -0.3)
+    assert "use --excess" in noise.verdict(n, z, 0.9, 0.8, 4.0, -0.3)
     assert "about 100 sequences" in noise.verdict(n, z * 0, 0.9, 0.2, 99.5, 1.0)
     assert "no ranking" in noise.verdict(n, z[:1], 0.9, float("nan"), 4.0, float("nan"))
     model, data = zoo.dense("mistral"), zoo.labelled("mistral")

@@ -83,7 +83,9 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     head = ("budget", "place", "plan", result.unit, "against uniform", "Holm p", "places", "first")
     show_table(a, f"{kind}, {len(result.seeds)} seeds, {result.held_out} held-out items", head, map(_row, flat(result)))
     files = leave(result, a.out, overwrite=a.overwrite)
-    say(a, f"Written to {a.out}: {', '.join(sorted(files))}.", *result.sentences)
+    ends = [line for line in result.sentences if line.startswith("At ")]
+    details = [line for line in result.sentences if line not in ends]
+    say(a, f"Written to {a.out}: {', '.join(sorted(files))}.", *details, f"Verdict: {' '.join(ends)}")
     say_next(a, "report", a.out, "-o", f"{a.out}/report.html")
     return {**result, "files": files}
 

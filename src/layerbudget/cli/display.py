@@ -58,7 +58,7 @@ def show_table(
 
     table = Table(title=title, title_justify="left")
     for name in head:
-        table.add_column(name, no_wrap=name == "block")  # cut names of layers would all look alike
+        table.add_column(name, no_wrap=name in ("block", "plan"))  # cut names would all look alike
     rows = rows if isinstance(rows, Sequence) else list(rows)
     most = most_rows(a)
     left_out = len(rows) - most

@@ -49,7 +49,7 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
         other = other or _measured(argparse.Namespace(**{**vars(a), "model": a.against, "adapter": None}))
         found = compare_results(result, other, (a.model, a.against))
         result["against"] = {"model": other["model"], **found}
-        say(a, *found["sentences"])
+        say(a, *found["sentences"], f"Verdict: {found['verdict']}")
     if a.out and is_main():
         write_text(a.out, dumps(result), overwrite=a.overwrite)
     return result
@@ -96,7 +96,7 @@ def _measured(a: argparse.Namespace, models: float = 1.0) -> dict[str, Any]:
             found = kept.json(f"text-{data.digest}", partial(measure, data, progress))
         result["perplexity"][source] = found
         size = f"{found['tokens']} tokens, {found['windows']} windows of {found['length']}"
-        say(a, f"perplexity on {source}: {found['value']:.3f} +- {found['standard_error']:.3f} ({size})")
+        say(a, f"{a.model}: perplexity on {source} {found['value']:.3f} +- {found['standard_error']:.3f} ({size})")
     if a.names:
         result |= _tasks(a, model, tokenizer, kept)
     kept.clear()

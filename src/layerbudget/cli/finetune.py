@@ -109,7 +109,7 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
         result = {**result, "recipe": _recounted(a, recipe, result["seeds"][0])}
     tests = result.get("against", {})
     for split, test in tests.items():
-        say(a, f"{split}: {test['verdict']}", f"{split}, in detail: {test['samples']['sentence']}")
+        say(a, *(f"{split}: {test[over]['sentence']}" for over in ("seeds", "samples") if test[over]))
     say(a, _verdict(result, tests))
     say_next(a, "evaluate", a.model, "--adapter", f"{a.out}/seed-{result['seeds'][0]}/adapter", "--against", a.model)
     return {**result, "output": a.out}
@@ -175,17 +175,15 @@ def _recounted(a: argparse.Namespace, recipe: Any, seed: int) -> dict[str, int]:
 
 
 def _verdict(result: dict[str, Any], tests: dict[str, Any]) -> str:
-    """The first split's metric, what it was before, what it cost, and how it stands beside another run."""
+    """How the first split stands beside another run; without one its metric, and what it was before."""
+    if tests:
+        return f"Verdict: {next(iter(tests.values()))['verdict']}"
     split, metrics = next(iter(result["metrics"].items()))
     name, before = result["metric"], metrics.get("loss_before")
-    told = f"{split} {name} {metrics[name]['value']:.4f}"
+    told = f"{split.replace('_', '-')} {name} {metrics[name]['value']:.4f}"
     told += f" (before: {before['value']:.4f})" if before else ""
-    beside = (
-        f"{next(iter(tests.values()))['verdict']}"
-        if tests
-        else "Nothing was compared with uniform: train a plan of --rule uniform with as many parameters, and add --against."
-    )
-    return f"Verdict: {told}, by {result['trained_parameters']:,} trained parameters. {beside}"
+    advice = "train a plan of --rule uniform with as many parameters, and add --against"
+    return f"Verdict: {told}. Nothing was compared with uniform: {advice}."
 
 
 def _show(a: argparse.Namespace, result: dict[str, Any]) -> None:

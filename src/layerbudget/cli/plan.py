@@ -190,7 +190,7 @@ def _counted(a: argparse.Namespace) -> dict[str, Any]:
 def _finish(a: argparse.Namespace, plan: Plan, price: Any = None, *, write: bool = False) -> dict[str, Any]:
     """Write a plan where it is not yet, show it, and end with what it comes to and the command that follows."""
     from ..plans.explain import advice, explain_plan
-    from ..plans.verdict import verdict
+    from ..plans.verdict import standing, verdict
 
     if a.out and write:
         plan.save(a.out, overwrite=a.overwrite)
@@ -199,6 +199,8 @@ def _finish(a: argparse.Namespace, plan: Plan, price: Any = None, *, write: bool
     say(a, *(explain_plan(plan)["sentences"] if a.table else advice(plan)))
     if a.out:
         say(a, f"Written to {a.out}; layerbudget explain {shlex.quote(a.out)} says what it rests on.")
+    if beside := standing(plan):
+        show_table(a, beside[0], ("plan", "nats per token", "against uniform", "two standard errors"), beside[1])
     say(a, verdict(plan))
     _say_what_follows(a, plan)
     return to_jsonable(plan.to_dict())

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .display import expect, progress_bar, say
+from .display import expect, progress_bar, say, say_next
 from .options import add, add_out, add_set, add_verb, settings
 
 
@@ -42,13 +42,14 @@ def run_demo(a: argparse.Namespace) -> dict[str, Any]:
     with progress_bar(a, "demo") as progress:
         result = run.run_demo(Path(a.out), seed=a.seed, overwrite=a.overwrite, progress=progress)
     a.console.print(demo_table(result))
+    saved = f"plan.json (the {result['saved']['model']} at {result['saved']['target']:.0%}, the best of the table)"
     say(
         a,
+        f"{result['seconds']:.0f} s, {result['peak_memory_mib']:.0f} MiB. Results are in {a.out}: scores.json, {saved}, "
+        "pruned/ (its model, a transformers checkpoint), result.json, overview.png.",
         result["verdict"],
-        f"{result['seconds']:.0f} s, {result['peak_memory_mib']:.0f} MiB. Results are in {a.out}: scores.json, "
-        f"plan.json (the {result['saved']['model']} at {result['saved']['target']:.0%}, the best of the table), pruned/ "
-        "(its model, a transformers checkpoint), result.json, overview.png.",
     )
+    say_next(a, "report", a.out, "-o", f"{a.out}/report.html")
     return result
 
 

@@ -48,7 +48,7 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     path = scores.save(a.out, overwrite=a.overwrite) if is_main() else a.out
     if not a.json:
         _show(a, scores)
-    say(a, f"Written to {path}.", _verdict(scores))
+    say(a, f"Written to {path}.", *_sentences(scores))
     kind = ("ranks", "--mean-rank", "8") if "increments" in scores.extra else ("sparsity", "--sparsity", "0.5")
     say_next(a, "plan", kind[0], path, *kind[1:], "-o", "plan.json")
     return scores.to_dict()
@@ -65,13 +65,12 @@ def _show(a: argparse.Namespace, scores: Scores) -> None:
         show_table(a, sheet.title, sheet.header, sheet.rows, lambda row: [cell(value) for value in row])
 
 
-def _verdict(scores: Scores) -> str:
-    """Verdict of the scores: their own verdict, and the blocks at either end."""
-    values = scores.values()
+def _sentences(scores: Scores) -> list[str]:
+    """The blocks at either end, and the verdict: whether the ranking can be trusted, where the estimator says it."""
+    values, own = scores.values(), scores.extra.get("verdict")
     names = [scores.names[i] for i in (int(values.argmax()), int(values.argmin()))]
-    own = scores.extra.get("verdict")
-    ends = f"most at {names[0]} ({values.max():.3g}), least at {names[1]} ({values.min():.3g}), in {scores.unit}"
-    return f"Verdict: {own} {ends[0].upper()}{ends[1:]}." if own else f"Verdict: {ends}. The next command plans with them."
+    ends = f"most at {names[0]} ({values.max():.3g}), least at {names[1]} ({values.min():.3g}), in {scores.unit}."
+    return [f"{ends[0].upper()}{ends[1:]}", f"Verdict: {own}"] if own else [f"Verdict: {ends}"]
 
 
 def _imported(a: argparse.Namespace) -> Any:

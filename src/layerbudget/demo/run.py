@@ -38,20 +38,16 @@ MAX_SPARSITY_ABOVE_TARGET = 0.1
 
 
 def verdict(rows: list[dict[str, Any]]) -> str:
-    """Say for each target whether the curvature plan and the directional plan differ from uniform on this text."""
-    parts = []
-    for row in rows:
-        if row["model"] not in ("curvature plan", "directional plan"):
-            continue
-        mean, error = row["log_difference"], row["log_difference_error"]
-        word = "cannot be told apart from"
-        if abs(mean) > 2 * error:
-            word = "is better than" if mean < 0 else "is worse than"
-        parts.append(
-            f"at {row['target']:.0%} the {row['model']} {word} uniform "
-            f"(perplexity {math.expm1(mean):+.2%}, paired over windows, two standard errors {2 * math.exp(mean) * error:.2%})"
-        )
-    return "Verdict: " + "; ".join(parts) + "."
+    """One sentence on the directional plan, which ``plan sparsity MODEL`` makes, beside uniform at every target."""
+    said = [f"{_beside(row)} at {row['target']:.0%} sparsity" for row in rows if row["model"] == RULES["directional"]]
+    return f"Verdict: the perplexity of the directional plan is {' and '.join(said)}."
+
+
+def _beside(row: dict[str, Any]) -> str:
+    mean = row["log_difference"]
+    if abs(mean) <= 2 * row["log_difference_error"]:
+        return "not to be told from uniform's"
+    return f"{abs(math.expm1(mean)):.1%} {'lower' if mean < 0 else 'higher'} than uniform's"
 
 
 def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, progress: Progress | None = None) -> dict[str, Any]:

@@ -87,13 +87,18 @@ class Comparison:
         interval = f"95 % {self.low:+.4f} to {self.high:+.4f}"
         return f"{a} - {b} = {self.difference:+.4f}{unit} ({interval}, p = {self.p:.2g}, n = {self.n})"
 
+    def outcome(self, a: str, b: str, *, lower_is_better: bool = False) -> str:
+        """Who is better, without a number: a difference is one where ``p`` is below .05."""
+        if self.p >= _LEVEL:
+            return f"{a} cannot be told from {b}"
+        return f"{a} {'beats' if (self.difference > 0) != lower_is_better else 'is behind'} {b}"
+
     def sentence(self, a: str, b: str, unit: str = "", *, lower_is_better: bool = False) -> str:
         """Say the outcome in one sentence, a null with its power."""
-        size = self.size(a, b, unit)
-        if self.p < _LEVEL:
-            return f"{a} {'beats' if (self.difference > 0) != lower_is_better else 'is behind'} {b}: {size}."
-        power = f" A true difference of {self.detectable:.4f} would have been found 4 times in 5." if self.detectable else ""
-        return f"{a} cannot be told from {b}: {size}.{power}"
+        told = f"{self.outcome(a, b, lower_is_better=lower_is_better)}: {self.size(a, b, unit)}."
+        if self.p < _LEVEL or not self.detectable:
+            return told
+        return f"{told} A true difference of {self.detectable:.4f} would have been found 4 times in 5."
 
 
 def mcnemar(*answers: tuple[Labels, Labels]) -> Comparison:
@@ -345,8 +350,8 @@ def compare_results(first: Mapping[str, Any], second: Mapping[str, Any], names: 
     ``digest``), of the same questions and text; ``names`` is how to call them.
 
     Returns:
-        ``{tasks: {name: test}, mean (two tasks and more), perplexity: {source: test}, sentences[]}``; differences are first
-        minus second, of accuracies and of nats per token.
+        ``{tasks: {name: test}, mean (two tasks and more), perplexity: {source: test}, sentences[], verdict}``; differences are
+        first minus second, of accuracies and of nats per token. The verdict leaves out single tasks where there is their mean.
 
     Raises:
         ModelMismatch: They answered other questions, or read other text.
@@ -363,6 +368,7 @@ def compare_results(first: Mapping[str, Any], second: Mapping[str, Any], names: 
         for name in chosen:
             _same(first[what][name], second[what][name], name)
     found: dict[str, Any] = {"tasks": {}, "perplexity": {}, "sentences": []}
+    said = []
     for name in tasks:
         test = compare_means({name: first["tasks"][name]}, second["tasks"])
         found["tasks"][name] = vars(test)
@@ -372,12 +378,17 @@ def compare_results(first: Mapping[str, Any], second: Mapping[str, Any], names: 
         test = compare_means({t: first["tasks"][t] for t in tasks}, second["tasks"])
         found["mean"] = {"first": means[0], "second": means[1], **vars(test)}
         found["sentences"].append(f"mean of {len(tasks)} tasks: {test.sentence(a, b, 'accuracy')}")
+    if tasks:  # the last test: of the one task, or of their mean
+        on = tasks[0] if len(tasks) == 1 else f"the mean of {len(tasks)} tasks"
+        said.append(f"{test.outcome(a, b)} on {on} (accuracy {test.difference:+.2%})")
     for name in texts:
         one, other = first["perplexity"][name], second["perplexity"][name]
         test = paired_t(one["nll"], other["nll"], one["counts"])
         found["perplexity"][name] = vars(test)
         found["sentences"].append(f"{name}: {test.sentence(a, b, 'nats per token', lower_is_better=True)}")
-    return found
+        told = f"perplexity {math.expm1(test.difference):+.1%}"
+        said.append(f"{test.outcome(a, b, lower_is_better=True)} on {name} ({told})")
+    return {**found, "verdict": f"{'; '.join(said)}."}
 
 
 def _same(first: Mapping[str, Any], second: Mapping[str, Any], name: str) -> None:

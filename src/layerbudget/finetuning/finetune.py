@@ -284,8 +284,8 @@ def compare(first: Path | str, second: Path | str, names: tuple[str, str] | None
     """Return paired tests between two result folders of the same task, called ``names`` where their rules are the same.
 
     By split: ``seeds`` (paired t over shared seeds, the task's metric; null below two), ``samples`` (McNemar over all questions
-    of the first shared seed; for text a paired t over its held-out rows), each with a sentence, and ``verdict``: whether
-    another training would do the same, which only seeds can say.
+    of the first shared seed; for text a paired t over its held-out rows), each with a sentence, and ``verdict``, from the test
+    over seeds alone: only they can say whether another training would do the same.
     """
     places = [Path(first), Path(second)]
     a, b = (read_result(folder) for folder in places)
@@ -313,10 +313,13 @@ def compare(first: Path | str, second: Path | str, names: tuple[str, str] | None
         size = over_samples.size(one, other, "nats per token" if lower else "accuracy")
         samples = f"The trainings of seed {shared[0]} alone, over held-out rows: {size}. That says nothing of another training."
         seeds = over_seeds and over_seeds.sentence(one, other, a["metric"], lower_is_better=lower)
-        single = "One training each: whether another would do the same cannot be said. Train both with two seeds or more."
+        told = "One training each: whether another would do the same cannot be said. Train both with two seeds or more."
+        if over_seeds is not None:
+            who = over_seeds.outcome(one, other, lower_is_better=lower)
+            told = f"Over {len(shared)} trainings each, {who} ({a['metric']} {over_seeds.difference:+.4f})."
         outcome[split] = {
             "metric": a["metric"],
-            "verdict": f"Over {len(shared)} trainings each: {seeds}" if seeds else single,
+            "verdict": told,
             "seeds": {**vars(over_seeds), "sentence": seeds} if over_seeds else None,
             "samples": {**vars(over_samples), "sentence": samples},
         }

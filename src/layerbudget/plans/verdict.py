@@ -51,15 +51,67 @@ def _percent(share: float) -> str:
 def less_than(own: float, other: float, name: str, error: float = 0.0) -> str:
     """How a damage stands beside that of another choice; within twice its standard error they are not told apart."""
     if abs(own - other) <= max(2 * error, _SAME * other):
-        return f"not to be told from {name} ({other:.3g})"
-    share = 100 * abs(1 - own / other) if other > 0 else 100.0
+        return f"not to be told from {name}"
+    share = 100 * abs(1 - max(own, 0.0) / other) if other > 0 else 100.0
     word = "less" if own < other else "more"
-    return f"{share:.{0 if share >= 10 else 1}f} % {word} than {name} ({other:.3g})"
+    return f"{share:.{0 if share >= 10 else 1}f} % {word} than {name}"
 
 
-def _took(plan: Plan, name: str = "forward_passes") -> str:
-    passes = plan.extra.get(name)
-    return f"; planning took {passes:.0f} forward equivalents" if passes else ""
+def passes_of(plan: Plan) -> float | None:
+    """Forward equivalents that planning took; None of scores that were there before."""
+    return plan.extra.get("passes" if plan.kind in ("bits", "cache", "fit") else "forward_passes")
+
+
+def standing(plan: Plan) -> tuple[str, list[tuple[str, ...]]] | None:
+    """What the damage of a plan is beside that of other choices.
+
+    Returns:
+        A title and rows of name, nats per token, change against uniform and two standard errors; None where nothing is known.
+    """
+    found = _measured(plan)
+    if found is None:
+        return None
+    on, damage, base = found
+    rows = list[tuple[str, ...]]()
+    for name, (kl, error) in damage.items():
+        change = sure = "–"
+        if name != base and (other := damage.get(base, (0.0, 0.0))[0]) > 0:
+            error = damage[base][1] if name == plan.rule else error if base == plan.rule else 0.0
+            change, sure = f"{kl / other - 1:+.1%}", f"{2 * error / other:.1%}" if error else "–"
+        rows.append((_names(plan).get(name, name), f"{kl:.3g}", change, sure))
+    passes = passes_of(plan)
+    took = f"; planning took {passes:.0f} forward equivalents" if passes else ""
+    return f"damage {on}{took}", rows
+
+
+def _measured(plan: Plan) -> tuple[str, dict[str, tuple[float, float]], str] | None:
+    """Where damages were measured; those of a plan and of other choices, with errors of the differences; which is uniform."""
+    e = plan.extra
+    if plan.kind == "sparsity" and "measured" in e:
+        rows = {plan.rule: (e["measured"], 0.0), "uniform": (e["path"][0]["divergence"], 0.0)}
+        return "on the text that decided", rows, "uniform"
+    if plan.kind in ("bits", "cache", "fit"):
+        rows = _checked(plan)
+        size = f"in {_file_bytes(plan):,} bytes" if plan.kind == "bits" else f"in {plan.budget['spent']:,.0f} bytes"
+        return (
+            f"{size}, {'on held-out text' if e.get('check') else 'predicted'}",
+            rows,
+            "uniform-cache" if plan.kind == "fit" else "uniform",
+        )
+    if plan.kind in ("kept-experts", "shapes") and (found := e.get("beside")):
+        alike = not layers_differ(plan) if plan.kind == "shapes" else len(set(plan.counts.tolist())) == 1
+        names = (plan.rule, "layers that differ") if alike else ("uniform", plan.rule)
+        error = found.get("error", 0.0)
+        rows = {names[0]: (found["even"], error), names[1]: (found["uneven"], error)}
+        return "as it is forecast", rows, names[0]
+    return None
+
+
+def _file_bytes(plan: Plan) -> int:
+    e = plan.extra
+    if e.get("family") == GGUF:
+        return int(plan.budget["spent"] + e["fixed_bytes"] + e.get("head_bytes", 0))
+    return int(plan.budget.get("file", plan.budget["spent"]))
 
 
 def _is_uniform(plan: Plan) -> bool:
@@ -80,42 +132,37 @@ def _on_sparsity(plan: Plan) -> str:
             "plan from the model, or apply both plans and evaluate them."
         )
     beside = less_than(e["measured"], e["path"][0]["divergence"], "uniform")
-    return (
-        f"{share} of the weights become zero for {e['measured']:.3g} nats per token, {beside}, on the text that decided"
-        f"{_took(plan)}."
-    )
+    return f"{share} of the weights become zero for {e['measured']:.3g} nats per token, {beside}, on the text that decided."
 
 
 def _on_formats(plan: Plan) -> str:
     """Of bits, of a cache or of both: the check on held-out text where there is one, else what the program expects."""
-    e, check = plan.extra, plan.extra.get("check")
-    if plan.kind == "fit":
-        size = f"weights and cache in {plan.budget['spent']:,.0f} of {plan.budget['limit']:,.0f} bytes"
-    elif plan.kind == "cache":
-        size = f"{e['bits']:.4g} bits per cached number, {plan.budget['spent']:,} bytes"
-    else:
-        size = f"{e['bits']:.4g} bits per weight, {_file_bytes(plan):,} bytes"
-    others: dict[str, tuple[float, float]]  # damage of the other choices, and the error of the difference
-    if check:
-        own, on = check["rows"][plan.rule]["kl"], "on held-out text"
-        others = {n: (r["kl"], r.get("difference_error", 0.0)) for n, r in check["rows"].items() if not r.get("same")}
-    else:
-        own, on = e["predicted"], "predicted and not checked"
-        others = {n: (r["predicted"], e["predicted_error"]) for n, r in e["baselines"].items()}
-    mix = (e.get("named") or {}).get("mix") or e.get("mix")
-    names = {"mix": f"llama.cpp's {mix}", "uniform": "uniform", "uniform-cache": "one format for the cache"}
-    rows = [less_than(own, kl, names[n], error) for n, (kl, error) in others.items() if n in names and n != plan.rule]
+    e, found = plan.extra, _checked(plan)
+    own, _ = found.pop(plan.rule)
+    on = "on held-out text" if e.get("check") else "predicted and not checked"
+    size = f"{e['bits']:.4g} bits per {'cached number' if plan.kind == 'cache' else 'weight'}"
+    size = f"weights and cache in {plan.budget['spent']:,.0f} bytes" if plan.kind == "fit" else size
+    names = _names(plan)
+    rows = [less_than(own, kl, names[n], error) for n, (kl, error) in found.items() if n in names]
     beside = f", {' and '.join(rows)} in as many bytes" if rows else ""
     asked = e.get("asked", plan.rule)
     took = "" if asked == plan.rule else f". The plan is {names.get(plan.rule, plan.rule)}, which was better than the program's"
-    return f"{size} for {own:.3g} nats per token{beside}, {on}{took}{_took(plan, 'passes')}."
+    return f"{size} for {own:.3g} nats per token{beside}, {on}{took}."
 
 
-def _file_bytes(plan: Plan) -> int:
+def _checked(plan: Plan) -> dict[str, tuple[float, float]]:
+    """Damage of the plan and of other formats in as many bytes, with the standard error of the difference to the plan's."""
     e = plan.extra
-    if e.get("family") == GGUF:
-        return int(plan.budget["spent"] + e["fixed_bytes"] + e.get("head_bytes", 0))
-    return int(plan.budget.get("file", plan.budget["spent"]))
+    if check := e.get("check"):
+        return {n: (r["kl"], r.get("difference_error", 0.0)) for n, r in check["rows"].items() if not r.get("same")}
+    others = {n: (r["predicted"], e["predicted_error"]) for n, r in e["baselines"].items()}
+    return {**others, plan.rule: (e["predicted"], 0.0)}
+
+
+def _names(plan: Plan) -> dict[str, str]:
+    """Words for the baselines of a plan of formats."""
+    mix = (plan.extra.get("named") or {}).get("mix") or plan.extra.get("mix")
+    return {"mix": f"llama.cpp's {mix}", "uniform": "uniform", "uniform-cache": "one format for the cache"}
 
 
 def _beside(plan: Plan, alike: bool) -> str:
@@ -136,13 +183,10 @@ def _on_kept(plan: Plan) -> str:
     e, total = plan.extra, round(sum(b.count / b.value for b in plan.blocks if b.value))
     alike, typed = len(set(plan.counts.tolist())) == 1, ""
     if said := e.get("typed"):
-        typed = f". With their types the file takes {said['bytes']:,} bytes, for {said['rounding']:.3g} nats more, predicted"
+        typed = f". With their types the file takes {said['bytes']:,} bytes"
     even = "" if alike else ". Layers keep different numbers: --even plans the same for all"
-    text = ", on the half of the text that did not choose" if e["crossed"] else ""
-    return (
-        f"{int(plan.counts.sum())} of {total} experts stay for {e['measured']:.3g} nats per token, measured with the others "
-        f"masked{text}{_beside(plan, alike)}{_took(plan)}{even}{typed}."
-    )
+    kept = f"{int(plan.counts.sum())} of {total} experts stay"
+    return f"{kept} for {e['measured']:.3g} nats per token{_beside(plan, alike)}{even}{typed}."
 
 
 def _on_shapes(plan: Plan) -> str:
@@ -155,7 +199,7 @@ def _on_shapes(plan: Plan) -> str:
         )
     return (
         f"{_percent(b['spent'] / b['base'])} of the layers' {b['unit']} go for {e['measured']:.3g} nats per token, cut and "
-        f"refitted{_beside(plan, not uneven)}{_took(plan)}{differ}."
+        f"refitted{_beside(plan, not uneven)}{differ}."
     )
 
 

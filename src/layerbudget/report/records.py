@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import LayerbudgetError, NotFound
 from ..kinds import KINDS
 from ..plan import Plan
-from ..plans.verdict import verdict
+from ..plans.verdict import passes_of, verdict
 from ..scores import Scores
 from ..storage import reading
 
@@ -111,7 +111,7 @@ def headline_of(found: Found) -> tuple[str, str]:
     if found.scores is not None:
         of = str(found.scores.model.get("id") or "the model").rpartition("/")[2]
         said = said or str(found.scores.extra.get("verdict") or f"{len(found.scores.blocks)} blocks scored.")
-        return f"What the layers of {of} can still gain", said
+        return f"What the layers of {of} can still gain", said[:1].upper() + said[1:]
     return f"Results of {found.folder}", said
 
 
@@ -175,6 +175,7 @@ def cards_of(found: Found) -> list[tuple[str, str]]:
         given = plan.counts if plan.kind in ("ranks", "experts") else plan.values
         cards += [("blocks", f"{len(plan.blocks)}"), (KINDS.find(plan.kind).decides, _range(given))]
         cards.append(("rule", plan.rule))
+        cards += [("forward equivalents of planning", f"{passes:.0f}")] if (passes := passes_of(plan)) else []
         status = plan.certificate.get("status") or ("optimal" if plan.extra.get("rounding", {}).get("exact") else None)
         cards += [("certificate", str(status))] if status else []
     if found.scores is not None:

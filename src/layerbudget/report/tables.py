@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from ..scores import Scores
 
 MOST_COLUMNS = 12
 LAYERS = 40  # of a grid that is shown whole
-_WORDS = ("block", "status", "model")  # columns that begin at the left
+_WORDS = ("block", "status", "model", "plan")  # columns that begin at the left
 _READ = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")  # matrices in the order in which a layer runs them
 
 
@@ -47,7 +48,7 @@ class Sheet:
         """The table for a terminal: names of blocks stay whole."""
         table = Table(title=self.title)
         for name in self.header:
-            table.add_column(name, justify="left" if name in _WORDS else "right", no_wrap=name == "block")
+            table.add_column(name, justify="left" if name in _WORDS else "right", no_wrap=name in ("block", "plan"))
         for row in self.rows:
             table.add_row(*map(cell, row))
         return table
@@ -106,15 +107,15 @@ def path_table(plan: Plan) -> Sheet:
 
 
 def demo_table(result: Mapping[str, Any]) -> Sheet:
-    """Dense, uniform, permuted and planned models: recounted sparsity and perplexity."""
-    names = ("model", "target", "sparsity", "perplexity", "standard_error", "vs_uniform")
-    header = ("model", "target", "recounted sparsity", "perplexity", "standard error", "vs uniform")
-    title = "held-out perplexity after Wanda pruning (standard library, evaluation modules)"
-    rows = [
-        {**row, "vs_uniform": f"{row['vs_uniform']:+.1%}"} if row.get("vs_uniform") is not None else row
-        for row in result["rows"]
-    ]
-    return Sheet(title, header, [[row.get(name) for name in names] for row in rows])
+    """Dense, uniform, permuted and planned models: recounted zeros, perplexity, and its change against uniform."""
+    rows: list[Sequence[Any]] = []
+    for row in result["rows"]:
+        beside: Sequence[Any] = (None, None)
+        if (mean := row["log_difference"]) is not None:
+            beside = f"{math.expm1(mean):+.1%}", f"{2 * math.exp(mean) * row['log_difference_error']:.1%}"
+        rows.append((row["model"], f"{row['sparsity']:.0%}", f"{row['perplexity']:.2f}", *beside))
+    title = "perplexity after Wanda pruning, on modules of the standard library that decided nothing"
+    return Sheet(title, ("plan", "zeros", "perplexity", "against uniform", "two standard errors"), rows)
 
 
 def plan_grid(

@@ -104,29 +104,27 @@ def samples_needed(signal: np.ndarray, error: np.ndarray, n: int) -> float:
 
 
 def verdict(n: int, z: np.ndarray, share: float, stability: float, needed: float, agreement: float) -> str:
-    """Say in one sentence whether the ranking can be trusted.
+    """One sentence on whether the ranking can be trusted.
 
     Of n sequences: z-scores of the blocks ``(K,)``, the share of the mean gain that is noise floor, Kendall's tau of the excess
     gains of halves, :func:`samples_needed`, and Kendall's tau between raw gain and excess.
 
     >>> verdict(64, np.array([5.0, 4.0, 0.1]), 0.3, 0.8, 20.0, 1.0)
-    '2 of 3 blocks stand above the noise (z > 2), which makes up 30 % of the gain; halves of the 64 sequences rank blocks \
-alike by excess (Kendall tau 0.80): usable.'
+    'the ranking of the blocks is usable: noise makes up 30 % of the gain, and 2 of 3 blocks stand above it (z > 2).'
     """
     above = int((z > 2).sum())
-    head = f"{above} of {len(z)} blocks stand above the noise (z > 2), which makes up {100 * share:.0f} % of the gain"
     if len(z) < 2 or not np.isfinite(stability):
-        return f"{head}; there is no ranking to judge."
-    word = "alike" if stability >= 0.6 else "somewhat alike" if stability >= 0.3 else "differently"
-    body = f"{head}; halves of the {n} sequences rank blocks {word} by excess (Kendall tau {stability:.2f})"
+        trust = "there is no ranking to judge"
+    elif stability >= 0.6 and above >= len(z) / 2:
+        trust = "the ranking of the blocks is usable"
+    elif needed <= n:
+        trust = "the top third of the blocks can be told from the bottom third, single places cannot"
+    else:
+        more = f"about {int(np.ceil(needed))} sequences would do" if np.isfinite(needed) else "no number of sequences would do"
+        trust = f"the top third of the blocks cannot be told from the bottom third ({more})"
     if agreement < 0.5:
-        body += f", but the raw gain ranks them otherwise (tau {agreement:.2f}): use the excess"
-    if stability >= 0.6 and above >= len(z) / 2:
-        return f"{body}{'.' if agreement < 0.5 else ': usable.'}"
-    if needed <= n:
-        return f"{body}; the top third separates from the bottom third, single places do not."
-    more = f"about {int(np.ceil(needed))} sequences would separate" if np.isfinite(needed) else "no number of samples separates"
-    return f"{body}; {more} the top third from the bottom third."
+        trust += ", and the raw gain ranks otherwise (use --excess)"
+    return f"{trust}: noise makes up {100 * share:.0f} % of the gain, and {above} of {len(z)} blocks stand above it (z > 2)."
 
 
 def _falling(values: np.ndarray) -> list[float]:
