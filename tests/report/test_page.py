@@ -9,13 +9,14 @@ import subprocess
 import pytest
 from tests import zoo
 
+from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.experts.plan import plan_experts
 from layerbudget.decisions.fit.plan import plan_fit
 from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.plan import Plan, PlanBlock
 from layerbudget.records import dumps, write_text
-from layerbudget.report.data import charts_of, solved_grid
+from layerbudget.report.data import charts_of, solved_grid, walked_grid
 from layerbudget.report.page import build_page, write_report
 from layerbudget.report.records import explained, gather
 from layerbudget.report.tables import grid_of
@@ -75,7 +76,16 @@ def kept():
         for k, p, m in ((0.875, 1e-5, 8e-6), (0.5, 4e-3, 8e-3))
     ]
     told = {k: v for k, v in rows[1].items() if k not in ("keep", "experts")}
-    extra = {"kept": {}, "measured_here": 0.007, "crossed": True, "forecast": rows, "forward_passes": 32.0, **told}
+    curve = [{"keep": r["keep"], "forecast": r["measured"], "values": v} for r, v in zip(rows, ([1.0, 0.75], [0.5, 0.5]))]
+    extra = {
+        "kept": {},
+        "curve": curve,
+        "measured_here": 0.007,
+        "crossed": True,
+        "forecast": rows,
+        "forward_passes": 32.0,
+        **told,
+    }
     return Plan(
         kind="kept-experts", rule="directional", model={"id": "a/moe"}, blocks=tuple(blocks), extra=extra,
         budget={"unit": "experts", "limit": 8, "spent": 8},
@@ -130,7 +140,7 @@ def test_every_kind_of_folder_has_its_headline(folders, pruned):
         "scores": ("can still gain", "The scores: made from Python"),
         "ranks": ("LoRA ranks", "take uniform", "No command is recorded"),
         "experts": ("9 LoRA experts", "The plan in words"),
-        "fit": ("600 KB at 64 tokens x 1 for", 'data-chart="memory"', "Over memory", "id='budget'", "memory, MiB"),
+        "fit": ("600 KB at 64 tokens x 1 for", 'data-chart="memory"', "Best plans of other budgets", "id='budget'", "memory, MiB"),
         "walked": ("50% sparsity for demo", "50 % less than uniform", "step, from uniform", "<b>0.3 – 0.7</b>",
                    "1 blocks fell and 2 rose as far as one step may", 'data-chart="forecast"'),
         "kept": ("8 experts stay in moe", "<b>0.5</b>", "On other text of this kind: measured 0.008", 'data-chart="forecast"'),
@@ -170,6 +180,33 @@ def test_the_slider_of_a_fit_has_the_best_plan_of_every_memory(folders):
     assert sum(own["parts"]) * 2**20 == pytest.approx(plan.budget["spent"]) and data["memory"]["names"][:2] == [
         "weights",
         "cache",
+    ]
+
+
+def test_the_slider_of_bits_has_the_best_plan_of_every_size(folders):
+    """Solved again at each, from the smallest formats to sixteen bits; a large model keeps none."""
+    plan_bits(zoo.fit_scores(), bits=5).save(folders / "bits.json")
+    (folders / "bits").mkdir()
+    (folders / "bits.json").rename(folders / "bits" / "plan.json")
+    grid = charts_of(gather(folders / "bits"))["grid"]
+    assert grid["own"] == pytest.approx(Plan.load(folders / "bits" / "plan.json").extra["bits"], rel=1e-3)
+    assert len(grid["budgets"]) == 8 and grid["budgets"][-1] == 16 and set(grid["plans"][-1]["values"]) == {16.0}
+    for row, shown in zip(Plan.load(folders / "bits" / "plan.json").extra["curve"], grid["plans"], strict=True):
+        again = plan_bits(zoo.fit_scores(), bits=row["bits"])
+        assert shown["values"] == pytest.approx(again.values, rel=1e-3)
+        assert shown["told"] == f"{again.extra['predicted']:.3g} nats per token predicted"
+    assert "id='budget'" in build_page(folders / "bits")
+
+
+def test_the_slider_of_experts_and_of_shapes(folders):
+    """Experts: a plan for every share of the forecast. Shapes: the steps, without the words on uniform."""
+    grid = charts_of(gather(folders / "kept"))["grid"]
+    assert grid["budgets"] == [87.5, 50] and grid["start"] == 1 and grid["own"] == 50
+    assert grid["plans"][0]["values"] == [1.0, 0.75] and "0.008 nats per token on other text" in grid["plans"][1]["told"]
+    plan = dataclasses.replace(walked(), kind="shapes")
+    grid = walked_grid(plan)
+    assert grid["budgets"] == [1, 2, 3] and [p["told"] for p in grid["plans"]] == [
+        f"{v} nats per token" for v in (0.2, 0.14, 0.1)
     ]
 
 

@@ -49,9 +49,9 @@ def charts_of(found: Found) -> dict[str, Any]:
     if scores is not None and (plan is None or scores.names == plan.names) and "cache" not in scores.extra:
         data["grid"] = solved_grid(scores, kind, plan)
     if plan is not None and plan.kind == "fit":
-        data |= {"grid": fitted_grid(plan), "memory": _memory(plan)}
+        data["memory"] = _memory(plan)
     if plan is not None:
-        data["grid"] = data.get("grid") or walked_grid(plan)
+        data["grid"] = data.get("grid") or curved_grid(plan) or walked_grid(plan)
         data["forecast"] = _forecast(plan)
     if plan is not None or data.get("grid"):
         data["water"] = {"cap": None, "uniform": None} if plan is None else {**_water(plan), **_told(plan)}
@@ -81,16 +81,20 @@ def _told(plan: Plan) -> dict[str, Any]:
 
 
 def walked_grid(plan: Plan) -> dict[str, Any] | None:
-    """The steps of a measured plan from uniform on, for the slider, as :func:`solved_grid`; None without their values."""
+    """The steps of a measured plan, for the slider, as :func:`solved_grid`; None without their values."""
     steps = [step for step in plan.extra.get("path") or () if "values" in step]
     if len(steps) < 2:
         return None
-    water, first = _water(plan), steps[0]["divergence"]
-    ends = [f"{s['divergence']:.3g} nats per token, {less_than(s['divergence'], first, 'uniform')}" for s in steps]
-    told = [f"{first:.3g} nats per token: this is uniform", *ends[1:]]
+    first, told = steps[0]["divergence"], [f"{s['divergence']:.3g} nats per token" for s in steps]
+    from_uniform, unit = plan.kind == "sparsity", "step"
+    if from_uniform:
+        beside = [less_than(s["divergence"], first, "uniform") for s in steps]
+        told = [f"{told[0]}: this is uniform", *(f"{t}, {b}" for t, b in zip(told[1:], beside[1:], strict=True))]
+        unit = "step, from uniform to the plan"
+    water = _water(plan) if from_uniform else {"cap": None, "uniform": None}
     plans = [{"values": s["values"], **water, "share": None, "told": t} for s, t in zip(steps, told, strict=True)]
-    unit = "step, from uniform to the plan"
-    return {"kind": plan.kind, "unit": unit, "budgets": list(range(len(steps))), "plans": plans, "start": len(steps) - 1}
+    budgets = list(range(not from_uniform, len(steps) + (not from_uniform)))
+    return {"kind": plan.kind, "unit": unit, "place": "Step", "budgets": budgets, "plans": plans, "start": len(steps) - 1}
 
 
 def _forecast(plan: Plan) -> dict[str, Any] | None:
@@ -141,16 +145,39 @@ def _unit(plan: Plan) -> tuple[int, str]:
     return (1 << 30, "GiB") if plan.budget["limit"] >= 1 << 30 else (1 << 20, "MiB")
 
 
-def fitted_grid(plan: Plan) -> dict[str, Any] | None:
-    """Return the best plans over memory, for the slider, as :func:`solved_grid`; None where a model is too large for them."""
-    (size, unit), rows = _unit(plan), [row for row in plan.extra["curve"] if "values" in row]
+def curved_grid(plan: Plan) -> dict[str, Any] | None:
+    """Return the best plans of other budgets, for the slider, as :func:`solved_grid`; None of a large model."""
+    rows = [row for row in plan.extra.get("curve") or () if "values" in row]
     if len(rows) < 2:
         return None
-    plans = [{"values": row["values"], "cap": None, "uniform": None, "share": None} for row in rows]
-    start = int(np.argmin([abs(row["memory"] - plan.budget["limit"]) for row in rows]))
-    budgets = [float(f"{row['memory'] / size:.4g}") for row in rows]
-    own = float(f"{plan.budget['limit'] / size:.4g}")
-    return {"kind": plan.kind, "unit": f"memory, {unit}", "budgets": budgets, "plans": plans, "start": start, "own": own}
+    budgets, unit, own, told = _curve(plan, rows)
+    plans = [
+        {"values": r["values"], "cap": None, "uniform": None, "share": None, "told": t} for r, t in zip(rows, told, strict=True)
+    ]
+    start = int(np.argmin([abs(budget - own) for budget in budgets]))
+    shown = [float(f"{budget:.4g}") for budget in (*budgets, own)]
+    return {
+        "kind": plan.kind,
+        "unit": unit,
+        "place": "At",
+        "budgets": shown[:-1],
+        "plans": plans,
+        "start": start,
+        "own": shown[-1],
+    }
+
+
+def _curve(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> tuple[list[float], str, float, list[str]]:
+    """Budgets of the rows of a curve, their unit, the plan's own budget, and a few words on the damage at each."""
+    if plan.kind == "kept-experts":
+        told = [f"{row['forecast']:.3g} nats per token on other text, as the forecast has it" for row in rows]
+        own = 100 * plan.counts.sum() / sum(b.count / b.value for b in plan.blocks)
+        return [100 * row["keep"] for row in rows], "% of the experts that stay", own, told
+    told = [f"{row['predicted']:.3g} nats per token predicted" for row in rows]
+    if plan.kind == "bits":
+        return [row["bits"] for row in rows], "bits per weight", plan.extra["bits"], told
+    size, unit = _unit(plan)
+    return [row["memory"] / size for row in rows], f"memory, {unit}", plan.budget["limit"] / size, told
 
 
 def _memory(plan: Plan) -> dict[str, Any]:

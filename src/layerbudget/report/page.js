@@ -141,7 +141,7 @@ function say() {
   document.querySelector("output[for=budget]").textContent = num(state.own && G.own != null ? G.own : G.budgets[state.budget]);
   const mean = v.reduce((a, b) => a + b, 0) / v.length, sd = Math.sqrt(v.reduce((a, b) => a + (b - mean) ** 2, 0) / v.length);
   const capped = now.cap ? v.filter((x, k) => x >= capOf(now, k) - 1e-6).length : 0;
-  said.textContent = (state.own ? "The plan of this folder: " : now.told ? `Step ${G.budgets[state.budget]}: ` : "Solved for these settings: ") +
+  said.textContent = (state.own ? "The plan of this folder: " : now.told ? `${G.place} ${num(G.budgets[state.budget])}: ` : "Solved for these settings: ") +
     `from ${num(Math.min(...v))} to ${num(Math.max(...v))}, standard deviation ${num(sd)}` +
     (capped ? `, ${capped} of ${v.length} at the cap` : "") + (now.share != null ? `; uniform has ${(100 * now.share).toFixed(1)} % of the gain` : "") + (now.told ? `; ${now.told}` : "") + ".";
   const own = document.getElementById("own");

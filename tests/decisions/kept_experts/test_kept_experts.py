@@ -337,6 +337,8 @@ def test_plans_keep_to_budgets_and_predict_what_masks_measure():
     size = sum(p.numel() for p in model.parameters()) * 4
     by_share = plan_kept_experts(model, data, 0.6)
     by_count = plan_kept_experts(model, data, "14 experts")
+    for row in by_share.extra["curve"]:
+        assert row["values"] == plan_kept_experts(model, data, row["keep"]).values.tolist()
     by_bytes = plan_kept_experts(model, data, f"{size - 10 * 4 * find_experts(model)[0].numel} bytes")
     assert by_share.budget == by_count.budget == {"unit": "experts", "limit": 14, "spent": 14}
     assert by_share.extra["kept"] == by_count.extra["kept"] == by_bytes.extra["kept"]

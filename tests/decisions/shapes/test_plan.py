@@ -155,7 +155,7 @@ def test_plans_are_applied_recounted_and_measured(name):
     plan = plan_shapes(model, data, "25% flops", multiple=4, passes=30, draws=1, batch_size=4)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     log = plan.extra["path"]
-    assert [e["share"] for e in log[:2]] == [0.5, 1.0]
+    assert [e["share"] for e in log[:2]] == [0.5, 1.0] and log[-1]["values"] == plan.values.tolist()
     assert all(a["divergence"] > b["divergence"] for a, b in itertools.pairwise(log[1:]))
     assert plan.rule == "directional" and plan.extra["forward_passes"] <= 30 and plan.budget["spent"] >= plan.budget["limit"]
     assert plan.extra["measured"] == pytest.approx(measure_plan(model, plan, data, batch_size=4))

@@ -27,6 +27,8 @@ from .table import CACHE, HUGE, Table
 
 _LARGEST = 16.0  # bits per weight: sixteen bits are always among the formats
 _LAYER = re.compile(r"\.(\d+)\.")
+CURVE = 8  # best plans of other budgets that a plan keeps
+SHOWN = 400  # blocks; of larger models the curve does not keep what every block gets
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,7 +157,30 @@ def plan_from_table(scores: Scores, limits: Limits, rule: str = "choices") -> Pl
     limit = limits.bytes(limits.restrict(table))
     given = {**limits.record(), "rule": rule, "method": table.method, "runtime": table.runtime}
     given |= imatrix_of(scores)
-    return _plan(scores, limits, limit, given)
+    plan = _plan(scores, limits, limit, given)
+    return dataclasses.replace(plan, extra={**plan.extra, "curve": curve(limits.restrict(table))})
+
+
+def curve(table: Table, count: int = CURVE) -> list[dict[str, Any]]:
+    """Return the best plans from the smallest to the largest, evenly in the ratio of bytes; none of more than 400 blocks.
+
+    Each has its mean ``bits`` per weight, the ``predicted`` damage, and the bits per weight of every block as ``values``.
+    """
+    if len(table.blocks) > SHOWN:
+        return []
+    low, high = int(table.smallest.sum()), int(np.where(table.has, table.size, 0).max(axis=1).sum())
+    rows = []
+    for limit in np.geomspace(low, high, count).round():
+        chosen = choose(table.damage, table.size, int(limit)).chosen
+        own, values = table.totals(chosen), bits_of(table, chosen)
+        rows.append({"bits": 8 * own["spent"] / table.numel, "predicted": own["predicted"], "values": values})
+    return rows
+
+
+def bits_of(table: Table, chosen: np.ndarray) -> list[float]:
+    """Return the bits per weight of every block in four digits, as a page shows them."""
+    size = table.size[np.arange(len(table.blocks)), chosen]
+    return [float(f"{8 * s / b.numel:.4g}") for b, s in zip(table.blocks, size, strict=True)]
 
 
 def imatrix_of(scores: Scores) -> dict[str, str]:

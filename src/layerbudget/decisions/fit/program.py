@@ -20,15 +20,13 @@ from ...scores import Scores
 from ...solvers.choices import choose
 from ..bits.memory import Cache, read_context
 from ..bits.mixes import MIXES
-from ..bits.program import Decision, Limits, extra_of, imatrix_of, mix_of, plan_blocks, read_bytes
+from ..bits.program import CURVE, SHOWN, Decision, Limits, bits_of, extra_of, imatrix_of, mix_of, plan_blocks, read_bytes
 from ..bits.table import Table
 from ..cache.space import CacheSpace
 
 KIND = "fit"
 UNIFORM, MIX = "uniform-cache", "mix"
 RULES = ("choices", UNIFORM, MIX)
-_CURVE = 8
-_SHOWN = 400  # blocks; of larger models the curve does not keep what every block gets
 GIB = 1 << 30
 
 
@@ -199,7 +197,7 @@ class Fit:
         beside = {"rest of the file": self.weights.beside, "states": self.state, "buffers": self.buffers}
         return found | {name: {"bytes": size} for name, size in beside.items() if size}
 
-    def curve(self, count: int = _CURVE) -> list[dict[str, Any]]:
+    def curve(self, count: int = CURVE) -> list[dict[str, Any]]:
         """Return the best plans of several memories, from the smallest to 16 bits for everything, evenly in ratio."""
         table = self.table
         low, high = int(table.smallest.sum()), int(np.where(table.has, table.size, 0).max(axis=1).sum())
@@ -212,10 +210,7 @@ class Fit:
         own = table.totals(found.chosen)
         row = {"memory": limit + self.beside, "predicted": own["predicted"], "price": found.price * GIB}
         row |= {f"{n}_{key}": p[key] for n, p in self.parts(found.chosen).items() for key in ("bytes", "bits") if key in p}
-        if len(table.blocks) <= _SHOWN:
-            size = table.size[np.arange(len(table.blocks)), found.chosen]
-            row["values"] = [float(f"{8 * s / b.numel:.4g}") for b, s in zip(table.blocks, size, strict=True)]
-        return row
+        return row | ({"values": bits_of(table, found.chosen)} if len(table.blocks) <= SHOWN else {})
 
 
 def fit_of(scores: Scores, terms: Terms) -> tuple[Fit, dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -110,6 +110,7 @@ def plan_kept_experts(
         "forecast": forecast([_plain(fold) for fold in folds]),
         "forward_passes": passes + sum(part.passes for part in (own, *parts)),
     }
+    told["curve"] = _curve(program, told["forecast"])
     blocks = [_block(e, kept[e.name]) for e in found]
     return Plan(
         kind="kept-experts", rule=rule, model=describe(model), blocks=tuple(blocks), budget=budget, extra=to_jsonable(told),
@@ -174,6 +175,17 @@ def _without(parts: Sequence[Masked], fold: int) -> Callable[[Kept], float]:
         return per_token(*(np.concatenate(part) for part in both))[0]
 
     return measure
+
+
+def _curve(program: KeptProgram, rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
+    """The plan of every share of the forecast, whose ``values`` are the shares of the experts that stay; none with types."""
+    if isinstance(program, TypedProgram):
+        return []
+    price, experts = np.ones(len(program.removals), dtype=np.int64), np.array([r.experts for r in program.removals])
+    left = (program.left(program.within(int(row["experts"]), price)[0]) / experts for row in rows)
+    return [
+        {"keep": row["keep"], "forecast": row["measured"], "values": own.tolist()} for row, own in zip(rows, left, strict=True)
+    ]
 
 
 def _plain(fold: Fold) -> Fold:

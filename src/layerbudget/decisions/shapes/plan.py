@@ -313,7 +313,8 @@ class _Path:
         return here, solution
 
     def _note(self, here: Evaluation, **told: float) -> None:
-        self.log.append({"divergence": here.divergence, "passes": self.point.passes, **told})
+        values = [gone / part.parameters for gone, part in zip(self.space.removed(here.state), self.space.parts, strict=True)]
+        self.log.append({"divergence": here.divergence, "passes": self.point.passes, **told, "values": values})
 
     def _proposals(self, settled: np.ndarray, here: Evaluation, trust: float) -> Iterator[Proposal]:
         """The best plans within reach; a layer whose going or coming back has not gained is settled from then on."""

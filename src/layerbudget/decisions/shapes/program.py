@@ -244,17 +244,26 @@ class ShapeSpace:
         found = dataclasses.replace(found, unit=self.unit, among=among)
         return alternatives[np.arange(len(alternatives)), found.chosen], found
 
+    def _gone(self, state: np.ndarray) -> tuple[list[str], dict[str, int]]:
+        """Layers that go whole in a state, and units that go from every part of the others."""
+        counts = {p.name: 0 for p in self.parts}
+        for pair, row in zip(self.pair, state.tolist(), strict=True):
+            if not row[GONE]:
+                counts |= {part.name: gone for part, gone in zip(pair, row, strict=False) if part is not None}
+        return [n for n, row in zip(self.layers, state, strict=True) if row[GONE]], counts
+
+    def removed(self, state: np.ndarray) -> np.ndarray:
+        """Matrix parameters of every part that go in a state, ``(parts,)``."""
+        dropped, counts = self._gone(state)
+        return np.array([p.parameters if p.layer in dropped else counts[p.name] * p.unit_parameters for p in self.parts])
+
     def plan(
         self, state: np.ndarray, damage: float, solution: Choice, hyper: Mapping[str, Any], model: Mapping[str, Any]
     ) -> Plan:
         """A state as a plan: one block per part, ``count`` the matrix parameters that go."""
         if int(self.saved(state[:, None]).sum()) < self.need:
             raise InfeasibleBudget(f"{state.tolist()} saves too little.", f"{self.need} are needed.", "Report this.")
-        counts = {p.name: 0 for p in self.parts}
-        for pair, row in zip(self.pair, state.tolist(), strict=True):
-            if not row[GONE]:
-                counts |= {part.name: gone for part, gone in zip(pair, row, strict=False) if part is not None}
-        dropped = [n for n, row in zip(self.layers, state, strict=True) if row[GONE]]
+        dropped, counts = self._gone(state)
         sizes = (
             p.size(self.unit, self.hyper["bytes_per_parameter"], counts[p.name]) for p in self.parts if p.layer not in dropped
         )
@@ -264,10 +273,9 @@ class ShapeSpace:
             if p.kind != "rest"
         }
         extra = {"shapes": shapes, "dropped": dropped, "predicted": damage, "gap": solution.gap}
-        gone = {p.name: p.parameters if p.layer in dropped else counts[p.name] * p.unit_parameters for p in self.parts}
         blocks = tuple(
-            PlanBlock(name=p.name, value=gone[p.name] / p.parameters, count=gone[p.name], numel=p.parameters, modules=p.modules)
-            for p in self.parts
+            PlanBlock(name=p.name, value=gone / p.parameters, count=gone, numel=p.parameters, modules=p.modules)
+            for p, gone in zip(self.parts, self.removed(state).tolist(), strict=True)
         )
         return Plan(
             kind="shapes",
