@@ -130,3 +130,57 @@ def test_a_comparison_is_repeated(tmp_path, monkeypatch):
     ran(tmp_path / "again", [shlex.split(line)[1:]], monkeypatch)
     first, again = (json.loads((tmp_path / p / "out" / "comparison.json").read_text()) for p in ("first", "again"))
     assert first["budgets"] == again["budgets"] and first["made_by"] == again["made_by"]
+
+
+@pytest.mark.slow
+def test_a_demo_is_repeated(tmp_path, monkeypatch):
+    """Its plan, its model and its numbers; only seconds and memory are others."""
+    from layerbudget.demo import run as demo
+
+    for name, value in {"SAMPLES": 6, "LENGTH": 24, "WINDOWS": 6, "MEASURED": 3, "PASSES": 6, "TARGETS": (0.5,)}.items():
+        monkeypatch.setattr(demo, name, value)
+    ran(tmp_path / "first", [["demo", "--seed", "3", "-o", "out"]], monkeypatch)
+    (line,) = printed(tmp_path / "first" / "out")
+    ran(tmp_path / "again", [shlex.split(line)[1:]], monkeypatch)
+    first, again = (tmp_path / place / "out" for place in ("first", "again"))
+    assert digest_of(again / "plan.json") == digest_of(first / "plan.json")
+    assert (again / "pruned/model.safetensors").read_bytes() == (first / "pruned/model.safetensors").read_bytes()
+    rows, same = (json.loads((place / "result.json").read_text())["rows"] for place in (first, again))
+    assert rows == same and "--seed 3" in line
+
+
+@pytest.mark.slow
+def test_a_fine_tuning_is_repeated(tmp_path, monkeypatch):
+    """The adapter to the bit, and what was measured."""
+    rows = "".join(json.dumps({"text": f"row {i} says {i * i} and ends"}) + "\n" for i in range(20))
+    uniform = ["plan", "ranks", "scores.json", "--mean-rank", "2", "--rule", "uniform", "-o", "ranks.json"]
+    train = [
+        "finetune",
+        "demo",
+        "ranks.json",
+        "--data",
+        "rows.jsonl",
+        "--epochs",
+        "1",
+        "--batch",
+        "4",
+        "--seeds",
+        "3",
+        "-o",
+        "out",
+    ]
+    folders = [tmp_path / name for name in ("first", "again")]
+    ran(folders[0], [[*SCORE, "--estimator", "fisher-gram"], uniform], monkeypatch)
+    (folders[0] / "rows.jsonl").write_text(rows)
+    assert main([*train, "--quiet"]) == 0
+    lines = printed(folders[0] / "out")
+    assert [shlex.split(line)[1] for line in lines] == ["plan", "finetune"]
+    ran(folders[1], [], monkeypatch)
+    for name in ("rows.jsonl", "scores.json"):
+        shutil.copy(folders[0] / name, folders[1] / name)
+    for line in lines:
+        assert main([*shlex.split(line)[1:], "--quiet"]) == 0
+    first, again = (folder / "out/seed-3/adapter/adapter_model.safetensors" for folder in folders)
+    assert again.read_bytes() == first.read_bytes()
+    results = [json.loads((folder / "out/result.json").read_text()) for folder in folders]
+    assert results[0]["metrics"] == results[1]["metrics"] and "--seeds 3" in lines[1]
