@@ -56,7 +56,7 @@ def main() -> None:
         make(a.folder, a.layers)
         raise SystemExit("Made. Run it again: this process has held the whole model.")
     torch.set_num_threads(1)
-    model = lb.load_model(str(a.folder), dtype="bfloat16", stream=True)
+    model = lb.load_model(str(a.folder), dtype="quick", stream=True)
     ids = torch.randint(0, SHAPES["vocab_size"], (a.samples, a.length), generator=torch.Generator().manual_seed(0))
     data, found, spent = CalibrationSet(input_ids=ids, source="random"), find_experts(model), []
     removals = sensitivity.ExpertSums._removals

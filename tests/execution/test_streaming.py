@@ -14,6 +14,7 @@ from tests import zoo
 from tests.execution.test_backward import ESTIMATORS, data_for, numbers
 
 import layerbudget as lb
+from layerbudget.decisions.kept_experts.plan import plan_kept_experts
 from layerbudget.decisions.sparsity.apply import prune
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.decisions.sparsity.save import save_pruned
@@ -101,6 +102,31 @@ def test_fused_experts_are_converted_by_transformers_and_scored(folders):
         for estimator in ("fisher-gram", "fisher-trace"):
             a, b = (score(m, data, blocks, estimator, walk="layers").gain for m in (whole, streamed))
             assert np.allclose(a, b, rtol=1e-4), (stored, estimator)
+
+
+def test_experts_that_stay_are_chosen_from_files_with_both_ends_at_rest(tmp_path, monkeypatch):
+    """Stored in bfloat16 with a tensor for every expert, computed in float32: stacks lie in files, ends come when they run."""
+    from layerbudget.models import offload
+
+    zoo.build("qwen3-moe").to(torch.bfloat16).save_pretrained(tmp_path)
+    spilled, zeros = [], offload.zeros_in_file
+    monkeypatch.setattr(offload, "zeros_in_file", lambda shape, *more: spilled.append(tuple(shape)) or zeros(shape, *more))
+    plans = []
+    for stream in (False, True):
+        model = load_model(str(tmp_path), dtype="float32", stream=stream)
+        plans.append(plan_kept_experts(model, zoo.tokens(4, 12, vocabulary=61), 0.5))
+    stacks = [tuple(p.shape) for p in model.parameters() if p.ndim == 3]
+    assert sorted(spilled) == sorted(stacks) and stacks
+    dense, lean = plans
+    assert dense.extra["kept"] == lean.extra["kept"]
+    assert lean.extra["measured_here"] == pytest.approx(dense.extra["measured_here"], rel=1e-4)
+    kinds = {p.dtype for p in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)}
+    assert torch.bfloat16 in kinds and {p.dtype for p in model.model.layers[0].parameters()} == {torch.bfloat16}
+    mapped(model).hold_ends()
+    assert model.get_input_embeddings().weight.dtype == model.get_output_embeddings().weight.dtype == torch.float32
+    monkeypatch.setattr("layerbudget.storage.writing.shutil.disk_usage", lambda where: type("Disk", (), {"free": 10})())
+    with pytest.raises(InvalidInput, match="are free in"):
+        load_model(str(tmp_path), stream=True)
 
 
 def test_what_needs_the_whole_graph_refuses_a_streamed_model(folders):

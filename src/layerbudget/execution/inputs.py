@@ -15,9 +15,9 @@ from torch import nn
 
 from ..errors import CoverageError
 from ..models.blocks import reader_of, transposed, weight_of
+from ..models.machine import zeros_in_file
 from ..records import Module
 from .loss import Batch
-from .memory import zeros_in_file
 from .processes import process_group
 from .replay import StopForward
 from .sites import Site

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -20,24 +18,6 @@ from ..storage.writing import check_space
 from .loss import Batch
 
 _STORES = ("device", "cpu", "disk")
-
-
-def zeros_in_file(shape: Sequence[int], folder: Path | str | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Zeros whose pages belong to a file and not to the process's own memory: the system writes them out where it needs room.
-
-    The file has no name and goes with the tensor. Without a folder, and where open files cannot lose their names, they lie in
-    ordinary memory.
-    """
-    if folder is None or os.name != "posix":
-        return torch.zeros(tuple(shape), dtype=dtype)
-    count = math.prod(shape)
-    handle, name = tempfile.mkstemp(prefix="layerbudget-", dir=folder)
-    try:
-        os.ftruncate(handle, count * dtype.itemsize)
-        return torch.from_file(name, shared=True, size=count, dtype=dtype).view(tuple(shape))
-    finally:
-        os.close(handle)
-        Path(name).unlink()
 
 
 class Store:

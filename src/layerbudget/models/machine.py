@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import math
 import os
 import platform
+import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -53,6 +55,24 @@ def in_threads(work: Callable[[T], None], items: Sequence[T], workers: int | Non
         done = pool.map(work, items)
     torch.set_num_threads(threads)
     list(done)  # raises what a thread raised
+
+
+def zeros_in_file(shape: Sequence[int], folder: Path | str | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Zeros whose pages belong to a file and not to the process's own memory: the system writes them out where it needs room.
+
+    The file has no name and goes with the tensor. Without a folder, and where open files cannot lose their names, they lie in
+    ordinary memory.
+    """
+    if folder is None or os.name != "posix":
+        return torch.zeros(tuple(shape), dtype=dtype)
+    count = math.prod(shape)
+    handle, name = tempfile.mkstemp(prefix="layerbudget-", dir=folder)
+    try:
+        os.ftruncate(handle, count * dtype.itemsize)
+        return torch.from_file(name, shared=True, size=count, dtype=dtype).view(tuple(shape))
+    finally:
+        os.close(handle)
+        Path(name).unlink()
 
 
 def free_bytes(device: torch.device | str = "cpu") -> int:

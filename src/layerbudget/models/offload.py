@@ -4,15 +4,19 @@ The tensors of a safetensors checkpoint are mapped privately and given to transf
 and conversions are its own. On a CPU in the checkpoint's precision the parameters *are* the mapped pages: nothing is
 anonymous memory, the system drops and re-reads pages as it likes. In another precision, or on another device, each layer is
 converted when its forward begins and dropped for the following one; for another device a thread converts the next one
-meanwhile. What a treatment writes into a layer is kept in a file, which is mapped in turn (:meth:`Mapped.remap`).
+meanwhile. On a CPU so is the head, and an embedding stays as it is stored: what it looks up is converted. What a treatment
+writes into a layer is kept in a file, which is mapped in turn (:meth:`Mapped.remap`). Tensors that transformers makes of
+several stored ones (the experts of a layer) lie in files without names, beside other temporary files.
 """
 
 from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
+import tempfile
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,9 @@ import torch
 from torch import nn
 
 from ..errors import CorruptFile, CoverageError
+from ..storage.writing import check_space
 from .blocks import layer_lists
+from .machine import zeros_in_file
 
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, Mapped] = weakref.WeakKeyDictionary()
 
@@ -72,9 +78,10 @@ class Mapped:
         self.names = {id(p): name for name, p in self.parameters.items()}
         self.places = {name: places[p.data_ptr()] for name, p in self.parameters.items() if p.data_ptr() in places}
         self.layers = [(f"{name}.{i}", layer) for name, stack in layer_lists(model) for i, layer in enumerate(stack)]
-        self._own = {name: [f"{name}.{own}" for own, _ in layer.named_parameters()] for name, layer in self.layers}
+        self._own = [[f"{name}.{own}" for own, _ in layer.named_parameters()] for name, layer in self.layers]
         self._held: dict[str, torch.Tensor] = {}
         self._current, self._ahead_of = -1, -1
+        self.arrived = 0  # how often something came
         self._ahead: concurrent.futures.Future[dict[str, torch.Tensor]] | None = None
         self._worker = concurrent.futures.ThreadPoolExecutor(1)
         self._settle()
@@ -82,23 +89,45 @@ class Mapped:
 
     def _settle(self) -> None:
         """Bring what lies outside the layers to the device; let the layers come when they run."""
-        self._inside = {name for names in self._own.values() for name in names}
-        converts = self.device.type != "cpu"
+        own = [self.parameters[name] for names in self._own for name in names]
+        elsewhere = self.device.type != "cpu"
+        self.converts = elsewhere or any(p.is_floating_point() and p.dtype != self.dtype for p in own)
+        comes, model, self._resting = [layer for _, layer in self.layers], self.model(), set[str]()
+        if model is not None and self.converts and not elsewhere:
+            comes += self._rest(model)
+        self._inside = {name for names in self._own for name in names}
         for name, p in self.parameters.items():
-            wanted = self.dtype if p.is_floating_point() else p.dtype
-            if name not in self._inside:
-                p.data = p.data.to(self.device, wanted)
-            converts = converts or p.dtype != wanted
-        model = self.model()
+            if name not in self._inside | self._resting:
+                p.data = self.computed(p)
         for _, buffer in model.named_buffers() if model is not None else ():
             buffer.data = buffer.data.to(self.device)
-        self.converts = converts
-        if converts:
-            for index, (_, layer) in enumerate(self.layers):
+        if self.converts:
+            for index, layer in enumerate(comes):
                 layer.register_forward_pre_hook(lambda module, given, i=index: self._arrive(module, i))
 
+    def _rest(self, model: Any) -> list[nn.Module]:
+        """Let both ends stay as they are stored where that is no change; return the head where it comes as the layers do."""
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        plain = type(embedding) is nn.Embedding  # others compute with what they look up
+        if plain:
+            embedding.register_forward_hook(lambda module, given, found: found.to(self.dtype))
+            self._resting = {self.names[id(embedding.weight)]}
+        if type(head) is not nn.Linear or (head.weight is embedding.weight and not plain):
+            return []
+        self._own.append([self.names[id(p)] for p in head.parameters()])
+        return [head]
+
+    def hold_ends(self) -> None:
+        """Have embedding and head in the precision that layers compute in from now on, so that what is written there stays."""
+        self.leave()
+        ends = {*self._resting, *(name for names in self._own[len(self.layers) :] for name in names)}
+        del self._own[len(self.layers) :]
+        self._resting, self._inside = set(), self._inside - ends
+        for name in ends:
+            self.parameters[name].data = self.computed(self.parameters[name])
+
     def _arrive(self, layer: nn.Module, index: int) -> None:
-        if not getattr(layer.forward, "skips", False):
+        if index < len(self._own) and not getattr(layer.forward, "skips", False):
             self._bring(index)
 
     def bring(self, name: str) -> None:
@@ -111,17 +140,17 @@ class Mapped:
             return
         step = index - self._current if abs(index - self._current) == 1 else 1
         self.leave()
-        name = self.layers[index][0]
         ready = self._ahead.result() if self._ahead is not None and self._ahead_of == index else self._convert(index)
-        for own in self._own[name]:
+        for own in self._own[index]:
             self._held[own] = self.parameters[own].data
             self.parameters[own].data = ready[own]
         self._current, self._ahead, self._ahead_of = index, None, index + step
+        self.arrived += 1
         if self.device.type != "cpu" and 0 <= index + step < len(self.layers):  # there a second layer is memory that counts
             self._ahead = self._worker.submit(self._convert, index + step)
 
     def _convert(self, index: int) -> dict[str, torch.Tensor]:
-        return {own: self.computed(self.parameters[own]) for own in self._own[self.layers[index][0]]}
+        return {own: self.computed(self.parameters[own]) for own in self._own[index]}
 
     def comes(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter is dropped again when its layer has run."""
@@ -152,7 +181,7 @@ class Mapped:
                 self._held[name] = tensor
             else:
                 self.parameters[name].data = tensor
-                if name not in self._inside:  # as it was settled
+                if name not in self._inside | self._resting:  # as it was settled
                     self.parameters[name].data = self.computed(self.parameters[name])
 
     def again(self, parameter: nn.Parameter) -> torch.Tensor | None:
@@ -188,7 +217,8 @@ def load_mapped(
     mapping = getattr(model_class, "_model_mapping", None)
     chosen = model_class if mapping is None else mapping[type(config)]
     chosen = chosen[0] if isinstance(chosen, tuple | list) else chosen
-    model, report = chosen.from_pretrained(None, config=config, state_dict=tensors, dtype=stored, output_loading_info=True)
+    with _in_files(places):
+        model, report = chosen.from_pretrained(None, config=config, state_dict=tensors, dtype=stored, output_loading_info=True)
     if dtype not in (None, stored):
         _buffers_of(chosen, config, model, dtype)
     Mapped(model, places, dtype=dtype or stored, device=device)
@@ -196,21 +226,45 @@ def load_mapped(
     return model, report
 
 
+@contextlib.contextmanager
+def _in_files(places: Collection[int]) -> Iterator[None]:
+    """Inside, a parameter that a module is given lies in a file of its own, unless its values have one of these addresses."""
+    register, known = nn.Module.register_parameter, set(places)
+
+    def spilled(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        """Copy the values into a file, and give the module these."""
+        if parameter is not None and parameter.device.type == "cpu" and parameter.data_ptr() not in known:
+            check_space({tempfile.gettempdir(): parameter.nbytes})
+            parameter.data = zeros_in_file(parameter.shape, tempfile.gettempdir(), parameter.dtype).copy_(parameter.data)
+            known.add(parameter.data_ptr())
+        register(module, name, parameter)
+
+    with _registering(spilled):
+        yield
+
+
+@contextlib.contextmanager
+def _registering(way: Any) -> Iterator[None]:
+    """Inside, modules take parameters in another way."""
+    held = nn.Module.register_parameter
+    nn.Module.register_parameter = way  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = held  # type: ignore[method-assign]
+
+
 def _buffers_of(model_class: Any, config: Any, model: nn.Module, dtype: torch.dtype) -> None:
     """Give a model the buffers that it would have in another precision (embedding scales of Gemma are rounded to it)."""
-    stored, register = config.dtype, nn.Module.register_parameter
+    register = nn.Module.register_parameter
 
     def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = without_memory  # type: ignore[method-assign,assignment]
-    try:
+    with _registering(without_memory):
         other = model_class._from_config(config, dtype=dtype)
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
-        config.dtype = stored
     own = dict(model.named_buffers())
     for name, buffer in other.named_buffers():
         if buffer.is_floating_point() and buffer.device.type != "meta" and name in own:

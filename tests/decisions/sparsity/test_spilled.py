@@ -11,7 +11,7 @@ import layerbudget as lb
 from layerbudget.compressors.sparsegpt import _inverse
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import InvalidInput
-from layerbudget.execution.memory import zeros_in_file
+from layerbudget.models.machine import zeros_in_file
 
 
 def test_a_tensor_that_lies_in_a_file_is_a_tensor(tmp_path):

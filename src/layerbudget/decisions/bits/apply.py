@@ -222,6 +222,8 @@ class _Rounding(Treating):
             self.given, self.lacks = importances(quantiser.imatrix, model, modules), "has no importances"
         self.sums: dict[str, torch.Tensor] = {}
         self.offloaded = mapped(model)
+        if self.offloaded is not None:
+            self.offloaded.hold_ends()
         self.writer: _Writer | None = None
         self.parts = Parts(None)
         self.rounded: dict[str, list[Rounded]] = {}

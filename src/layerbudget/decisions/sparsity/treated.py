@@ -30,10 +30,10 @@ from ...errors import InvalidInput
 from ...execution.divergence import Reference
 from ...execution.inputs import InputMoments, InputStatistics, moments_of_sites, share_statistics
 from ...execution.loss import unlabelled
-from ...execution.memory import zeros_in_file
 from ...execution.modes import inference
 from ...execution.replay import unwalkable
 from ...models.blocks import partition, weight_of
+from ...models.machine import zeros_in_file
 from ...models.offload import mapped
 from ...plan import PlanBlock, RowGroups, members
 from ...records import Block, Module

@@ -89,7 +89,7 @@ class StreamedTrials(Trials):
         self.treating, self.files = treating, files
         self._jobs: dict[int, list[Job]] = {}
         self._found: Found = {}
-        self._current = -1
+        self._current, self._arrived = -1, 0
         self._held: dict[str, torch.Tensor] = {}
         self._handles: list[RemovableHandle] = []
 
@@ -108,10 +108,11 @@ class StreamedTrials(Trials):
 
     def _arrive(self, layer: nn.Module, given: Any) -> None:
         index = next(i for i, (_, own) in enumerate(self.files.layers) if own is layer)
-        if index == self._current or getattr(layer.forward, "skips", False):
+        same = index == self._current and self._arrived == self.files.arrived
+        if same or getattr(layer.forward, "skips", False):
             return
         self._leave()
-        self._current = index
+        self._current, self._arrived = index, self.files.arrived
         with torch.no_grad():
             for job in self._jobs.get(index, ()):
                 parameter = weight_of(self.treating.model, job.module.name)[1]
