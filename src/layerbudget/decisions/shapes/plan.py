@@ -39,7 +39,7 @@ from .compensation import ways_of
 from .nemotron import check_config
 from .point import Evaluation, Moments, ShapePoint
 from .program import GONE, KINDS, ShapeSpace
-from .save import allowed_units
+from .save import allowed_units, described_smaller
 from .speed import Speed, measure_speed, sizes_of_layers
 from .units import find_parts, head_units
 
@@ -202,7 +202,8 @@ def _spaces(
     model: nn.Module, by: str, multiple: int, prices: Any, *, kinds: Sequence[str], even: bool | tuple[str, ...], **options: Any
 ) -> list[ShapeSpace]:
     """The program for every unit of heads that is looked at, without those that cannot save enough."""
-    find_parts(model, kinds=kinds, by=by, multiple=multiple)  # refuses layers that lack a kind
+    able = partial(described_smaller, model) if even is True else lambda kind: True
+    find_parts(model, kinds=kinds, by=by, multiple=multiple, able=able)  # refuses layers that lack a kind
     spaces, refused = list[ShapeSpace](), list[InfeasibleBudget]()
     for word in head_units(model, kinds, by):
         parts = find_parts(model, kinds=kinds, by=word, multiple=multiple, prices=prices)

@@ -29,6 +29,7 @@ OTHER_KIND = {  # remedies where parts of one kind cannot go
     "heads": "Remove MLP units (--parts mlp), or prune its weights instead: layerbudget plan sparsity MODEL, then apply.",
     "mlp": "Remove heads (--parts heads), or prune its weights instead: layerbudget plan sparsity MODEL, then apply.",
 }
+NEITHER = "Prune its weights instead: layerbudget plan sparsity MODEL, then apply."
 HEADS, MLP, GONE = 0, 1, 2
 NANOSECONDS = "nanoseconds"  # of a request, 256 tokens read and 64 written: a budget of latency, in whole numbers
 

@@ -28,8 +28,8 @@ from ...storage.folders import new_folder, write_model
 from ..bits.gguf import GgufWriter
 from ..bits.gguf_names import architecture
 from .layouts import FIND, Attention, Where
-from .program import OTHER_KIND, Part, layers_differ
-from .units import where_is
+from .program import NEITHER, OTHER_KIND, Part, layers_differ
+from .units import find_parts, other_kind, where_is
 
 
 def _built(model: nn.Module, change: Callable[[Any], None] = lambda config: None) -> list[tuple[str, nn.Module]] | str:
@@ -88,24 +88,35 @@ def allowed_units(model: nn.Module, parts: Sequence[Part], kinds: Sequence[str])
     for part in (next((p for p in parts if p.kind == kind), None) for kind in kinds):
         if part is None:
             continue
-        where = where_is(model, part)
-        tried = range(1, part.units if isinstance(where, Attention) else 2)
-        why = {units: undescribed(model, where, where.without(units, part.by)) for units in tried}
-        fits = [units for units in tried if not why[units]]
+        fits, why = _fitting_units(model, part)
         if not fits:
             refused.append(
                 f"No smaller {'number of heads' if part.kind == 'heads' else 'width of the MLPs'} can be written into a "
-                f"plain config: {next(iter(why.values()), 'there is one unit only')}"
+                f"plain config: {why}"
             )
-        if not fits or isinstance(where, Attention):
+        if not fits or part.kind == "heads":
             allowed[part.kind] = fits
     if not refused or len(refused) < len(kinds):
         return allowed
+    remedy = NEITHER if len(kinds) > 1 else other_kind(model, kinds[0], lambda kind: described_smaller(model, kind))
     raise UnknownStructure(
         "; ".join(refused) + ".",
         "What an ordinary checkpoint can hold is planned.",
-        f"{OTHER_KIND[kinds[0]]} Or plan without --even, and use the model in memory.",
+        f"{remedy} Or plan without --even, and use the model in memory.",
     )
+
+
+def _fitting_units(model: nn.Module, part: Part) -> tuple[list[int], str]:
+    """Numbers of units that may go by what a plain config can say (of an MLP: one, if any), and what it says to the least."""
+    where = where_is(model, part)
+    tried = range(1, part.units if isinstance(where, Attention) else 2)
+    why = {units: undescribed(model, where, where.without(units, part.by)) for units in tried}
+    return [units for units in tried if not why[units]], next(iter(why.values()), "there is one unit only")
+
+
+def described_smaller(model: nn.Module, kind: str) -> bool:
+    """Whether a plain config can say a smaller number of units of a kind that all layers have."""
+    return any(_fitting_units(model, part)[0] for part in find_parts(model, kinds=(kind,)) if part.kind == kind)
 
 
 def check_exportable(model: nn.Module, plan: Plan | None = None) -> None:

@@ -22,7 +22,7 @@ from ...errors import InvalidInput, UnknownStructure
 from ...models.blocks import layers, matrix_of, partition
 from ...records import Block, Module
 from .layouts import FIND, Attention, Where, find_attention, per_unit
-from .program import KINDS, OTHER_KIND, Part
+from .program import KINDS, NEITHER, OTHER_KIND, Part
 
 UNITS = ("auto", "groups", "queries")
 _LATE = 64  # channels that go before the matrices follow
@@ -36,11 +36,13 @@ def find_parts(
     by: str = "auto",
     multiple: int = 8,
     prices: Mapping[str, int] | None = None,
+    able: Callable[[str], bool] = lambda kind: True,
 ) -> list[Part]:
     """The attention, MLP and other matrices of every layer, in order, with the units that they can lose.
 
-    A layer that lacks one of ``kinds`` is refused. Heads go by ``groups`` (key-value heads with their query heads), ``queries``
-    (one query head of every group) or ``auto``; a unit of the MLP has ``multiple`` channels, and a remainder always stays.
+    A layer that lacks one of ``kinds`` is refused; the other kind is advised where all layers have it and it is ``able``. Heads
+    go by ``groups`` (key-value heads with their query heads), ``queries`` (one query head of every group) or ``auto``; a unit
+    of the MLP has ``multiple`` channels, and a remainder always stays.
     ``prices`` are those of :meth:`layerbudget.decisions.shapes.speed.Speed.prices`.
     """
     if not isinstance(multiple, int) or multiple < 1:
@@ -53,7 +55,7 @@ def find_parts(
                 where = find(layer, name)
             except UnknownStructure as error:
                 if kind in kinds:
-                    raise UnknownStructure(error.what, error.feasible, _remedy(model, kind)) from error
+                    raise UnknownStructure(error.what, error.feasible, other_kind(model, kind, able)) from error
                 continue
             mine = [left.pop(n) for n in (*where.producers, where.consumer)]
             units = _units(where, mine, by, multiple)
@@ -63,14 +65,15 @@ def find_parts(
     return parts
 
 
-def _remedy(model: nn.Module, kind: str) -> str:
-    """The other kind where all layers have it."""
+def other_kind(model: nn.Module, kind: str, able: Callable[[str], bool]) -> str:
+    """The remedy where parts of a kind cannot go: the other kind, where all layers have it and it is ``able``."""
+    other = "mlp" if kind == "heads" else "heads"
     try:
         for name, layer in layers(model):
-            FIND["mlp" if kind == "heads" else "heads"](layer, name)
+            FIND[other](layer, name)
     except UnknownStructure:
-        return "Prune its weights instead: layerbudget plan sparsity MODEL, then apply."
-    return OTHER_KIND[kind]
+        return NEITHER
+    return OTHER_KIND[kind] if able(other) else NEITHER
 
 
 def _part(layer: str, kind: str, modules: Sequence[Module], **units: Any) -> Part:
