@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -93,7 +93,9 @@ class Aim:
         def make(weight: torch.Tensor, h: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
             total = self.total
             best, rho = self.best(weight, keep, [damping * d for d in _DAMPINGS], stiffness, centred=bias is not None)
-            made = next(_ways(weight, total, keep, best, [rho], bias is not None))
+            fit = _Fit.of(total, keep, centred=bias is not None)
+            made, missing = fit.missing(weight, best)
+            made = made + missing * fit.shares([rho])[0] @ fit.vectors.T
             if bias is not None:
                 moved = (total.outputs - made @ total.inputs[keep]) / total.tokens
                 module.bias = nn.Parameter(moved.to(bias), bias.requires_grad)
@@ -109,25 +111,46 @@ class Aim:
             return dampings[0], stiffness[0]
         total, errors = self.total, torch.zeros(len(dampings), len(stiffness), dtype=torch.float64)
         for fold in self.folds:
-            fit = total.plus(fold, -1)
+            fit = _Fit.of(total.plus(fold, -1), keep, centred=centred)
             cross, inner = fold.columns(keep, centred=centred)
+            cross, inner = cross @ fit.vectors, fit.vectors.T @ inner @ fit.vectors
             for i, damping in enumerate(dampings):
-                for j, v in enumerate(_ways(weight, fit, keep, damping, stiffness, centred)):
-                    errors[i, j] += float(((v @ inner - 2 * cross) * v).sum())
+                start, missing = fit.missing(weight, damping)
+                start, shares = start @ fit.vectors, fit.shares(stiffness)
+                short = start @ inner - cross
+                slope, curve = 2 * (missing * short).sum(0), (missing.T @ missing) * inner
+                errors[i] += ((short - cross) * start).sum() + shares @ slope + (shares @ curve * shares).sum(1)
         i, j = divmod(int(errors.argmin()), len(stiffness))
         return dampings[i], stiffness[j]
 
 
-def _ways(
-    weight: torch.Tensor, fit: Moments, keep: torch.Tensor, damping: float, stiffness: Sequence[float], centred: bool
-) -> Iterator[torch.Tensor]:
-    """``V`` for every stiffness; one eigendecomposition serves all."""
-    start = refitted(weight, damped(fit.gram, damping), keep)
-    cross, inner = fit.columns(keep, centred=centred)
-    values, vectors = torch.linalg.eigh(inner)
-    missing, scale = (cross - start @ inner) @ vectors, float(inner.diagonal().mean())
-    for rho in stiffness:
-        yield start if math.isinf(rho) else start + missing / (values + rho * scale + 1e-12) @ vectors.T
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Fit:
+    """Moments that the columns that stay are fitted to, and the basis in which those of their inputs are diagonal."""
+
+    gram: torch.Tensor
+    keep: torch.Tensor
+    cross: torch.Tensor
+    inner: torch.Tensor
+    values: torch.Tensor
+    vectors: torch.Tensor
+
+    @classmethod
+    def of(cls, moments: Moments, keep: torch.Tensor, *, centred: bool) -> _Fit:
+        """One eigendecomposition for every damping and stiffness."""
+        cross, inner = moments.columns(keep, centred=centred)
+        values, vectors = torch.linalg.eigh(inner)
+        return cls(gram=moments.gram, keep=keep, cross=cross, inner=inner, values=values, vectors=vectors)
+
+    def missing(self, weight: torch.Tensor, damping: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """The refit alone, and what it leaves of the target, in the basis; ``(d_out, kept)`` both."""
+        start = refitted(weight, damped(self.gram, damping), self.keep)
+        return start, (self.cross - start @ self.inner) @ self.vectors
+
+    def shares(self, stiffness: Sequence[float]) -> torch.Tensor:
+        """What every direction adds of what is missing, ``(stiffness, kept)``: nothing where stiffness is infinite."""
+        scale = float(self.inner.diagonal().mean()) or 1.0
+        return torch.stack([1 / (self.values + rho * scale + 1e-12) for rho in stiffness])
 
 
 class Stream:
