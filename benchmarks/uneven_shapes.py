@@ -1,12 +1,13 @@
 """Layers of different shapes beside equal ones, at 10, 25 and 40 % fewer FLOPs: perplexity, and tokens per second in llama.cpp.
 
-    python benchmarks/uneven_shapes.py MODEL --scratch DIR [--saves 10 25 40] [--samples 16] [--passes 32] [--rounds 7] [--set by=groups]
-        [--steps plan quality speed table] [--out benchmarks/results]
+    python benchmarks/uneven_shapes.py MODEL --scratch DIR [--saves 10 25 40] [--samples 16] [--passes 32] [--rounds 7]
+        [--by auto] [--compensate auto] [--steps plan quality speed table] [--out benchmarks/results]
 
 MODEL is a folder of Llama's kind with calibration.txt, which decides and refits, and evaluation.txt, which is only read by the
 perplexity; or demo. Uneven and even shapes come from the same search, with the same text and passes. Every model is written as
 GGUF in 16 bits, as are the dense one and the dense one in Q8_0, which is smaller than all of them. Plans and models stay in DIR,
-so that the steps can be run apart and speed again on a quiet machine.
+so that the steps can be run apart and speed again on a quiet machine. The step ``once`` stands for ``plan`` where that takes too long:
+all plans then follow from one look at the dense model.
 
 Speed: llama.cpp computes in this process on one thread, and its processor time is what counts, so that other programs take nothing
 from it but caches. A prompt of 256 tokens is read, and some tokens are written; files take turns, the least time of all rounds counts.
@@ -20,32 +21,56 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import layerbudget as lb
 from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.decisions.shapes.layouts import find_attention, find_mlp
+from layerbudget.decisions.shapes.point import ShapePoint
+from layerbudget.decisions.shapes.program import ShapeSpace
 from layerbudget.decisions.shapes.save import save_gguf
 from layerbudget.decisions.shapes.speed import request_seconds
+from layerbudget.decisions.shapes.units import find_parts
 from layerbudget.evaluation.perplexity import evaluation_set, perplexity
-from layerbudget.models.blocks import layers
+from layerbudget.models.blocks import describe, layers
 
-LABELS = {"uneven": "uneven", "even": "nearest even shape"}
+LABELS, LEVELS = {"uneven": "uneven", "even": "nearest even shape"}, 7
 
 
 def plan_all(a: argparse.Namespace) -> None:
     """Plan every row that is not there yet."""
     data = text_of(a)
     for save in a.saves:
-        ways: dict[str, dict[str, Any]] = {"uneven": {"runtime": "llama.cpp"}, "even": {"even": True}}
-        for way, own in ways.items():
+        for way, own in (("uneven", {"runtime": "llama.cpp"}), ("even", {"even": True})):
             file = a.scratch / f"{way}-{save:g}.json"
             if not file.is_file():
                 model, started = lb.load_model(a.model, dtype="float32"), time.process_time()
-                own |= {"passes": a.passes, "multiple": a.multiple, "strides": a.strides, **dict(s.split("=") for s in a.set)}
-                plan = lb.plan_shapes(model, data, f"{save}% flops", **own)
+                more = {"multiple": a.multiple, "strides": a.strides, "by": a.by, "compensate": a.compensate, **own}
+                plan = lb.plan_shapes(model, data, f"{save}% flops", passes=a.passes, **more)
                 plan.save(file)
                 print(way, save, plan.extra["measured"], f"{time.process_time() - started:.0f} s", flush=True)
+
+
+def plan_at_once(a: argparse.Namespace) -> None:
+    """Plan all rows from one look at the dense model, between whose numbers of MLP units damage is a straight line."""
+    model, data, started = lb.load_model(a.model, dtype="float32"), text_of(a), time.process_time()
+    parts = find_parts(model, by=a.by, multiple=a.multiple)
+    spaces = [ShapeSpace(parts, f"{save}% flops") for save in a.saves]
+    around = spaces[0].around(spaces[0].start(), 1.0, LEVELS)
+    point = ShapePoint(model, data, spaces[0], 0.01, 8)
+    seen = point.evaluate(spaces[0].start(), around, point.dense, draws=2, seed=0).forms.total
+    heads, widths = (np.unique(around[0, :, side]) for side in (0, 1))
+    every = np.arange(widths[-1] + 1)
+    damage = np.array([[np.interp(every, widths, row) for row in each.reshape(len(heads), -1)] for each in seen])
+    alternatives = np.array([(h, u, 0) for h in heads for u in every])[None].repeat(len(seen), 0)
+    print(f"{point.passes} forward equivalents, {time.process_time() - started:.0f} s", flush=True)
+    hyper = {"by": a.by, "multiple": a.multiple, "compensate": a.compensate}
+    for save, space in zip(a.saves, spaces, strict=True):
+        for way in LABELS:
+            state, choice = space.evened(way == "even").step(alternatives, damage.reshape(len(seen), -1))
+            space.plan(state, choice.damage, choice, hyper, describe(model)).save(a.scratch / f"{way}-{save:g}.json")
+            print(way, save, choice.damage, flush=True)
 
 
 def text_of(a: argparse.Namespace) -> Any:
@@ -138,7 +163,8 @@ def main() -> None:
     for name, default in (("samples", 16), ("length", 128), ("windows", 64), ("rounds", 7), ("multiple", 16), ("strides", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--passes", type=float, default=32.0)
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="words for plan_shapes: by, compensate")
+    parser.add_argument("--by", default="auto")
+    parser.add_argument("--compensate", default="auto")
     parser.add_argument("--steps", nargs="+", default=["plan", "quality", "speed", "table"])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     a = parser.parse_args()
@@ -150,7 +176,7 @@ def main() -> None:
             file.write_text(table(a))
             print(file.read_text())
         else:
-            {"plan": plan_all, "quality": quality, "speed": speed}[step](a)
+            {"plan": plan_all, "once": plan_at_once, "quality": quality, "speed": speed}[step](a)
 
 
 if __name__ == "__main__":
