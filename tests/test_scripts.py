@@ -46,5 +46,15 @@ def test_the_commands_of_the_short_form_can_be_parsed():
     assert len(lines) > 8
     for line in lines:
         assert parse(shlex.split(line)[1:]).handler
+    planned = {line.split()[2] for line in lines if line.startswith("layerbudget plan ")}
+    assert planned == {"sparsity", "bits", "fit", "cache", "shapes", "kept-experts", "ranks"}
     for page in re.findall(r"\((\S+)\.html\)", short):
         assert (Path(__file__).parents[1] / f"docs/{page}.md").is_file()
+
+
+def test_the_skill_says_when_it_is_for_and_fits_a_page():
+    """Front matter as agents read it: name and description in one line each; tests/test_commands.py runs what it says."""
+    empty, head, body = (Path(__file__).parents[1] / "docs/skill.md").read_text(encoding="utf-8").split("---\n", 2)
+    fields = dict(line.split(": ", 1) for line in head.splitlines())
+    assert not empty and set(fields) == {"name", "description"} and fields["name"] == "layerbudget"
+    assert len(fields["description"]) <= 1024 and len(body.split()) < 500
