@@ -42,8 +42,13 @@ DIR = {
     "docs/serving.md": "pruned",
     "docs/smaller-matrices.md": "smaller",
 }  # what a page calls DIR; elsewhere a folder with files of tasks
-POSITIONS = dict.fromkeys(("docs/cache.md", "docs/fit.md", "docs/skill.md"), 32768)  # of the model, where a page speaks of long contexts
-HEADS = {"docs/fit.md": 2, "docs/skill.md": 2}  # of the model, where a page keeps its cache in llama.cpp's blocks of 32 channels
+POSITIONS = dict.fromkeys(
+    ("docs/cache.md", "docs/fit.md", "docs/skill.md"), 32768
+)  # of the model, where a page speaks of long contexts
+HEADS = {
+    "docs/fit.md": 2,
+    "docs/skill.md": 2,
+}  # of the model, where a page keeps its cache in llama.cpp's blocks of 32 channels
 FAST = ("README.md", "docs/research.md", "docs/rough-weather.md")
 
 

@@ -57,6 +57,25 @@ def test_other_shells_read_their_script(scripts, shell, tmp_path):
     assert subprocess.run([shell, "-n", str(tmp_path / "c")], capture_output=True).returncode == 0
 
 
+@pytest.mark.parametrize(("typed", "among"), [(["pl"], {"plan"}), (["plan", "bits", "demo", "--meth"], {"--method"})])
+def test_fish_completes(scripts, tmp_path, typed, among):
+    if shutil.which("fish") is None:
+        pytest.skip("fish is not installed")
+    (tmp_path / "c.fish").write_text(scripts["fish"])
+    ask = f"source ./c.fish; complete -C '{' '.join(['layerbudget', *typed])}'"
+    done = subprocess.run(["fish", "--no-config", "-c", ask], cwd=tmp_path, capture_output=True, text=True)
+    assert {line.split("\t")[0] for line in done.stdout.splitlines()} == among, done.stderr
+
+
+def test_zsh_takes_the_script_for_the_command(scripts, tmp_path):
+    if shutil.which("zsh") is None:
+        pytest.skip("zsh is not installed")
+    (tmp_path / "_layerbudget").write_text(scripts["zsh"])
+    load = f"fpath=({tmp_path} $fpath); autoload -Uz compinit; compinit -u -D; autoload +X _layerbudget"
+    done = subprocess.run(["zsh", "-f", "-c", f"{load} && echo $_comps[layerbudget]"], capture_output=True, text=True)
+    assert done.stdout.strip() == "_layerbudget", done.stderr
+
+
 def test_a_start_loads_nothing_for_it():
     ask = "import sys; from layerbudget.cli import parse; parse(['report', 'x']); print({'shtab', 'torch'} & {*sys.modules})"
     assert subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True).stdout.strip() == "set()"

@@ -178,7 +178,7 @@ def run(files):
 
 
 def cell(run, command, always, without, with_it) -> str:
-    """``heard`` where the flag changes the result (or makes it impossible), ``refused`` where it is; else the test fails."""
+    """``used`` where the flag changes the result (or makes it impossible), ``refused`` where it is; else the test fails."""
 
     def words(own):
         flags = {str(w).split("=")[0] for w in own}
@@ -192,7 +192,7 @@ def cell(run, command, always, without, with_it) -> str:
     try:
         second = run(*words(with_it))
     except InfeasibleBudget:
-        return "heard"
+        return "used"
     except InvalidInput as error:
         if not any(part in str(error) for part in ("has no option", "does not read", "has no meaning", "are the penalty")):
             raise
@@ -201,9 +201,9 @@ def cell(run, command, always, without, with_it) -> str:
     if strip(first) == strip(second) and (tight := TIGHT.get(str(with_it[-2]))) is not None:
         with pytest.raises(InfeasibleBudget):  # equal values everywhere feel a bound only when it forbids them
             run(*words([*with_it[:-1], tight]))
-        return "heard"
+        return "used"
     assert strip(first) != strip(second), f"{command} ignores {with_it}"
-    return "heard"
+    return "used"
 
 
 def table_of(run, kind, flags):
@@ -240,14 +240,14 @@ def tables(run):
     for rule in ("mdl", "permuted"):
         command = ["plan", "sparsity", "scores.json", "--rule", rule, "--curves", "curves.json"]
         own = {f: pair for f, pair in SPARSITY.items() if f != "--curves"}
-        found["sparsity"][f"{rule} --curves"] = {"--curves": "heard"}
+        found["sparsity"][f"{rule} --curves"] = {"--curves": "used"}
         for flag, (without, with_it) in own.items():
             bare = flag == "--exponent-on" or (flag == "--seed" and rule == "mdl")
             pair = ([], alone(flag, with_it)) if bare else (without, with_it)
             found["sparsity"][f"{rule} --curves"][flag] = cell(run, command, [], *pair)
     found["joint"] = {"mdl": {f: cell(run, ["plan", "joint", "scores.json"], ALWAYS["joint"], *p) for f, p in JOINT.items()}}
     found["joint"]["mdl --formats"] = {
-        f: "heard"
+        f: "used"
         if f == "--formats"
         else cell(
             run,
@@ -294,7 +294,7 @@ def test_every_flag_of_plan_has_a_cell_under_every_rule(tables, kind):
     for rule, row in tables[kind].items():
         extra = {"--rule"} if kind == "sweep" else set()
         assert set(row) >= options_of_command(command, ruled) | extra, rule
-        assert set(row.values()) <= {"heard", "refused"}
+        assert set(row.values()) <= {"used", "refused"}
 
 
 def test_every_flag_of_transfer_has_a_cell(tables):
@@ -303,14 +303,14 @@ def test_every_flag_of_transfer_has_a_cell(tables):
 
 
 def test_the_rules_that_read_nothing_refuse_everything(tables):
-    for kind, rule, heard in (
+    for kind, rule, used in (
         ("sparsity", "uniform", {"--sparsity", "--max-sparsity", "--min-sparsity", "--exclude", "--fix"}),
         ("experts", "mola-2468", {"--total", "--budget", "--min-experts", "--max-experts",
                                   "--expert-rank", "--latency", "--fix"}),
         ("ranks", "by-rank", {"--mean-rank", "--budget", "--multiple", "--min-rank", "--max-rank", "--latency",
                               "--fix", "--damping"}),
     ):  # fmt: skip
-        assert {f for f, what in tables[kind][rule].items() if what == "heard"} == heard
+        assert {f for f, what in tables[kind][rule].items() if what == "used"} == used
 
 
 # --- score ------------------------------------------------------------------------------------------------------------------
@@ -383,7 +383,7 @@ def score_cell(tiny, name, option, value, more) -> str:
     without, before = scored(tiny, name, **more)
     changed = passes != before if option in PASSES else with_it != without
     assert changed, f"{name} ignores {option}"
-    return "heard"
+    return "used"
 
 
 @pytest.fixture(scope="module")
@@ -418,12 +418,12 @@ def excess_cell(tiny, name) -> str:
     assert less.gain != found.gain
     if "increments" in found.extra:
         assert less.extra["increments"] != found.extra["increments"]
-    return "heard"
+    return "used"
 
 
 def test_every_option_of_score_is_heard_or_refused_by_every_estimator(score_tables):
     for name, row in score_tables.items():
-        assert set(row.values()) <= {"heard", "refused"}, name
+        assert set(row.values()) <= {"used", "refused"}, name
     for name in ("layerif", "spectral-tail", "ablation", "gradient-norm", "fisher-trace", "outlier-ratio", "block-influence"):
         assert score_tables[name]["damping"] == score_tables[name]["damping_unit"] == "refused"
 
@@ -491,17 +491,17 @@ def flag_table(tiny, tokenizer, tmp_path_factory):
         assert isinstance(plain, dict), column
         for flag, own in SCORE_FLAGS.items():
             if flag == column:
-                table[column][flag] = "heard"
+                table[column][flag] = "used"
                 continue
             if (flag, column) == ("--by", "--import"):
                 own, words = own, ("--import", "linear.csv")
             found = run(*words, *text(column, *own), *own)
             if flag == "--resume" and found != 2:
                 assert found == plain and list((folder / "stage").iterdir())
-                table[column][flag] = "heard"
+                table[column][flag] = "used"
                 continue
             assert found != plain, f"score {column} ignores {flag}"
-            table[column][flag] = "refused" if found == 2 else "heard"
+            table[column][flag] = "refused" if found == 2 else "used"
             words = COLUMNS[column]
     return table
 
@@ -520,8 +520,8 @@ def test_flags_of_score_are_heard_or_refused(flag_table, capsys):
 def render(tables, score_tables, flag_table) -> str:
     """The page."""
     lines = [
-        "# Options, heard or refused", "",
-        "Every option under every rule and estimator: **heard** (a test shows that it changes the result or makes it "
+        "# Which options each rule and estimator uses", "",
+        "Every option under every rule and estimator: **used** (a test shows that it changes the result or makes it "
         "impossible, or for batch sizes and memory the number of passes) or *refused* with a sentence. This page is written by "
         "`tests/cli/test_options.py`.", "",
     ]  # fmt: skip
@@ -535,7 +535,7 @@ def render(tables, score_tables, flag_table) -> str:
         "with validation text, one that reads weights, and imported scores (`--device`, `--four-bit`: of a "
         "local folder, a device that is not there, without bitsandbytes):", "", *_grid(flag_table, ["score"]), "",
     ]  # fmt: skip
-    lines += ["Options of one estimator only (`--set NAME=VALUE`), all of them heard:", ""]
+    lines += ["Options of one estimator only (`--set NAME=VALUE`), all of them used:", ""]
     for name, row in score_tables.items():
         own = [f"`{o}`" for o in row if o not in (*SHARED, "excess")]
         lines += [f"- `{name}`: {', '.join(own)}"] if own else []
@@ -547,7 +547,7 @@ def _grid(rows, command) -> list[str]:
     names = list(rows)
     held = list(dict.fromkeys(f for row in rows.values() for f in row))
     head = "| | " + " | ".join(f"`{n}`" for n in names) + " |"
-    word = {"heard": "**heard**", "refused": "*refused*"}
+    word = {"used": "**used**", "refused": "*refused*"}
     flags = leaf_of(*command)._option_string_actions
 
     def label(name):

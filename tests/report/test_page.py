@@ -204,11 +204,15 @@ def test_the_slider_of_experts_and_of_shapes(folders):
     grid = charts_of(gather(folders / "kept"))["grid"]
     assert grid["budgets"] == [87.5, 50] and grid["start"] == 1 and grid["own"] == 50
     assert grid["plans"][0]["values"] == [1.0, 0.75] and "0.008 nats per token on other text" in grid["plans"][1]["told"]
-    plan = dataclasses.replace(walked(), kind="shapes")
-    grid = walked_grid(plan)
+    grid = walked_grid(dataclasses.replace(walked(), kind="shapes"))
     assert grid["budgets"] == [1, 2, 3] and [p["told"] for p in grid["plans"]] == [
         f"{v} nats per token" for v in (0.2, 0.14, 0.1)
     ]
+    shares = ({"share": 0.5, "predicted": 0.1}, {"share": 1.0}, {})  # the first steps of shapes take a part of the budget each
+    path = [{**step, **told} for step, told in zip(walked().extra["path"], shares)]
+    dataclasses.replace(walked(), extra={**walked().extra, "path": path}).save(folders / "walked" / "plan.json", overwrite=True)
+    points = charts_of(gather(folders / "walked"))["forecast"]["points"]
+    assert [p["label"] for p in points] == ["step 1", "step 2", "step 3"]
 
 
 def test_the_slider_of_a_measured_plan_goes_from_uniform_to_the_plan(folders):

@@ -66,8 +66,8 @@ def _water(plan: Plan) -> dict[str, Any]:
     """Cap of every block, and what uniform would give."""
     cap, values = plan.hyperparameters.get("max_sparsity"), np.array(_values(plan))
     whole = isinstance(cap, (int, float)) or (isinstance(cap, (list, tuple)) and len(cap) == len(values))
-    numel = plan.numel.astype(np.float64)
-    even = values @ numel / numel.sum() if plan.kind == "sparsity" else plan.hyperparameters.get("mean_rank") or values.mean()
+    numel, counted = plan.numel.astype(np.float64), plan.kind in ("ranks", "experts")
+    even = plan.hyperparameters.get("mean_rank") or values.mean() if counted else values @ numel / numel.sum()
     return {"cap": cap if whole else None, "uniform": float(even)}
 
 
@@ -131,11 +131,11 @@ def _by_rule(plan: Plan) -> list[dict[str, Any]]:
 
 def _by_step(path: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
     """Every step of a measured plan; the first plans of shapes are predicted whole, later steps as a change."""
-    points = list[dict[str, Any]]()
+    points, first = list[dict[str, Any]](), int(bool(path) and "share" in path[0])
     for number, step in enumerate(path):
         change, whole = step.get("predicted"), "share" in step
         before = 0.0 if whole or not number else path[number - 1]["divergence"]
-        label = "uniform" if not number and not whole else f"step {number + whole}"
+        label = f"step {number + first}" if number + first else "uniform"
         points.append(_point(label, None if change is None else before + change, step["divergence"]))
     return points
 
