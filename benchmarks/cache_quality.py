@@ -6,7 +6,8 @@
 Budgets are the bytes of ``int2``, ``int3`` and ``int4`` everywhere, at the length of the windows. Every plan is run on held-out
 text with all keys and values rounded. ``--measure SEQUENCESxLENGTH`` also measures every layer, part and format by itself, on so
 much of the calibration text, and plans by that: what prediction is worth. ``attention error`` gives the sensitivities of KVTuner
-to the same program. Passes are forward equivalents over the whole text.
+to the same program. Menus: what HQQ keeps (2, 3, 4 and 8 bits, in groups of 64 and less), that in one size of groups, and five and six
+bits too, which no cache keeps yet. Passes are forward equivalents over the whole text.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from layerbudget.decisions.cache.space import CacheSpace
 from layerbudget.models.blocks import layers
 from layerbudget.solvers.choices import choose
 
-FORMATS = ["int2", "int3", "int4", "int5", "int6", "int8"]
+MENUS = {"": 0, ", one size of groups": 1, ", five and six bits too": 2}
 
 
 def measured(model: Any, data: Any, space: CacheSpace) -> tuple[np.ndarray, int]:
@@ -85,9 +86,9 @@ def attention_errors(model: Any, data: Any, space: CacheSpace) -> np.ndarray:
     return error
 
 
-def hqq(table: Table) -> Table:
-    """The same without what HQQ does not keep."""
-    no = np.array([n in ("int5", "int6") for n in table.formats])
+def menu(table: Table, name: str) -> Table:
+    """The same with some formats alone: those of HQQ, those of it in one size of groups, or five and six bits too."""
+    no = np.array([("-g" in n and MENUS[name] == 1) or (n in ("int5", "int6") and MENUS[name] < 2) for n in table.formats])
     return dataclasses.replace(table, damage=np.where(no, np.inf, table.damage), size=np.where(no, 0, table.size))
 
 
@@ -119,7 +120,8 @@ def main() -> None:
     held = lb.evaluation_set(a.evaluation or a.data, tokenizer, length=a.length)
     step = max(1, held.samples // a.windows)
     check = held.select(list(range(0, held.samples, step))[: a.windows])
-    space = cache_space(model, a.length, 1, "transformers", FORMATS, a.group)
+    names = [f.name for f in cache_space(model, a.length, group=a.group).formats]
+    space = cache_space(model, a.length, 1, "transformers", [*names, "int5", "int6"], a.group)
     start = time.process_time()
     damage, rest, passes = cache_damage(model, fit, space, a.draws)
     table = space.table(damage, rest)
@@ -129,18 +131,14 @@ def main() -> None:
         "core.", "",
     ]  # fmt: skip
     tuner = space.table(attention_errors(model, fit, space), rest)
-    tables, every = {"directional": (hqq(table), passes)}, {"directional": (table, passes)}
+    tables = {"directional": (table, passes), "attention error": (tuner, 1.0)}
     if a.measure:
         count, length = map(int, a.measure.split("x"))
         some = dataclasses.replace(fit.select(slice(0, count)), input_ids=fit.input_ids[:count, :length])
         single, forwards = measured(model, some, space)
         beside = cache_damage(model, some, space, a.draws)[0]
         lines += [f"Predicted over measured, each by itself on {a.measure} tokens: {agreement(beside, single)}.", ""]
-        tables["measured"], every["measured"] = (
-            (hqq(space.table(single, rest)), float(forwards)),
-            (space.table(single, rest), forwards),
-        )
-    tables["attention error"] = (hqq(tuner), 1.0)
+        tables["measured"] = (space.table(single, rest), float(forwards))
     dense = DenseOutput(model, check, 1)
     own = describe_rows(dense.rows(model))
     lines += [f"Dense perplexity {own['perplexity']:.3f}.", ""]
@@ -148,10 +146,12 @@ def main() -> None:
     for level in [f.name for f in space.formats if f.name in ("int2", "int3", "int4")]:
         limit = int(table.size[:, table.formats.index(level)].sum())
         if level == "int2":  # half way to the next: at its own bytes nothing is left to choose
-            limit = (limit + int(table.size[:, table.formats.index(level) + 1].sum())) // 2
-        plans = {n: (BASELINES[n](hqq(table), limit), 0.0) for n in ("uniform", "ends")}
-        plans |= {n: (choose(t.damage, t.size, limit).chosen, p) for n, (t, p) in tables.items()}
-        plans |= {f"{n}, five and six bits too": (choose(t.damage, t.size, limit).chosen, p) for n, (t, p) in every.items()}
+            limit = (limit + int(table.size[:, table.formats.index("int3")].sum())) // 2
+        plain = menu(table, ", one size of groups")
+        plans = {n: (BASELINES[n](plain, limit), 0.0) for n in ("uniform", "ends")}
+        for n, (t, p) in tables.items():
+            some = {words: menu(t, words) for words in (MENUS if n != "attention error" else ("",))}
+            plans |= {n + words: (choose(m.damage, m.size, limit).chosen, p) for words, m in some.items()}
         rows: dict[str, np.ndarray] = {}
         seen: dict[bytes, np.ndarray] = {}
         for plan, (chosen, cost) in plans.items():

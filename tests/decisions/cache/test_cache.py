@@ -17,8 +17,9 @@ from layerbudget.decisions.bits.memory import cache_of
 from layerbudget.decisions.bits.sensitivity import DenseOutput, mean_and_error
 from layerbudget.decisions.cache.cache import caching, kept, rounded, rounding
 from layerbudget.decisions.cache.export import llama_cache, modelopt_cache, vllm_cache
-from layerbudget.decisions.cache.formats import find_cache
+from layerbudget.decisions.cache.formats import Kept, find_cache
 from layerbudget.decisions.cache.plan import cache_damage, cache_space, plan_cache
+from layerbudget.decisions.cache.space import CacheSpace
 from layerbudget.errors import InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
 from layerbudget.execution.loss import logits_of, sampled_targets, summed_loss, unlabelled
 from layerbudget.exports import EXPORTS
@@ -29,7 +30,7 @@ from layerbudget.plans.explain import explain_plan
 WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 96}  # heads of 32 channels
 
 
-@pytest.mark.parametrize("name", ["int2", "int3", "int4", "int8", "fp8", "Q4_0", "Q8_0", "IQ4_NL"])
+@pytest.mark.parametrize("name", ["int2", "int3", "int4", "int4-g16", "int8", "fp8", "Q4_0", "Q8_0", "IQ4_NL"])
 def test_what_is_read_back_is_the_nearest_that_the_format_has(name):
     """Whole numbers and e4m3 by trying all of them; llama.cpp's types by its own package, their bytes too."""
     x = torch.randn(2, 3, 5, 64, generator=torch.Generator().manual_seed(0))
@@ -39,13 +40,13 @@ def test_what_is_read_back_is_the_nearest_that_the_format_has(name):
     form = runtime.formats([64], [name], 32 if name[:3] == "int" else None)[0]
     got = rounded(x, form)
     if name[:3] == "int":
-        groups = x.unflatten(-1, (-1, 32))
+        groups = x.unflatten(-1, (-1, 16 if name == "int4-g16" else 32))
         low = groups.amin(-1, keepdim=True).half().float()
         step = ((groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)) / (2**form.bits - 1)).half().float()
         points = low[..., None] + step[..., None] * torch.arange(2**form.bits)
         best = (points - groups[..., None]).abs().amin(-1)
-        assert torch.allclose((got.unflatten(-1, (-1, 32)) - groups).abs(), best, atol=1e-6)
-        assert form.bytes == 4 * form.bits + 4
+        assert torch.allclose((got.reshape(groups.shape) - groups).abs(), best, atol=1e-6)
+        assert form.bytes == groups.shape[-1] * form.bits // 8 + 4
     elif name == "fp8":
         points = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
         assert torch.equal(
@@ -170,8 +171,34 @@ def test_a_plan_is_checked_kept_and_used(tmp_path):
 
 
 def _chosen(plan):
-    names = ["int2", "int3", "int4", "int8", "bf16"]
+    names = ["int2", "int3", "int4", "int4-g16", "int8", "bf16"]
     return np.array([names.index(plan.extra["formats"][b.modules[0]]) for b in plan.blocks])
+
+
+@pytest.mark.parametrize(
+    ("widths", "group", "names"),
+    [
+        ([64], None, ["int2", "int2-g32", "int3", "int3-g32", "int4", "int4-g32", "int4-g16", "int8", "bf16"]),
+        ([64, 32], None, ["int2", "int3", "int4", "int4-g16", "int8", "bf16"]),
+        ([64], 16, ["int2", "int3", "int4", "int8", "bf16"]),
+        ([80], None, ["int2", "int3", "int4", "int8", "bf16"]),
+        ([8], 8, ["int2", "int3", "int4", "int8", "bf16"]),
+    ],
+)
+def test_groups_are_a_choice_where_they_are_smaller_than_the_others(widths, group, names):
+    formats = find_cache("transformers").formats(widths, None, group)
+    assert [f.name for f in formats] == names
+    sizes = [f.bytes / f.group for f in formats]
+    assert sizes == sorted(set(sizes)) and all(w % f.group == 0 for w in widths for f in formats)
+
+
+@pytest.mark.parametrize("names", [None, ["int2-g32", "int4"], ["int4-g32", "int4-g16"]])
+def test_formats_keep_their_groups_in_records_and_at_other_contexts(names):
+    held = [Kept(layer=0, name="a", part=part, heads=2, channels=64, window=None) for part in (0, 1)]
+    space = CacheSpace.of(held, 24, formats=names)
+    for other in (space.at(48, 1), CacheSpace.read(json.loads(json.dumps(space.record())), 48, 1)):
+        assert other.formats == space.formats
+        assert np.array_equal(other.table().size, 2 * space.table().size)
 
 
 def test_runtimes_get_their_own_words(monkeypatch):

@@ -135,6 +135,7 @@ def layer_formats(model: nn.Module, plan: Plan) -> dict[int, tuple[CacheFormat, 
     """Return the formats of keys and values of every layer, by its index."""
     held = kept(model)
     runtime, formats = find_cache(str(plan.extra["runtime"])), plan.extra["formats"]
-    known = {f.name: f for f in runtime.formats([k.channels for k in held], runtime.names, plan.extra["group"])}
-    chosen = {(k.layer, k.part): known[formats[k.module]] for k in held}
-    return {k.layer: (chosen[k.layer, 0], chosen[k.layer, 1]) for k in held}
+    chosen = runtime.formats([k.channels for k in held], sorted(set(formats.values())), plan.extra["group"])
+    known = {f.name: f for f in chosen}
+    found = {(k.layer, k.part): known[formats[k.module]] for k in held}
+    return {k.layer: (found[k.layer, 0], found[k.layer, 1]) for k in held}

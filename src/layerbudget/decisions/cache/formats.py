@@ -3,7 +3,8 @@
 A key or value of a token is ``heads x channels`` numbers. All formats round groups of channels of one head of one token:
 
 * ``int2`` to ``int8`` (transformers): whole numbers over the range of a group, which keeps its step and minimum in 16 bits.
-  HQQ, which transformers keeps caches by, has 2, 3, 4 and 8 bits.
+  HQQ, which transformers keeps caches by, has 2, 3, 4 and 8 bits, and groups of any size: ``int4-g32`` has groups of 32, which
+  cost half a bit more than those of 64.
 * ``Q4_0`` ... ``Q8_0``, ``IQ4_NL`` (llama.cpp): blocks of 32, rounded by ggml (:mod:`layerbudget.compressors.ggml`).
 * ``fp8`` (vLLM): e4m3 without a scale.
 
@@ -77,7 +78,8 @@ class CacheRuntime:
 
     Attributes:
         name: What users write.
-        names: Formats; sixteen bits come last. Those ``by_name`` are no choice unless they are named.
+        names: Formats; sixteen bits come last. Those ``by_name`` are no choice unless they are named, nor are groups (``-g32``)
+            that are not smaller than those of the other formats.
         layers, parts: Whether layers may differ, and keys from values.
         step: Tokens that are allocated at a time.
         ahead: Tokens beside a sliding window that are kept while they are computed.
@@ -114,10 +116,10 @@ class CacheRuntime:
             )
         if group is not None and self.name != "transformers":
             raise InvalidInput(f"{self.name} has groups of its own; a group size has no meaning.", "", "Leave it out.")
-        wanted = [n for n in self.names if n not in self.by_name] if names is None else [*names, self.names[-1]]
-        chosen = [n for n in self.names if n in wanted]
         size = group or next((g for g in _GROUPS if all(w % g == 0 for w in widths)), _GROUPS[-1])
-        found = [_format(name, size) for name in chosen]
+        finer = [n for n in self.names if n not in self.by_name and _group(n, 0) < size]
+        wanted = finer if names is None else [*names, self.names[-1]]
+        found = [_format(name, size) for name in self.names if name in wanted]
         for form in found:
             short = [w for w in widths if w % form.group]
             if short:
@@ -131,9 +133,14 @@ class CacheRuntime:
         return found
 
 
+def _group(name: str, group: int) -> int:
+    """Channels of a group: those that a name says, or else ``group``."""
+    return int(name.partition("-g")[2] or group)
+
+
 def _format(name: str, group: int) -> CacheFormat:
     if name.startswith("int"):
-        bits = int(name[3:])
+        bits, group = int(name[3]), _group(name, group)
         return CacheFormat(name=name, bits=bits, group=group, bytes=-(-bits * group // 8) + 4)
     if name == "fp8":
         return CacheFormat(name=name, bits=8, group=1, bytes=1)
@@ -145,7 +152,12 @@ def _format(name: str, group: int) -> CacheFormat:
 
 CACHES = {
     "transformers": CacheRuntime(
-        name="transformers", names=("int2", "int3", "int4", "int5", "int6", "int8", "bf16"), by_name=("int5", "int6")
+        name="transformers",
+        names=(
+            *("int2", "int2-g32", "int3", "int3-g32", "int4", "int4-g32", "int5", "int4-g16", "int6", "int8"),
+            "bf16",
+        ),
+        by_name=("int5", "int6"),
     ),
     "vllm": CacheRuntime(name="vllm", names=("fp8", "bf16"), parts=False, step=16),
     "llama.cpp": CacheRuntime(

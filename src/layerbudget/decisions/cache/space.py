@@ -50,8 +50,7 @@ class CacheSpace:
     def at(self, context: int, batch: int) -> CacheSpace:
         """Return the same decisions at another context."""
         held = [k for each in self.members for k in each]
-        group = next((f.group for f in self.formats if f.name.startswith("int")), None)
-        return CacheSpace.of(held, context, batch, self.runtime.name, [f.name for f in self.formats], group)
+        return CacheSpace.of(held, context, batch, self.runtime.name, [f.name for f in self.formats], self._group())
 
     def table(self, damage: np.ndarray | None = None, rest: np.ndarray | None = None) -> Table:
         """Return bytes and damages of every block in every format; without damages they are zero."""
@@ -87,8 +86,11 @@ class CacheSpace:
     def record(self) -> dict[str, Any]:
         """Return what a score record holds of it, for other contexts."""
         held = [dataclasses.asdict(k) for each in self.members for k in each]
-        group = next((f.group for f in self.formats if f.name.startswith("int")), None)
-        return {"runtime": self.runtime.name, "formats": [f.name for f in self.formats], "group": group, "kept": held}
+        return {"runtime": self.runtime.name, "formats": [f.name for f in self.formats], "group": self._group(), "kept": held}
+
+    def _group(self) -> int | None:
+        """Channels of a group of formats whose names do not say it."""
+        return next((f.group for f in self.formats if f.name.startswith("int") and "-" not in f.name), None)
 
     @classmethod
     def read(cls, record: Mapping[str, Any], context: int, batch: int) -> CacheSpace:
