@@ -29,7 +29,8 @@ from layerbudget.decisions.bits.program import BASELINES
 from layerbudget.decisions.bits.sensitivity import DenseOutput, mean_and_error
 from layerbudget.decisions.bits.table import Table
 from layerbudget.decisions.cache.cache import PlannedCache, caching, rounded, rounding
-from layerbudget.decisions.cache.plan import cache_damage, cache_space
+from layerbudget.decisions.cache.plan import cache_space
+from layerbudget.decisions.cache.sensitivity import cache_damage
 from layerbudget.decisions.cache.space import CacheSpace
 from layerbudget.models.blocks import layers
 from layerbudget.solvers.choices import choose

@@ -21,7 +21,7 @@ import torch
 
 import layerbudget as lb
 from layerbudget.data import stdlib
-from layerbudget.decisions.kept_experts.plan import Masked, folds_for
+from layerbudget.decisions.kept_experts.masks import Masked, folds_for
 from layerbudget.decisions.kept_experts.program import KeptProgram, Removal, crossed, per_token
 from layerbudget.decisions.kept_experts.sensitivity import expert_removals
 from layerbudget.execution.divergence import Reference

@@ -27,6 +27,23 @@ def test_the_decision_core_never_imports_torch():
     assert done.returncode == 0, done.stderr
 
 
+def test_no_plan_imports_torch_of_its_own():
+    """Models are seen in signatures alone; what measures them lies in files beside the plan."""
+    for file in SRC.glob("decisions/*/plan.py"):
+        tree = tree_of(file)
+        typed = [n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+        inside = {id(inner) for block in typed for inner in ast.walk(block)}
+        names = [name for n in ast.walk(tree) if id(n) not in inside for name in imported(n)]
+        assert "torch" not in {name.split(".")[0] for name in names}, file
+
+
+def imported(node: ast.AST) -> list[str]:
+    """Names of the modules that a statement imports, but for relative ones."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+
+
 def test_help_is_quick_because_it_imports_neither_torch_nor_scipy():
     code = (
         "import sys, layerbudget.cli as c\ntry: c.main(['--help'])\nexcept SystemExit: pass\n"

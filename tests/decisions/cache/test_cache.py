@@ -18,7 +18,8 @@ from layerbudget.decisions.bits.sensitivity import DenseOutput, mean_and_error
 from layerbudget.decisions.cache.cache import caching, kept, rounded, rounding
 from layerbudget.decisions.cache.export import llama_cache, modelopt_cache, vllm_cache
 from layerbudget.decisions.cache.formats import Kept, find_cache
-from layerbudget.decisions.cache.plan import cache_damage, cache_space, plan_cache
+from layerbudget.decisions.cache.plan import cache_space, plan_cache
+from layerbudget.decisions.cache.sensitivity import cache_damage
 from layerbudget.decisions.cache.space import CacheSpace
 from layerbudget.errors import InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
 from layerbudget.execution.loss import logits_of, sampled_targets, summed_loss, unlabelled

@@ -11,10 +11,9 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import nn
 
 from ...compressors.formats import GGUF, PACKED
 from ...data.calibration import CalibrationSet
@@ -36,6 +35,9 @@ from .packed import header_bytes
 from .program import Limits, other_plan, plan_from_table, types_like
 from .sensitivity import DenseOutput, mean_and_error, rounding_damage
 from .table import Table
+
+if TYPE_CHECKING:
+    from torch import nn
 
 BESIDE = ("uniform", "mix")
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import nn
 
 from ...compressors.formats import RUNTIMES
 from ...data.calibration import CalibrationSet
@@ -30,8 +29,12 @@ from ..bits.plan import check_record, empty_table, refuse_measuring
 from ..bits.sensitivity import DenseOutput, rounding_damage
 from ..cache.cache import PlannedCache, caching, planned_cache, rounding
 from ..cache.export import llama_cache
-from ..cache.plan import cache_damage, cache_space
+from ..cache.plan import cache_space
+from ..cache.sensitivity import cache_damage
 from .program import Fit, Fitted, Terms, split_fit
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def plan_fit(

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import nn
 
 from ...compressors.formats import GGUF
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InfeasibleBudget, InvalidInput, ModelMismatch
-from ...execution.divergence import Reference
 from ...execution.processes import process_group
 from ...models.blocks import check_finite, describe
-from ...models.experts import ExpertLayer, check_experts, find_experts, masked
+from ...models.experts import ExpertLayer, check_experts, find_experts
 from ...plan import Plan, PlanBlock
 from ...planning.costs import Budget, parse_budget
 from ...progress import Progress
 from ...records import to_jsonable
 from ...scores import Scores
-from .program import RIVAL, RULES, Fold, Kept, KeptProgram, beside, crossed, forecast, per_token
-from .sensitivity import expert_removals, folds_of
+from .masks import Masked, folds_for
+from .program import RIVAL, RULES, Fold, KeptProgram, beside, crossed, forecast
+from .sensitivity import expert_removals
 from .typed import Rounding, TypedProgram
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def plan_kept_experts(
@@ -116,65 +117,6 @@ def plan_kept_experts(
         kind="kept-experts", rule=rule, model=describe(model), blocks=tuple(blocks), budget=budget, extra=to_jsonable(told),
         hyperparameters={**given, "even": even}, certificate={} if choice is None else choice.certificate(),
     )  # fmt: skip
-
-
-class Masked:
-    """Damage of sets of experts to some of the sequences, measured with the others masked; every set once.
-
-    Args:
-        model: Is left as it was.
-        found: Its layers of experts.
-        data: Calibration tokens.
-        batch_size: Sequences per forward.
-        rows: Which of the sequences; all by default.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        found: Sequence[ExpertLayer],
-        data: CalibrationSet,
-        batch_size: int = 8,
-        rows: np.ndarray | None = None,
-    ) -> None:
-        self.found, self.seen = found, dict[tuple[tuple[int, ...], ...], tuple[np.ndarray, np.ndarray]]()
-        some = data if rows is None else data.select(torch.from_numpy(rows))
-        self.share, self.reference = some.samples / data.samples, Reference(model, some, batch_size)
-
-    def judge(self, kept: Kept) -> tuple[np.ndarray, np.ndarray]:
-        """Nats and tokens of every sequence."""
-        key = tuple(map(tuple, kept.values()))
-        if key not in self.seen:
-            with masked(self.found, kept):
-                self.seen[key] = self.reference.measure_sequences()
-        return self.seen[key]
-
-    def measure(self, kept: Kept) -> float:
-        """Nats per token."""
-        return per_token(*self.judge(kept))[0]
-
-    @property
-    def passes(self) -> float:
-        """Forward equivalents spent, the one of the whole model included."""
-        return self.share * (1 + len(self.seen))
-
-
-def folds_for(
-    model: nn.Module, found: Sequence[ExpertLayer], data: CalibrationSet, batch_size: int, programs: Sequence[KeptProgram]
-) -> tuple[list[Fold], list[Masked]]:
-    """The folds of a text, ``programs`` being what the others choose without each of them; and what measures there."""
-    parts = [Masked(model, found, data, batch_size, rows) for rows in folds_of(data.samples)]
-    return [Fold(program=p, measure=_without(parts, i), judge=parts[i].judge) for i, p in enumerate(programs)], parts
-
-
-def _without(parts: Sequence[Masked], fold: int) -> Callable[[Kept], float]:
-    """A measurement of sets of experts on all parts but one."""
-
-    def measure(kept: Kept) -> float:
-        both = zip(*(p.judge(kept) for i, p in enumerate(parts) if i != fold), strict=True)
-        return per_token(*(np.concatenate(part) for part in both))[0]
-
-    return measure
 
 
 def _curve(program: KeptProgram, rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:

@@ -13,10 +13,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import nn
 
 from ...compressors.formats import RUNTIMES
 from ...data.calibration import CalibrationSet
@@ -42,6 +41,9 @@ from .program import GONE, KINDS, ShapeSpace
 from .save import allowed_units, described_smaller
 from .speed import Speed, measure_speed, sizes_of_layers
 from .units import find_parts, head_units
+
+if TYPE_CHECKING:
+    from torch import nn
 
 PASSES = 46.0
 _LEVELS = 7
