@@ -91,7 +91,7 @@ def one_by_one(model, data, space, seed, draws):
 
 @pytest.mark.parametrize(("name", "runtime"), [("llama", "transformers"), ("gemma3", "vllm"), ("qwen3", "llama.cpp")])
 def test_damage_is_the_fisher_form_of_a_plain_loop(name, runtime, monkeypatch):
-    monkeypatch.setattr("layerbudget.decisions.cache.plan.pooled", lambda damage, *_: (damage, 1.0))
+    monkeypatch.setattr("layerbudget.decisions.cache.sensitivity.pooled", lambda damage, *_: (damage, 1.0))
     more = {} if name == "llama" else {"head_dim": 32}
     model, data = zoo.build(name, **WIDE, **more).double(), zoo.tokens(2, 10, vocabulary=96, padded=name == "llama")
     names = {"transformers": ["int2"], "vllm": ["fp8"], "llama.cpp": ["Q4_0"]}[runtime]

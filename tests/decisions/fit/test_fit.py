@@ -190,7 +190,7 @@ def test_an_interrupted_run_continues_to_the_same_plan(measured, tmp_path, monke
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(f"layerbudget.decisions.fit.plan.{late}", stop)
             plan_fit(model, data, held, **own)
-        monkeypatch.setattr("layerbudget.decisions.fit.plan.rounding_damage", stop)  # kept: not measured again
+        monkeypatch.setattr("layerbudget.decisions.bits.plan.rounding_damage", stop)  # kept: not measured again
     monkeypatch.setattr("layerbudget.decisions.fit.plan.cache_damage", stop)
     assert plan_fit(model, data, held, **own).digest == plan.digest
     with pytest.raises(ModelMismatch):
@@ -211,7 +211,7 @@ def test_a_cache_differs_by_layer_where_the_runtime_lets_it(tmp_path):
 
 
 def test_bad_input_is_one_sentence_before_anything_is_measured(monkeypatch):
-    monkeypatch.setattr("layerbudget.decisions.fit.plan.rounding_damage", lambda *a, **k: pytest.fail("measured"))
+    monkeypatch.setattr("layerbudget.decisions.bits.plan.rounding_damage", lambda *a, **k: pytest.fail("measured"))
     model, data = zoo.build("llama", **WIDE), zoo.tokens(2, 8, vocabulary=96)
     for wrong, said in (
         ({"context": 65}, "reads at most 64"),

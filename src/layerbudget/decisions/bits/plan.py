@@ -110,17 +110,8 @@ def plan_bits(
         options["formats"] = types_like(table, like)
         table = empty_table(source, tokenizer, options)
     limits.bytes(limits.restrict(table))
-    held = {"data": data.digest, "check": None if check is None else check.digest}
-    if options.get("imatrix") is not None:
-        held["imatrix"] = imatrix_digest(options["imatrix"])
-    parts = Parts(resume, {**request_of(source, computing=True), **held, "options": {"batch_size": batch_size, **options}})
-
-    def measure() -> Any:
-        found = rounding_damage(source, data, batch_size=batch_size, progress=progress, **options)
-        return to_jsonable(found.to_dict())
-
-    scores = Scores.from_dict(parts.json("damages", measure))
-    scores = dataclasses.replace(scores, extra={**scores.extra, "choices": {**scores.extra["choices"], "head": table.head}})
+    measuring = {"batch_size": batch_size, **options}
+    parts, scores = measured_formats(source, data, check, resume, table.head, measuring, progress)
     if save_scores is not None:
         scores.save(save_scores, overwrite=overwrite)
     plan = plan_from_table(scores, limits, rule)
@@ -128,6 +119,39 @@ def plan_bits(
         return plan
     say(progress, "plans as a whole")
     return check_plan(source, plan, scores, data, check, batch_size, parts)
+
+
+def measured_formats(
+    model: nn.Module,
+    data: CalibrationSet,
+    check: CalibrationSet | None,
+    resume: Path | str | None,
+    head: int,
+    measuring: Mapping[str, Any],
+    progress: Progress | None,
+) -> tuple[Parts, Scores]:
+    """Return the finished parts of a run, and the damage of every format of the weights, which is one of them.
+
+    Args:
+        model: Is left as it was.
+        data: Tokens that decide.
+        check: Tokens that the plan is checked on, if it is.
+        resume: Folder of the parts.
+        head: Bytes of the file's metadata, which the scores keep.
+        measuring: Arguments of :func:`~layerbudget.decisions.bits.sensitivity.rounding_damage`.
+        progress: Called with (steps done, steps).
+    """
+    held = {"data": data.digest, "check": None if check is None else check.digest}
+    if measuring.get("imatrix") is not None:
+        held["imatrix"] = imatrix_digest(measuring["imatrix"])
+    parts = Parts(resume, {**request_of(model, computing=True), **held, "options": dict(measuring)})
+
+    def measure() -> Any:
+        """The damages as they are kept."""
+        return to_jsonable(rounding_damage(model, data, progress=progress, **measuring).to_dict())
+
+    scores = Scores.from_dict(parts.json("damages", measure))
+    return parts, dataclasses.replace(scores, extra={**scores.extra, "choices": {**scores.extra["choices"], "head": head}})
 
 
 def refuse_measuring(*given: Any) -> None:

@@ -23,10 +23,9 @@ from ...progress import Progress, say
 from ...records import check_output, digest, dumps, to_jsonable
 from ...scores import Scores
 from ...storage.parts import Parts
-from ..bits.apply import QuantisationReceipt, apply_bits, request_of, write_bits
-from ..bits.imatrix import imatrix_digest
-from ..bits.plan import check_record, empty_table, refuse_measuring
-from ..bits.sensitivity import DenseOutput, rounding_damage
+from ..bits.apply import QuantisationReceipt, apply_bits, write_bits
+from ..bits.plan import check_record, empty_table, measured_formats, refuse_measuring
+from ..bits.sensitivity import DenseOutput
 from ..cache.cache import PlannedCache, caching, planned_cache, rounding
 from ..cache.export import llama_cache
 from ..cache.plan import cache_space
@@ -105,27 +104,18 @@ def plan_fit(
     if runtime not in RUNTIMES:
         raise InvalidInput(f"There is no runtime {runtime!r}.", f"There are {', '.join(RUNTIMES)}.", "Choose one of those.")
     options |= {"unwritten": unwritten, "runtime": runtime, "family": RUNTIMES[runtime].family}
-    space = ready(source, terms, tokenizer, options)[1]
+    empty, space = ready(source, terms, tokenizer, options)
     measuring = {"draws": draws, "seed": seed, "batch_size": batch_size, **options}
-    texts = {"data": data.digest, "check": None if check is None else check.digest}
-    if options.get("imatrix") is not None:
-        texts["imatrix"] = imatrix_digest(options["imatrix"])
-    parts = Parts(resume, {**request_of(source, computing=True), **texts, "options": measuring})
-
-    def measure() -> Any:
-        """The damage of every format of the weights."""
-        return to_jsonable(rounding_damage(source, data, progress=progress, **measuring).to_dict())
+    parts, scores = measured_formats(source, data, check, resume, empty.weights.head, measuring, progress)
 
     def measure_cache() -> Any:
         """The damage of every format of the cache."""
         damage, rest, passes = cache_damage(source, data, space, draws, seed, 1, progress)
         return {"damage": damage.tolist(), "rest": rest.tolist(), "passes": passes}
 
-    scores = Scores.from_dict(parts.json("damages", measure))
     held = {**space.record(), **parts.json(f"cache-{digest(space.record())}", measure_cache)}
-    head = empty_table(source, tokenizer, options).head
-    extra = {**scores.extra, "choices": {**scores.extra["choices"], "head": head}, "cache": held}
-    scores = Scores.from_dict(to_jsonable(dataclasses.replace(scores, extra=extra).to_dict()))
+    scores = dataclasses.replace(scores, extra={**scores.extra, "cache": held})
+    scores = Scores.from_dict(to_jsonable(scores.to_dict()))  # as it is read from a file
     if save_scores is not None:
         scores.save(save_scores, overwrite=overwrite)
     found = Fitted.of(scores, terms)
