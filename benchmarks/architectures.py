@@ -144,7 +144,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     **{name: (config, CAUSAL, {"experts": own}) for name, (config, own) in {
         "afmoe": ("AfmoeConfig", {}), "aria_text": ("AriaTextConfig", {}), "axk1": ("AXK1Config", {"num_key_value_heads": 4}),
         "cohere2_moe": ("Cohere2MoeConfig", {}), "deepseek_v32": ("DeepseekV32Config", {"num_key_value_heads": 4}),
-        "deepseek_v4": ("DeepseekV4Config", {}), "dots1": ("Dots1Config", {}), "ernie4_5_moe": ("Ernie4_5_MoeConfig", {}),
+        "deepseek_v4": ("DeepseekV4Config", {
+            "o_groups": 2, "o_lora_rank": 16, "moe_intermediate_size": 32, "mlp_layer_types": ["hash_moe", "moe"]}), "dots1": ("Dots1Config", {}), "ernie4_5_moe": ("Ernie4_5_MoeConfig", {}),
         "exaone_moe": ("ExaoneMoeConfig", {}), "flex_olmo": ("FlexOlmoConfig", {}),
         "gemma4_text": ("Gemma4TextConfig", {
             "enable_moe_block": True, "vocab_size_per_layer_input": 2048, "hidden_size_per_layer_input": 16,
@@ -155,7 +156,9 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "mamba_d_state": 8, "mamba_expand": 2, "mamba_chunk_size": 16}),
         "granitemoeshared": ("GraniteMoeSharedConfig", {}), "hunyuan_v1_moe": ("HunYuanMoEV1Config", {}),
         "hy_v3": ("HYV3Config", {}), "jetmoe": ("JetMoeConfig", {}),
-        "kimi_linear": ("KimiLinearConfig", {"layer_types": ["linear_attention", "full_attention"]}),
+        "kimi_linear": ("KimiLinearConfig", {
+            "num_key_value_heads": 4, "linear_num_heads": 4, "linear_head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"]}),
         "lfm2_moe": ("Lfm2MoeConfig", {"layer_types": ["conv", "full_attention"]}), "mellum": ("MellumConfig", {}),
         "mimo_v2_flash": ("MiMoV2FlashConfig", {}), "minimax": ("MiniMaxConfig", {}), "minimax_m2": ("MiniMaxM2Config", {}),
         "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", {
@@ -400,8 +403,17 @@ def _held(model: Any) -> float | None:
         return None
 
 
-def family(name: str, folder: Path, counter: Forwards) -> dict[str, Any]:
-    """All cells of a family."""
+def missing(held: dict[str, Any]) -> set[str]:
+    """Columns that a family's record lacks, and those that they build on."""
+    found, wanted = set[str](), [c for c in CELLS if c not in held.get("cells", {})]
+    while wanted:
+        found.add(column := wanted.pop())
+        wanted += [base] if (base := CELLS[column][0]) is not None else []
+    return found
+
+
+def family(name: str, folder: Path, counter: Forwards, held: dict[str, Any]) -> dict[str, Any]:
+    """All cells of a family; those that it has already are taken over."""
     model = tiny(name)
     model.save_pretrained(folder / "model")
     for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -411,11 +423,14 @@ def family(name: str, folder: Path, counter: Forwards) -> dict[str, Any]:
         (folder / "model" / "tokenizer_config.json").write_text(json.dumps({**settings, "mask_token": "!"}))
     record: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters()), "held": _held(model), "cells": {}}
     words = {"m": folder / "model", "w": folder, "d": folder.parent / "text.txt", "r": folder.parent / "rows.jsonl"}
-    lines: dict[str, list[str]] = {}
+    lines, wanted = dict[str, list[str]](), missing(held)
     for column, (base, line) in CELLS.items():
         before = record["cells"][base] if base is not None else {"state": "works"}
         argv = [part.format(**words) for word in line.split() for part in (TEXT if word == "TEXT" else [word])]
         lines[column] = [a.replace("%params", "% params") for a in argv]
+        if column not in wanted:
+            record["cells"][column] = held["cells"][column]
+            continue
         if before["state"] not in ("works", "refused", "late"):
             record["cells"][column] = {"state": "-", "said": f"no {base}"}
         elif column in ("packed", "vllm") and "--unwritten plan" in before.get("remedy", ""):
@@ -460,7 +475,7 @@ def start() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
     parser.add_argument("--out", help="write OUT.md and OUT.json, after every family")
-    parser.add_argument("--add", action="store_true", help="to what OUT.json holds")
+    parser.add_argument("--add", action="store_true", help="the cells that OUT.json lacks")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     transformers.utils.logging.disable_progress_bar()
@@ -473,10 +488,10 @@ def start() -> None:
         lines = [f"In the year {i} the river rose to {i % 7} feet and {i % 5} boats were lost." for i in range(400)]
         (base / "text.txt").write_text("\n\n".join(" ".join(lines[i : i + 20]) for i in range(0, 400, 20)))
         (base / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i}?", "completion": lines[i]}) for i in range(20)))
-        for i, name in enumerate(n for n in arguments.families if not (arguments.add and n in held)):
+        for i, name in enumerate(n for n in arguments.families if missing(held.get(n, {}))):
             began = time.perf_counter()
             (folder := base / str(i)).mkdir()
-            found[name] = family(name, folder, counter)
+            found[name] = family(name, folder, counter, held.get(name, {}))
             shutil.rmtree(folder)
             cells = found[name]["cells"]
             print(f"{name} ({time.perf_counter() - began:.0f} s): " + ", ".join(f"{k} {c['state']}" for k, c in cells.items() if c["state"] != "works"), flush=True)  # fmt: skip

@@ -3,7 +3,8 @@
     python benchmarks/experts_size.py FOLDER --out benchmarks/results/experts_size.md
 
 FOLDER gets Qwen3-30B-A3B's shapes (48 layers of 128 experts there) with few layers, random weights in bfloat16: 1.2 GB a layer
-and as much for both ends. Memory is the anonymous memory at the peak, the interpreter's included.
+and as much for both ends. Memory is the anonymous memory at the peak, loading and the interpreter included. The temporary folder
+(`TMPDIR`) takes the stacks of experts, 1.2 GB a layer.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import layerbudget as lb
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.decisions.kept_experts import sensitivity
 from layerbudget.models.experts import find_experts
+from layerbudget.models.offload import mapped
 
 SHAPES = {
     "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4,
@@ -56,6 +58,8 @@ def main() -> None:
         make(a.folder, a.layers)
         raise SystemExit("Made. Run it again: this process has held the whole model.")
     torch.set_num_threads(1)
+    watch = Peak()
+    watch.start()
     model = lb.load_model(str(a.folder), dtype="quick", stream=True)
     ids = torch.randint(0, SHAPES["vocab_size"], (a.samples, a.length), generator=torch.Generator().manual_seed(0))
     data, found, spent = CalibrationSet(input_ids=ids, source="random"), find_experts(model), []
@@ -68,8 +72,7 @@ def main() -> None:
         return out
 
     sensitivity.ExpertSums._removals = timed
-    before, watch, began, wall = anonymous(), Peak(), time.process_time(), time.perf_counter()
-    watch.start()
+    loaded, largest, began, wall = anonymous(), watch.largest, time.process_time(), time.perf_counter()
     sensitivity.expert_removals(model, found, data, rules=("directional", "reap"), draws=a.draws, batch_size=a.samples)
     seconds, wall, top = time.process_time() - began, time.perf_counter() - wall, watch.largest
     each = seconds / a.layers
@@ -78,7 +81,8 @@ def main() -> None:
         f"Qwen3-30B-A3B's shapes with {a.layers} of {WHOLE} layers, random weights in bfloat16 on disk, streamed; {a.samples} x "
         f"{a.length} tokens, {a.draws} draws, one thread of a busy two-core machine (`benchmarks/experts_size.py`).", "",
         "| | |", "|---|---|",
-        f"| anonymous memory at the peak, GiB (before: {before:.2f}) | {top:.2f} |",
+        f"| anonymous memory at the peak, GiB (while loading {largest:.2f}, then {loaded:.2f}) | {top:.2f} |",
+        f"| computed in | {str(mapped(model).dtype).removeprefix('torch.')} |",
         f"| processor seconds per layer, ends shared out | {each:.0f} |",
         f"| of these to let experts go, three times (all text, and each half), two rules | {sum(spent) / a.layers:.0f} |",
         f"| seconds on the clock, all | {wall:.0f} |",

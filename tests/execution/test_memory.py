@@ -7,12 +7,16 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from tests import zoo
+from torch import nn
 
 from layerbudget.errors import InvalidInput
 from layerbudget.execution import backward, memory
+from layerbudget.execution.inputs import InputStatistics
 from layerbudget.execution.memory import Store
 from layerbudget.models.blocks import partition
+from layerbudget.records import Module
 from layerbudget.sensitivity.gain import score
 
 
@@ -66,3 +70,27 @@ def test_two_copies_of_a_wide_factor_are_held_while_its_matrix_is_settled():
     """Of 2400 x 2400 in float64, 44 MiB each: the factor and its Cholesky factor; there were four."""
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
     assert float(done.stdout) < 2.8 * 44, done.stdout
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "gram"])
+def test_a_matrix_that_runs_twice_in_a_forward_has_moments_of_its_own(kind):
+    """As Zaya's delayed values: the input that others read too, then one that is their own."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.first(x) + self.second(x) + self.second(2 * x[:, :1])
+
+    model, x = nn.Sequential(Layer()), torch.randn(3, 2, 5, 4)
+    found = InputStatistics(model, [Module(name=f"0.{n}", d_in=4, d_out=3) for n in ("first", "second")], kind)
+    for batch in x:
+        with found.listening(None):
+            model(batch)
+    for name, tokens in (("first", x.reshape(-1, 4)), ("second", torch.cat([x.reshape(-1, 4), 2 * x[:, :, 0].reshape(-1, 4)]))):
+        (own,) = found.found[f"0.{name}"]
+        wanted = tokens.T @ tokens
+        assert own.rows == len(tokens)
+        torch.testing.assert_close(own.value, wanted.diagonal() if kind == "diagonal" else own.value.tril(-1) + wanted.triu())

@@ -207,6 +207,10 @@ class InputStatistics:
             if name not in self._leader:
                 self._leader[name] = next((n for n, seen in self._current.items() if seen is x), name)
             leader = self._leader[name]
+            if leader != name and self._current.get(leader) is not x and name not in self._waiting:  # called a second time
+                (shared,) = self.found[leader]
+                self.found[name] = [dataclasses.replace(shared, value=cast(torch.Tensor, shared.value).clone())]
+                self._leader[name] = leader = name
             if leader == name:
                 (own,) = self.found.setdefault(name, [InputMoments(self.kind, self.parity, folder=self.folder)])
                 own.add(real_tokens(x, self._mask))

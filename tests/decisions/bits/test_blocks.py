@@ -16,6 +16,7 @@ from layerbudget.decisions.bits import packed
 from layerbudget.decisions.bits import plan as planning
 from layerbudget.decisions.bits.apply import write_bits
 from layerbudget.decisions.bits.blocks import unwritable
+from layerbudget.decisions.bits.gguf_names import find_names
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.errors import CoverageError, InfeasibleBudget, InvalidInput
@@ -186,3 +187,26 @@ def test_a_router_that_stays_in_16_bits_keeps_its_name_and_loads(tmp_path):
     with torch.no_grad():  # what is not planned is held in 16 bits
         wanted = model.to(torch.bfloat16).float()(**batch).logits
         torch.testing.assert_close(again(**batch).logits, wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_a_linear_whose_inputs_have_another_shape_is_no_plain_one():
+    """DeepSeek V4's first output matrix takes groups: doctor and plans say so, and go on."""
+
+    class Grouped(torch.nn.Linear):
+        def forward(self, x):
+            return x.reshape(-1, 2, self.in_features)
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), Grouped(8, 8))
+    assert unwritable(model, ["0", "1"], find_runtime("vllm")) == {
+        "1": "it is a Grouped, which gives something else than a plain Linear"
+    }
+
+
+def test_the_language_model_inside_llama_4_has_the_names_of_the_one_alone():
+    pytest.importorskip("gguf")
+    names = ["model.layers.1.feed_forward.experts.gate_up_proj", "model.layers.0.self_attn.q_proj", "lm_head"]
+    alone = find_names(names, "llama4_text")
+    assert find_names([f"language_model.{n}" for n in names], "llama4_text") == {
+        f"language_model.{n}": tensors for n, tensors in alone.items()
+    }
+    assert alone["lm_head"] == ("output",)

@@ -260,6 +260,7 @@ def rope_factors(config: Any) -> np.ndarray | None:
 
 _ALIASES = (  # names of transformers, and names that the package knows
     (re.compile(r"^model\.language_model\."), "model."),
+    (re.compile(r"^language_model\.(?=model\.|lm_head)"), ""),  # Llama 4
     (re.compile(r"\.block_sparse_moe\.experts\."), ".mlp.experts."),
     (re.compile(r"\.block_sparse_moe\.router$"), ".block_sparse_moe.router.layer"),
     (re.compile(r"\.experts\.\d+\."), ".experts."),
