@@ -145,7 +145,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "afmoe": ("AfmoeConfig", {}), "aria_text": ("AriaTextConfig", {}), "axk1": ("AXK1Config", {"num_key_value_heads": 4}),
         "cohere2_moe": ("Cohere2MoeConfig", {}), "deepseek_v32": ("DeepseekV32Config", {"num_key_value_heads": 4}),
         "deepseek_v4": ("DeepseekV4Config", {
-            "o_groups": 2, "o_lora_rank": 16, "moe_intermediate_size": 32, "mlp_layer_types": ["hash_moe", "moe"]}), "dots1": ("Dots1Config", {}), "ernie4_5_moe": ("Ernie4_5_MoeConfig", {}),
+            "o_groups": 2, "o_lora_rank": 16, "moe_intermediate_size": 32, "mlp_layer_types": ["hash_moe", "moe"],
+            "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}}), "dots1": ("Dots1Config", {}), "ernie4_5_moe": ("Ernie4_5_MoeConfig", {}),
         "exaone_moe": ("ExaoneMoeConfig", {}), "flex_olmo": ("FlexOlmoConfig", {}),
         "gemma4_text": ("Gemma4TextConfig", {
             "enable_moe_block": True, "vocab_size_per_layer_input": 2048, "hidden_size_per_layer_input": 16,

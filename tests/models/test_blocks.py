@@ -10,7 +10,7 @@ from torch import nn
 
 import layerbudget as lb
 from layerbudget.errors import BadModel, CoverageError, InvalidInput, ModelMismatch, UnknownBlock, UnknownStructure
-from layerbudget.models.blocks import check_finite, describe, fingerprint, layers, partition, weight_of
+from layerbudget.models.blocks import check_finite, describe, fingerprint, layers, left_out, partition, weight_of
 from layerbudget.models.loading import DEMO_MODEL, load_model
 from layerbudget.plan import Plan, PlanBlock
 
@@ -229,3 +229,11 @@ def test_quantised_values_are_not_read():
     with pytest.raises(CoverageError, match="is quantised"):
         weight_of(model, name)
     assert weight_of(model, name, packed=True)[0].in_features > 0
+
+
+def test_a_matrix_whose_rows_belong_to_groups_of_its_inputs_is_in_no_block():
+    """DeepSeek V4's first output matrix, which looks like a Linear: neither masks nor adapters would be right there."""
+    model = nn.Sequential(nn.Linear(8, 8), grouped := nn.Linear(4, 8))
+    grouped.n_groups = 2
+    blocks = partition(model, "linear")
+    assert [b.name for b in blocks] == ["0"] and left_out(model, blocks) == {"1.weight": 32}

@@ -138,6 +138,8 @@ def _weights(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, tor
             continue  # the scan of Mamba multiplies by it itself: its inputs and outputs are never seen
         if ".indexer." in f".{name}.":
             continue  # it says which keys are seen (DeepSeek's sparse attention): no gradient comes through
+        if isinstance(module, nn.Linear) and isinstance(getattr(module, "n_groups", None), int):
+            continue  # every group of its inputs meets rows of its own (DeepSeek V4): no product of a matrix and a vector
         if isinstance(module, nn.Linear):
             yield full, module, module.weight, Module(name=full, d_in=module.in_features, d_out=module.out_features)
         elif is_conv1d(module):
