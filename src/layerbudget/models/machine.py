@@ -36,7 +36,7 @@ def keep_freed() -> None:
         tune = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):  # another C library
         return
-    tune(_MMAP_THRESHOLD, 1 << 30)
+    tune(_MMAP_THRESHOLD, 1 << 26)  # larger ones lie apart: kept, they do not fit into each other
     tune(_TRIM_THRESHOLD, 1 << 30)
 
 

@@ -24,7 +24,7 @@ from ...compressors.select import ranked
 from ...errors import LengthMismatch
 
 _CHUNK = 64 << 20  # entries of the gradients of single sequences at a time
-_PIECE = 1 << 17  # of these, entries of one sequence that are met while they lie in the processor's cache
+_PIECE = 1 << 19  # of these, entries of one sequence that are met while they lie in the processor's cache
 
 
 class Directions(abc.ABC):
