@@ -147,7 +147,17 @@ def _on_formats(plan: Plan) -> str:
     beside = f", {' and '.join(rows)} in as many bytes" if rows else ""
     asked = e.get("asked", plan.rule)
     took = "" if asked == plan.rule else f". The plan is {names.get(plan.rule, plan.rule)}, which was better than the program's"
-    return f"{size} for {own:.3g} nats per token{beside}, {on}{took}."
+    return f"{size} for {own:.3g} nats per token{beside}, {on}{took}.{_on_few_tokens(plan)}"
+
+
+def _on_few_tokens(plan: Plan) -> str:
+    """A sentence on a text that is too short for error feedback."""
+    if not (few := plan.extra.get("few_tokens")):
+        return ""
+    return (
+        f" The text is short for gptq: {few['tokens']:,} tokens, rows of {few['columns']:,}. What it predicts is too low; give "
+        f"{few['wanted']:,} tokens or more (--samples)."
+    )
 
 
 def _checked(plan: Plan) -> dict[str, tuple[float, float]]:

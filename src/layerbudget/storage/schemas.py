@@ -66,6 +66,7 @@ class Formats(TypedDict):
     baselines: dict[str, dict[str, float]]
     near_ties: list[dict[str, Any]]
     mix: NotRequired[str]
+    few_tokens: NotRequired[dict[str, reading.Count]]
 
 
 class _Adapter(TypedDict):

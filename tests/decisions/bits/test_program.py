@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +20,7 @@ from layerbudget.errors import CorruptFile, InfeasibleBudget, InvalidInput, Unkn
 from layerbudget.plan import Plan
 from layerbudget.plans.compare import diff_plans, sweep
 from layerbudget.plans.explain import explain_plan
+from layerbudget.plans.verdict import verdict
 from layerbudget.records import Block, Module
 from layerbudget.report.page import plan_details
 from layerbudget.scores import Scores
@@ -274,3 +276,13 @@ def test_caches_of_windows_latents_and_states():
     shared = cache_of(SimpleNamespace(**SMOL, num_kv_shared_layers=10))
     assert shared.bytes(1024) - 98.25 * 2**20 == 20 * 768 * 1024
     assert cache_of(SimpleNamespace(**SMOL, layer_types=["mamba"] * 30)) is None
+
+
+@pytest.mark.parametrize(("method", "samples", "said"), [("gptq", 3, True), ("gptq", 4, False), ("weighted", 1, False)])
+def test_a_text_that_is_too_short_for_error_feedback_is_said(method, samples, said):
+    """Rows of 96: 4 x 96 tokens are enough."""
+    text, choices = {"source": "x", "samples": samples, "length": 96, "digest": "", "seed": 0}, record().extra["choices"]
+    scores = dataclasses.replace(record(), data=text, extra={"choices": {**choices, "method": method}})
+    plan = plan_bits(scores, bits=4.5)
+    assert ("288 tokens, rows of 96" in verdict(plan) and "384 tokens or more" in verdict(plan)) == said
+    assert Plan.from_dict(plan.to_dict()).extra.get("few_tokens") == plan.extra.get("few_tokens")

@@ -28,6 +28,7 @@ from .table import CACHE, HUGE, Table
 _LARGEST = 16.0  # bits per weight: sixteen bits are always among the formats
 _LAYER = re.compile(r"\.(\d+)\.")
 CURVE = 8  # best plans of other budgets that a plan keeps
+TOKENS = 4  # per column of the widest matrix: fewer, and error feedback learns the text rather than the inputs
 SHOWN = 400  # blocks; of larger models the curve does not keep what every block gets
 
 
@@ -216,8 +217,24 @@ def _plan(scores: Scores, limits: Limits, limit: int, given: Mapping[str, Any]) 
         budget={"unit": "bytes", "limit": limit, "spent": spent, "file": spent + table.fixed},
         certificate=found.certificate(given["rule"]),
         scores_digest=scores.digest,
-        extra={**extra_of(table, chosen), **found.record(given["rule"]), **({} if mix is None else {"mix": mix})},
+        extra={
+            **extra_of(table, chosen),
+            **found.record(given["rule"]),
+            **({} if mix is None else {"mix": mix}),
+            **few_tokens(table, scores),
+        },
     )
+
+
+def few_tokens(table: Table, scores: Scores) -> dict[str, Any]:
+    """Return the tokens of the text and the columns of the widest matrix where they are too few for error feedback.
+
+    What it learned of the inputs it learned from this text, so on this text its damage is smaller than on any other.
+    """
+    tokens = scores.data.get("samples", 0) * scores.data.get("length", 0)
+    columns = max((m.d_in for b in table.blocks for m in b.modules), default=0)
+    few = table.method == "gptq" and 0 < tokens < TOKENS * columns
+    return {"few_tokens": {"tokens": tokens, "columns": columns, "wanted": TOKENS * columns}} if few else {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

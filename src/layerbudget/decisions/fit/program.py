@@ -20,7 +20,19 @@ from ...scores import Scores
 from ...solvers.choices import choose
 from ..bits.memory import Cache, read_context
 from ..bits.mixes import MIXES
-from ..bits.program import CURVE, SHOWN, Decision, Limits, bits_of, extra_of, imatrix_of, mix_of, plan_blocks, read_bytes
+from ..bits.program import (
+    CURVE,
+    SHOWN,
+    Decision,
+    Limits,
+    bits_of,
+    extra_of,
+    few_tokens,
+    imatrix_of,
+    mix_of,
+    plan_blocks,
+    read_bytes,
+)
 from ..bits.table import Table
 from ..cache.space import CacheSpace
 
@@ -264,6 +276,7 @@ class Fitted:
         extra = {
             **extra_of(fit.weights, weights),
             **self.decision.record(rule),
+            **few_tokens(fit.weights, self.scores),
             "formats": table.formats_of(chosen),
             **fit.space.terms(self.scores.extra["cache"]["group"]),
             "parts": fit.parts(chosen),
