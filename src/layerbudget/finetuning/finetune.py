@@ -132,10 +132,7 @@ def finetune(
         }
         if is_main():
             for seed in seeds if place != staging else ():
-                for name in ("adapter", _RESULT):
-                    source, target = place / f"seed-{seed}" / name, staging / f"seed-{seed}" / name
-                    target.parent.mkdir(exist_ok=True)
-                    shutil.copytree(source, target) if source.is_dir() else shutil.copyfile(source, target)
+                _copy_seed(place / f"seed-{seed}", staging / f"seed-{seed}")
             write_text(staging / _RESULT, dumps({**summary, "made_by": made_by()}))
             write_text(staging / "labels.json", dumps(answers_of(task)))
             plan.save(staging / "plan.json")
@@ -143,6 +140,13 @@ def finetune(
                 summary["against"] = compare(staging, against, names=(Path(out).name, Path(against).name))
                 write_text(staging / "against.json", dumps(summary["against"]))
     return summary
+
+
+def _copy_seed(source: Path, target: Path) -> None:
+    """Copy adapter and result of a finished seed."""
+    target.mkdir(exist_ok=True)
+    shutil.copytree(source / "adapter", target / "adapter")
+    shutil.copyfile(source / _RESULT, target / _RESULT)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -136,25 +136,21 @@ def _contest_headline(record: Mapping[str, Any]) -> tuple[str, str]:
     return title, f"{seeds} {'seed' if seeds == 1 else 'seeds'}, {record['held_out']} held-out items. {' '.join(said)}"
 
 
+_TITLES: Mapping[str, Callable[[Plan], str]] = {  # the decision of a plan, which a model's name follows
+    "sparsity": lambda p: f"{p.sparsity:.0%} sparsity for",
+    "ranks": lambda p: f"LoRA ranks {p.counts.min()} to {p.counts.max()} for",
+    "experts": lambda p: f"{p.counts.sum()} LoRA experts for",
+    "fit": lambda p: f"{p.hyperparameters['memory']} at {p.extra['context']} tokens x {p.extra['batch']} for",
+    "bits": lambda p: f"{p.extra['bits']:.3g} bits per weight for",
+    "cache": lambda p: f"A cache of {p.extra['bits']:.3g} bits per number for",
+    "kept-experts": lambda p: f"{p.counts.sum()} experts stay in",
+    "shapes": lambda p: f"{p.budget['spent'] / p.budget['base']:.0%} fewer {p.budget['unit']} for",
+}
+
+
 def _amount(plan: Plan) -> str:
-    """The decision of a plan, as a title that a model's name follows."""
-    if plan.kind == "sparsity":
-        return f"{plan.sparsity:.0%} sparsity for"
-    if plan.kind == "ranks":
-        return f"LoRA ranks {plan.counts.min()} to {plan.counts.max()} for"
-    if plan.kind == "experts":
-        return f"{plan.counts.sum()} LoRA experts for"
-    if plan.kind == "fit":
-        return f"{plan.hyperparameters['memory']} at {plan.extra['context']} tokens x {plan.extra['batch']} for"
-    if plan.kind == "bits":
-        return f"{plan.extra['bits']:.3g} bits per weight for"
-    if plan.kind == "cache":
-        return f"A cache of {plan.extra['bits']:.3g} bits per number for"
-    if plan.kind == "kept-experts":
-        return f"{plan.counts.sum()} experts stay in"
-    if plan.kind == "shapes":
-        return f"{plan.budget['spent'] / plan.budget['base']:.0%} fewer {plan.budget['unit']} for"
-    return f"A {plan.kind} plan for"
+    own = _TITLES.get(plan.kind)
+    return f"A {plan.kind} plan for" if own is None else own(plan)
 
 
 def _plan_verdict(plan: Plan, receipt: Mapping[str, Any] | None) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from ...compressors.base import Level, find_treatment
+from ...compressors.base import Level, Treatment, find_treatment
 from ...compressors.select import check_group, parse_pattern, share
 from ...compressors.treating import Job, Treating
 from ...data.calibration import CalibrationSet
@@ -85,15 +85,7 @@ def prune(
     method, own = method_of(plan, method, own)
     treatment = find_treatment(method).with_options(own)
     blind = treatment.statistic == "none"
-    for name, value in {"true_sequential": true_sequential, "autocast": autocast, "resume": resume}.items():
-        if blind and value:
-            what = f"The method {treatment.name} does not read {name}."
-            raise InvalidInput(what, "It would have no effect.", "Leave it out.")
-    if autocast and parity:
-        raise InvalidInput("parity and autocast exclude each other.", "The references run in the model's own precision.", "")
-    check_kind(plan.kind, ("sparsity",), "cannot be pruned")
-    if data is None and not blind:
-        raise InvalidInput(f"{treatment.name} needs calibration data.", "", "Pass data, or use method magnitude.")
+    _refuse(treatment, plan, data, parity, {"true_sequential": true_sequential, "autocast": autocast, "resume": resume})
     identity = describe(model)
     plan.validate(identity)
     check_finite(model)
@@ -142,6 +134,22 @@ def prune(
         versions=versions(),
         rows=recount_rows(model, plan),
     )
+
+
+def _refuse(
+    treatment: Treatment, plan: Plan, data: CalibrationSet | None, parity: bool, of_inputs: Mapping[str, object]
+) -> None:
+    """Refuse options that a treatment does not read (``of_inputs``: those that only matter where inputs are read), or lacks."""
+    blind = treatment.statistic == "none"
+    for name, value in of_inputs.items():
+        if blind and value:
+            what = f"The method {treatment.name} does not read {name}."
+            raise InvalidInput(what, "It would have no effect.", "Leave it out.")
+    if of_inputs["autocast"] and parity:
+        raise InvalidInput("parity and autocast exclude each other.", "The references run in the model's own precision.", "")
+    check_kind(plan.kind, ("sparsity",), "cannot be pruned")
+    if data is None and not blind:
+        raise InvalidInput(f"{treatment.name} needs calibration data.", "", "Pass data, or use method magnitude.")
 
 
 def method_of(plan: Plan, method: str | None, own: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
