@@ -174,8 +174,8 @@ def _requantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
 def _say_receipt(a: argparse.Namespace, plan: Any, receipt: Any) -> dict[str, Any]:
     say(
         a,
-        f"Recounted {receipt.bytes} bytes (planned {receipt.planned}), {receipt.bits:.4f} bits per weight; "
-        f"{receipt.file} bytes of file; saved to {a.out}.",
+        f"Recounted {receipt.bytes:,} bytes (planned {receipt.planned:,}), {receipt.bits:.4f} bits per weight; "
+        f"{receipt.file:,} bytes of file; saved to {a.out}.",
         *receipt.notes,
     )
     _say_end(a, plan)

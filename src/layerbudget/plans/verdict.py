@@ -78,7 +78,7 @@ def standing(plan: Plan) -> tuple[str, list[tuple[str, ...]]] | None:
         if name != base and (other := damage.get(base, (0.0, 0.0))[0]) > 0:
             error = damage[base][1] if name == plan.rule else error if base == plan.rule else 0.0
             change, sure = f"{kl / other - 1:+.1%}", f"{2 * error / other:.1%}" if error else "–"
-        rows.append((_names(plan).get(name, name), f"{kl:.3g}", change, sure))
+        rows.append((_names(plan).get(name, "this plan" if name == plan.rule else name), f"{kl:.3g}", change, sure))
     passes = passes_of(plan)
     took = f"; planning took {passes:.0f} forward equivalents" if passes else ""
     return f"damage {on}{took}", rows
