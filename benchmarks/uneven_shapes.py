@@ -141,7 +141,7 @@ def table(a: argparse.Namespace) -> str:
         f"{a.samples} x {a.length} tokens decide, {a.windows} held-out windows of {a.length}. Bytes and speed are ratios to the "
         f"dense file; it reads {dense['read']:.0f} and writes {dense['written']:.0f} tokens per second of one thread.", "",
         "| shapes | FLOPs gone | heads, widths | bytes | reading | writing | perplexity |", "|---|---|---|---:|---:|---:|---:|",
-        line("dense, F16", dense), line("dense, Q8_0", rows["q8"]),
+        line("dense, F16", dense), *([line("dense, Q8_0", rows["q8"])] if "q8" in rows else []),
     ]  # fmt: skip
     for save in a.saves:
         lines += [line(f"{LABELS[way]}, {save:g} % asked", rows[f"{way}-{save:g}"]) for way in ("even", "uneven")]
