@@ -7,7 +7,7 @@ from tests import zoo
 
 from layerbudget.errors import CoverageError, InvalidInput
 from layerbudget.execution import loss as L
-from layerbudget.models.blocks import is_conv1d, weight_of
+from layerbudget.models.blocks import is_conv1d, partition, weight_of
 from layerbudget.sensitivity import adapter_space
 from layerbudget.sensitivity.gain import score
 
@@ -180,6 +180,16 @@ def test_median_damping_is_one_damping_for_all_blocks(estimator):
     assert np.allclose(relative.extra["absolute_damping"][0], tau, rtol=1e-12)
     absolute = score(model, data, blocks, estimator, damping=[tau], damping_unit="absolute")
     assert np.allclose(relative.values(), absolute.values(), rtol=1e-9)
+
+
+@pytest.mark.parametrize("unit", ["max", "median"])
+def test_a_matrix_whose_output_nothing_reads_is_named(unit):
+    model, data = zoo.dense("mistral"), zoo.labelled("mistral")
+    mlp, width = model.model.layers[1].mlp, model.config.hidden_size
+    mlp.spare_proj, whole = torch.nn.Linear(width, width).to(next(model.parameters())), mlp.forward
+    mlp.forward = lambda x: (mlp.spare_proj(x), whole(x))[1]
+    with pytest.raises(CoverageError, match=r"No gradient reached 1 weight matrices, first model\.layers\.1\.mlp\.spare_proj"):
+        score(model, data, partition(model), "kfac", damping_unit=unit)
 
 
 def test_adapter_gains_take_one_damping_unless_told_otherwise():

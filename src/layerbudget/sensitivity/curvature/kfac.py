@@ -110,12 +110,12 @@ def score_kfac(
     damped_by: dict[str, Any] = {"damping": damping, "unit": damping_unit, "finished": finished}
     factors = (_EKFac if corrected else _KFac)(model, data, blocks, groups=_GROUPS, **drawing, **damped_by)
     feed(model, data, blocks, factors, batch_size=batch_size, walk=walk, tick=Steps(progress, data.samples))
+    damped = factors.dampings()
     if unseen := [m.name for b in blocks for m in b.modules if m.name not in factors.forms]:
         raise CoverageError(
-            f"No token reached {len(unseen)} weight matrices, first {unseen[0]}.", "Longer sequences may reach them.",
+            f"No gradient reached {len(unseen)} weight matrices, first {unseen[0]}.", "Longer sequences may reach them.",
             "Use a larger --length, or leave them out with --exclude.",
         )  # fmt: skip
-    damped = factors.dampings()
     gain, floor, error = (np.zeros_like(damped.tau) for _ in range(3))
     for k, block in enumerate(blocks):
         left_out: Any = 0.0
