@@ -63,7 +63,7 @@ def passes_of(plan: Plan) -> float | None:
 
 
 def standing(plan: Plan) -> tuple[str, list[tuple[str, ...]]] | None:
-    """What the damage of a plan is beside that of other choices.
+    """The damage of a plan beside that of other choices, as a table.
 
     Returns:
         A title and rows of name, nats per token, change against uniform and two standard errors; None where nothing is known.

@@ -1,4 +1,4 @@
-"""What rounding the cache costs the output: gradients of keys and values along the change of every format."""
+"""Damage of rounding the cache: gradients of keys and values along the change of every format."""
 
 from __future__ import annotations
 

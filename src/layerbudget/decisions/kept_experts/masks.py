@@ -1,4 +1,4 @@
-"""What sets of experts cost, measured with the others masked; and the folds of a text that judge what the rest chose."""
+"""Damage of sets of experts, measured with the others masked; and the folds of a text that judge what the rest chose."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class _Fit:
         return start, (self.cross - start @ self.inner) @ self.vectors
 
     def shares(self, stiffness: Sequence[float]) -> torch.Tensor:
-        """What every direction adds of what is missing, ``(stiffness, kept)``: nothing where stiffness is infinite."""
+        """The share that every direction adds of what is missing, ``(stiffness, kept)``: 0 where stiffness is infinite."""
         scale = float(self.inner.diagonal().mean()) or 1.0
         return torch.stack([1 / (self.values + rho * scale + 1e-12) for rho in stiffness])
 
