@@ -75,8 +75,12 @@ def test_no_print_no_bare_except_no_assert():
             assert not isinstance(node, ast.Assert), where
 
 
+def test_the_formatter_is_never_switched_off():
+    for file in SRC.rglob("*.py"):
+        assert "# fmt:" not in file.read_text(), file
+
+
 ROOMS = (
-    # fmt: off
     "errors",
     "progress",
     "canonical",
@@ -112,7 +116,6 @@ ROOMS = (
     "doctor",
     "demo",
     "cli",
-    # fmt: on
 )
 
 

@@ -101,8 +101,14 @@ class Progress:
         from rich import progress as shown
 
         self.console, self.text, self._last = progress_console(), text, time.monotonic()
-        columns = (shown.SpinnerColumn(), shown.TextColumn("{task.description}", markup=False), shown.BarColumn(20),
-                   shown.MofNCompleteColumn(), shown.TimeElapsedColumn(), shown.TimeRemainingColumn())  # fmt: skip
+        columns = (
+            shown.SpinnerColumn(),
+            shown.TextColumn("{task.description}", markup=False),
+            shown.BarColumn(20),
+            shown.MofNCompleteColumn(),
+            shown.TimeElapsedColumn(),
+            shown.TimeRemainingColumn(),
+        )
         drawn = self.console.is_terminal
         self.bar = shown.Progress(*columns, console=self.console, transient=True, disable=not drawn)
         self.bar.add_task(text, total=None, visible=False)

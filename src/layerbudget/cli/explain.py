@@ -94,10 +94,16 @@ def _how_much_rank(a: argparse.Namespace, scores: Any, result: Any) -> dict[str,
     found = rank_table(scores, result["codelengths"]["tokens"])
     head = ("mean rank", "parameters", "per token", "gain", "of it noise", "uniform has")
     rows = [
-        (str(r["rank"]), r["parameters"], f"{r['parameters_per_token']:.2f}", f"{r['gain']:.4g}",
-         f"{r['floor'] / r['gain']:.0%}" if "floor" in r and r["gain"] else "-", f"{r['uniform_share']:.0%}")
+        (
+            str(r["rank"]),
+            r["parameters"],
+            f"{r['parameters_per_token']:.2f}",
+            f"{r['gain']:.4g}",
+            f"{r['floor'] / r['gain']:.0%}" if "floor" in r and r["gain"] else "-",
+            f"{r['uniform_share']:.0%}",
+        )
         for r in found["rows"]
-    ]  # fmt: skip
+    ]
     show_table(a, f"how much rank for {found['tokens']:,} completion tokens", head, rows)
     say(a, found["recommendation"])
     record: dict[str, Any] = to_jsonable(found)

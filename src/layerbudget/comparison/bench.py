@@ -116,9 +116,12 @@ class TaskBench:
     def identity(self) -> dict[str, Any]:
         """Digests of model and task, the split and the training."""
         return {
-            "model": describe(self.model)["digest"], "base": dict(getattr(self.load, "settings", {})),
-            "task": self.task.digest, "split": self.split, "protocol": dataclasses.asdict(self.protocol),
-        }  # fmt: skip
+            "model": describe(self.model)["digest"],
+            "base": dict(getattr(self.load, "settings", {})),
+            "task": self.task.digest,
+            "split": self.split,
+            "protocol": dataclasses.asdict(self.protocol),
+        }
 
     def data(self, seed: int) -> CalibrationSet:
         """Training rows, with the loss on what is to be learned."""
@@ -126,9 +129,12 @@ class TaskBench:
         rows = Rows(self.task, self.tokenizer, causal=is_causal(self.model), cutoff=self.protocol.cutoff)
         batch = rows.collate(rows.encoded([self.task.train[int(i)] for i in order]))
         return CalibrationSet(
-            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["labels"],
-            source=f"{self.task.name}, training rows", seed=seed,
-        )  # fmt: skip
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            labels=batch["labels"],
+            source=f"{self.task.name}, training rows",
+            seed=seed,
+        )
 
     def measure(self, plan: Plan, seed: int) -> dict[str, Any]:
         """``{values[questions] (1 where wrong), spent, passes, parameters}`` of the model that the plan trains."""
@@ -141,9 +147,10 @@ class TaskBench:
         steps = self.protocol.epochs * len(self.task.train)
         return {
             "values": [float(given != row.label) for given, row in zip(answers, truth, strict=True)],
-            "spent": plan.budget["spent"], "passes": {"forward": steps, "backward": steps},
+            "spent": plan.budget["spent"],
+            "passes": {"forward": steps, "backward": steps},
             "parameters": record["trained_parameters"],
-        }  # fmt: skip
+        }
 
 
 Bench = TextBench | TaskBench

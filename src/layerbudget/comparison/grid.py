@@ -86,9 +86,15 @@ def ignores(kind: str, scores: Scores, rule: str | Any, budget: float, options: 
 
 
 def make_grid(
-    kind: str, scores: Mapping[str, Scores], rules: Sequence[str | Any], budget: float, *, seed: int = 0,
-    controls: bool = True, options: Mapping[str, Any] | None = None,
-) -> Grid:  # fmt: skip
+    kind: str,
+    scores: Mapping[str, Scores],
+    rules: Sequence[str | Any],
+    budget: float,
+    *,
+    seed: int = 0,
+    controls: bool = True,
+    options: Mapping[str, Any] | None = None,
+) -> Grid:
     """Return every score under every rule at one budget, in the unit of the kind's door.
 
     A control of every pair that reads its score is the rule's own, or the rule on permuted scores. A rule gets those of the

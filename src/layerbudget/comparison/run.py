@@ -29,9 +29,12 @@ from .bench import Bench, counted
 from .grid import UNIFORM, Grid, make_grid
 
 ALIASES: Mapping[str, str] = {
-    "gain": "fisher-gram", "owl": "outlier-ratio", "alphapruning": "spectral-tail", "gradient": "gradient-norm",
+    "gain": "fisher-gram",
+    "owl": "outlier-ratio",
+    "alphapruning": "spectral-tail",
+    "gradient": "gradient-norm",
     "shortgpt": "block-influence",
-}  # fmt: skip
+}
 _COST = ("forward", "backward", "seconds")
 _FREE = dict.fromkeys(_COST, 0.0)
 
@@ -134,10 +137,13 @@ def compare_scores(
     _check_names(kind, named, rules)
     cells = Cells(None if folder is None else Path(folder) / "cells", part)
     settings = {
-        "scores": {n: Path(v).name if isinstance(v, str) else "given" for n, v in named.items()}, "budgets": list(budgets),
-        "rules": [r if isinstance(r, str) else getattr(r, "__name__", str(r)) for r in rules], "controls": controls,
-        "options": dict(options or {}), **bench.identity,
-    }  # fmt: skip
+        "scores": {n: Path(v).name if isinstance(v, str) else "given" for n, v in named.items()},
+        "budgets": list(budgets),
+        "rules": [r if isinstance(r, str) else getattr(r, "__name__", str(r)) for r in rules],
+        "controls": controls,
+        "options": dict(options or {}),
+        **bench.identity,
+    }
     result = ScoreComparison(kind=kind, unit=bench.unit, seeds=list(seeds), settings=settings, versions=versions())
     records: dict[int, dict[str, Scores]] = {seed: {} for seed in seeds}
     spent: dict[str, list[Mapping[str, float]]] = {name: [] for name in named}
@@ -203,18 +209,29 @@ def _budget(
         versus = None if entry.name == UNIFORM else difference(tables[entry.name], tables[UNIFORM], weights)
         control = f"{entry.rule}({entry.score}, permuted)"
         paired = difference(tables[entry.name], tables[control], weights) if not entry.control and control in tables else None
-        rows.append({
-            **place, "rule": entry.rule, "score": entry.score, "control": entry.control, "spent": cells[entry.name]["spent"],
-            "versus_uniform": versus, "versus_permuted": paired,
-        })  # fmt: skip
+        rows.append(
+            {
+                **place,
+                "rule": entry.rule,
+                "score": entry.score,
+                "control": entry.control,
+                "spent": cells[entry.name]["spent"],
+                "versus_uniform": versus,
+                "versus_permuted": paired,
+            }
+        )
     for test in ("versus_uniform", "versus_permuted"):
         _correct([r for r in rows if r[test] is not None and not r["control"]], test, tables)
     everything = [amount for c in cells.values() for amount in c["spent"]]
     return {
-        "budget": budget, "rows": rows, "twins": first.twins(), "ignoring": list(first.ignoring),
-        "impossible": dict(first.impossible), "equal_budget": max(everything) - min(everything) <= 1e-3 * max(everything),
+        "budget": budget,
+        "rows": rows,
+        "twins": first.twins(),
+        "ignoring": list(first.ignoring),
+        "impossible": dict(first.impossible),
+        "equal_budget": max(everything) - min(everything) <= 1e-3 * max(everything),
         "spent": [min(everything), max(everything)],
-    }  # fmt: skip
+    }
 
 
 def _correct(rows: Sequence[dict[str, Any]], test: str, tables: Mapping[str, np.ndarray]) -> None:
@@ -234,8 +251,11 @@ def _sentences(result: ScoreComparison) -> list[str]:
         behind = [r["name"] for r in better if r["versus_uniform"]["difference"] > 0]
         text = f"At {b['budget']:g}: better than uniform: {', '.join(ahead) or 'none'}; worse: {', '.join(behind) or 'none'}"
         lines.append(f"{text} (paired over seeds and items, Holm, 5 %).")
-        matter = [r["name"] for r in b["rows"] if r["versus_permuted"] and r["versus_permuted"]["holm"] < 0.05
-                  and r["versus_permuted"]["difference"] < 0]  # fmt: skip
+        matter = [
+            r["name"]
+            for r in b["rows"]
+            if r["versus_permuted"] and r["versus_permuted"]["holm"] < 0.05 and r["versus_permuted"]["difference"] < 0
+        ]
         lines.append(f"Better than the same rule on permuted scores: {', '.join(matter) or 'none'}.")
         best = b["rows"][0]
         lines.append(
@@ -263,12 +283,20 @@ def flat(result: ScoreComparison) -> list[dict[str, Any]]:
         for place, r in enumerate(b["rows"], 1):
             u, c = r["versus_uniform"] or {}, r["versus_permuted"] or {}
             cost = result.cost.get(r["score"], {}) if r["score"] else {}
-            rows.append({
-                "budget": b["budget"], "place": place, **{k: r[k] for k in ("name", "rule", "score", "control", "mean")},
-                **{k: u.get(k) for k in ("difference", "low", "high", "p", "holm")}, "versus_permuted": c.get("difference"),
-                "p_permuted": c.get("holm"), **{k: r[k] for k in ("rank_low", "rank_high", "first")},
-                "forward": cost.get("forward"), "backward": cost.get("backward"), "spent": r["spent"][0],
-            })  # fmt: skip
+            rows.append(
+                {
+                    "budget": b["budget"],
+                    "place": place,
+                    **{k: r[k] for k in ("name", "rule", "score", "control", "mean")},
+                    **{k: u.get(k) for k in ("difference", "low", "high", "p", "holm")},
+                    "versus_permuted": c.get("difference"),
+                    "p_permuted": c.get("holm"),
+                    **{k: r[k] for k in ("rank_low", "rank_high", "first")},
+                    "forward": cost.get("forward"),
+                    "backward": cost.get("backward"),
+                    "spent": r["spent"][0],
+                }
+            )
     return rows
 
 

@@ -229,14 +229,23 @@ def evaluate_tasks(
         try:
             with _cached_only() if offline else contextlib.nullcontext():
                 output = lm_eval.simple_evaluate(
-                    model=wrapped, tasks=[definition], num_fewshot=0, limit=limit, bootstrap_iters=0, log_samples=True,
-                    task_manager=manager, random_seed=0, numpy_random_seed=0, torch_random_seed=0,
-                )  # fmt: skip
+                    model=wrapped,
+                    tasks=[definition],
+                    num_fewshot=0,
+                    limit=limit,
+                    bootstrap_iters=0,
+                    log_samples=True,
+                    task_manager=manager,
+                    random_seed=0,
+                    numpy_random_seed=0,
+                    torch_random_seed=0,
+                )
         except (KeyError, ValueError, ConnectionError, OSError) as error:
             raise NotFound(
                 f"The task {name} could not be evaluated: {str(error).splitlines()[0] if str(error) else error!r}",
-                "Without --data-dir its rows come from the hub, or from the cache.", _remedy(name),
-            ) from error  # fmt: skip
+                "Without --data-dir its rows come from the hub, or from the cache.",
+                _remedy(name),
+            ) from error
         result[name] = _result(name, output["samples"][name])
         tick()
     return result

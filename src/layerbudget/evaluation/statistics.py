@@ -127,10 +127,14 @@ def mcnemar(*answers: tuple[Labels, Labels]) -> Comparison:
         most = [float(stats.beta.ppf(1 - _LEVEL / 2, k + 1, n - k)) if k < n else 1.0 for k, n in moved]
         margin = max(margin, float(np.linalg.norm(most)) / many)
     return Comparison(
-        test="McNemar, exact", difference=difference, low=max(-1.0, difference - margin), high=min(1.0, difference + margin),
-        p=float(min(1.0, chance[value >= abs(difference) - 1e-9].sum())), n=sum(sizes),
+        test="McNemar, exact",
+        difference=difference,
+        low=max(-1.0, difference - margin),
+        high=min(1.0, difference + margin),
+        p=float(min(1.0, chance[value >= abs(difference) - 1e-9].sum())),
+        n=sum(sizes),
         detectable=None if blind else (1.959964 + 0.841621) * math.sqrt(sum(k * step**2 for step, k in groups)),
-    )  # fmt: skip
+    )
 
 
 def _by_chance(groups: Sequence[tuple[float, int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -164,9 +168,10 @@ def paired_t(a: Sequence[float], b: Sequence[float], weights: Sequence[float] | 
     w = np.ones(first.shape) if weights is None else np.asarray(weights, dtype=float)
     if not first.shape == second.shape == w.shape or first.ndim != 1 or (w > 0).sum() < 2:
         raise InvalidInput(
-            f"{first.shape} and {second.shape} values.", "A paired test needs two seeds, or two rows, at least.",
+            f"{first.shape} and {second.shape} values.",
+            "A paired test needs two seeds, or two rows, at least.",
             "Run more seeds, or give more rows.",
-        )  # fmt: skip
+        )
     d, w = (first - second)[w > 0], w[w > 0]
     mean, error, df = ratio(d, w)
     n = len(d)
@@ -317,10 +322,16 @@ def ranking(
     low, high = np.percentile(ranks, [2.5, 97.5], axis=0)
     order = np.argsort(means, kind="stable")
     return [
-        {"name": names[k], "mean": float(means[k]), "rank": float(place[k]), "rank_low": float(low[k]),
-         "rank_high": float(high[k]), "first": float(first[k])}
+        {
+            "name": names[k],
+            "mean": float(means[k]),
+            "rank": float(place[k]),
+            "rank_low": float(low[k]),
+            "rank_high": float(high[k]),
+            "first": float(first[k]),
+        }
         for k in order
-    ]  # fmt: skip
+    ]
 
 
 Rows = Mapping[str, Mapping[str, Any]]
@@ -397,6 +408,7 @@ def _same(first: Mapping[str, Any], second: Mapping[str, Any], name: str) -> Non
         raise InvalidInput(f"An evaluation of {name} holds no single answers.", "", "Evaluate again with this release.")
     if first.get("digest") != second.get("digest") or len(first[values]) != len(second[values]):
         raise ModelMismatch(
-            f"The two evaluations of {name} are of other questions or other text.", "They must be the same ones, in order.",
+            f"The two evaluations of {name} are of other questions or other text.",
+            "They must be the same ones, in order.",
             "Use the same data, --limit, --length and --windows.",
-        )  # fmt: skip
+        )

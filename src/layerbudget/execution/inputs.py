@@ -111,9 +111,12 @@ def share_statistics(found: Mapping[str, Sequence[InputMoments]], *, parity: boo
     names = sorted(found)
     if parity or together.gather(names) != [names] * together.size:
         raise CoverageError(
-            "Statistics of the references are running means in the order of the sequences." if parity
-            else "Some matrices ran in some processes only.", "", "Use one process.",
-        )  # fmt: skip
+            "Statistics of the references are running means in the order of the sequences."
+            if parity
+            else "Some matrices ran in some processes only.",
+            "",
+            "Use one process.",
+        )
     statistics = list({id(s): s for n in names for s in found[n]}.values())
     widths = together.gather([0 if s.value is None else len(s.value) for s in statistics])
     for s, width in zip(statistics, [max(w) for w in zip(*widths, strict=True)], strict=True):

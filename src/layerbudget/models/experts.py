@@ -265,9 +265,10 @@ def find_experts(model: nn.Module) -> tuple[ExpertLayer, ...]:
     found = [e for name, layer in layers(model) for e in _of_layer(name, layer)]
     if not found:
         raise UnknownStructure(
-            f"{type(model).__name__} has no routed experts.", "Models with experts have a router in some layers.",
+            f"{type(model).__name__} has no routed experts.",
+            "Models with experts have a router in some layers.",
             "Remove heads and widths instead: layerbudget plan shapes MODEL.",
-        )  # fmt: skip
+        )
     return tuple(found)
 
 
@@ -295,9 +296,17 @@ def _described(name: str, layer: str, block: nn.Module, router: Any, experts: An
     groups = next((n for n in said if isinstance(n, int) and n > 1), 1)
     best = next((n for m in (router, block) if isinstance(n := getattr(m, "topk_group", None), int)), groups)
     return ExpertLayer(
-        name=name, layer=layer, block=block, router=router, experts=experts, count=len(last), top_k=router.top_k,
-        groups=groups, best_groups=min(best, groups), d=last.shape[2 if transposed(experts) else 1],
-    )  # fmt: skip
+        name=name,
+        layer=layer,
+        block=block,
+        router=router,
+        experts=experts,
+        count=len(last),
+        top_k=router.top_k,
+        groups=groups,
+        best_groups=min(best, groups),
+        d=last.shape[2 if transposed(experts) else 1],
+    )
 
 
 def check_experts(found: Sequence[ExpertLayer]) -> None:

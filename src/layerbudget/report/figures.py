@@ -15,8 +15,15 @@ from ..scores import Scores
 from ..storage.writing import write_bytes
 
 INK, ACCENT, MUTED, ALERT = "#1f2933", "#0b7285", "#adb5bd", "#d9480f"
-_COLOURS = {"mdl": ACCENT, "curvature plan": ACCENT, "uniform": INK, "permuted": MUTED, "directional": ALERT,
-            "directional plan": ALERT, "dense": "#74b816"}  # fmt: skip
+_COLOURS = {
+    "mdl": ACCENT,
+    "curvature plan": ACCENT,
+    "uniform": INK,
+    "permuted": MUTED,
+    "directional": ALERT,
+    "directional plan": ALERT,
+    "dense": "#74b816",
+}
 
 
 def new_figure(width: float, height: float) -> Any:

@@ -15,8 +15,17 @@ from ..scores import Scores
 from ..storage import reading
 
 # Files of a checkpoint or of a run that are no results.
-_PASSED = ("config", "tokenizer", "generation_config", "special_tokens", "vocab", "added_tokens", "chat_template", "labels",
-           "identity")  # fmt: skip
+_PASSED = (
+    "config",
+    "tokenizer",
+    "generation_config",
+    "special_tokens",
+    "vocab",
+    "added_tokens",
+    "chat_template",
+    "labels",
+    "identity",
+)
 
 
 @dataclasses.dataclass

@@ -143,7 +143,7 @@ def subtract_floor(scores: Scores) -> Scores:
             f"{scores.estimator} has no noise floor to subtract.",
             "fisher-gram, fisher-diagonal, kfac, ekfac and rank-gain have one.",
             "Score with estimator='fisher-gram'.",
-        )  # fmt: skip
+        )
     gain = tuple(
         tuple(None if g is None else g - f for g, f in zip(row, floor, strict=True))
         for row, floor in zip(scores.gain, floors, strict=True)

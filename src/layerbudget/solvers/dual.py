@@ -96,9 +96,15 @@ def _dense(slope: Vector, offset: Vector, low: Vector, high: Vector, target: flo
 
 
 def _finish(
-    slope: Vector, offset: Vector, low: Vector, high: Vector, target: float, leave: Vector, reach: Vector,
+    slope: Vector,
+    offset: Vector,
+    low: Vector,
+    high: Vector,
+    target: float,
+    leave: Vector,
+    reach: Vector,
     bracket: tuple[float, float],
-) -> tuple[float, float, float]:  # fmt: skip
+) -> tuple[float, float, float]:
     """Root on the piece between two neighbouring knots (or the plateau there)."""
     a, b = bracket
     if a >= b:  # the target is met at a knot, or (b < a) on a flat stretch between two knots

@@ -125,9 +125,10 @@ def step_within(levels: np.ndarray, damage: np.ndarray, numel: np.ndarray, total
     least, most = float(low @ n), float(levels[:, -1] @ n)
     if not least - 1.0 <= total <= most + 1.0:
         raise InfeasibleBudget(
-            f"{total} parameters are to go; the bounds allow {least:.0f} to {most:.0f}.", "",
+            f"{total} parameters are to go; the bounds allow {least:.0f} to {most:.0f}.",
+            "",
             "Raise max_sparsity, or trust the model further.",
-        )  # fmt: skip
+        )
     penalty = CalibratedPenalty(levels - low[:, None], damage - damage[:, :1])
     goal = min(max(total - least, 0.0), most - least)
     solution = sparsify(np.ones(len(n)), n, goal, max_sparsity=penalty.limit, penalty=penalty, spend="exactly")

@@ -194,9 +194,13 @@ def _origin(config: Any, name: str) -> Path | None:
     from transformers.utils import cached_file
 
     found = cached_file(
-        source, name, revision=getattr(config, "_commit_hash", None), _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False,
-    )  # fmt: skip
+        source,
+        name,
+        revision=getattr(config, "_commit_hash", None),
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
     return None if found is None else Path(found)
 
 

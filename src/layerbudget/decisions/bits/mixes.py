@@ -21,13 +21,28 @@ from collections.abc import Callable, Sequence
 from ...compressors.formats import TYPES
 from ...errors import InvalidInput
 
+_BASES = {
+    "IQ2_S": "IQ2_XS",
+    "IQ2_M": "IQ2_S",
+    "Q2_K_S": "Q2_K",
+    "IQ3_XS": "IQ3_S",
+    "IQ3_M": "IQ3_S",
+    "Q3_K_S": "Q3_K",
+    "Q3_K_M": "Q3_K",
+    "Q3_K_L": "Q3_K",
+    "MXFP4_MOE": "MXFP4",
+    "Q4_K_S": "Q4_K",
+    "Q4_K_M": "Q4_K",
+    "Q5_K_S": "Q5_K",
+    "Q5_K_M": "Q5_K",
+}
 MIXES = {  # base type of every mix, the smallest first
-    "IQ1_S": "IQ1_S", "IQ1_M": "IQ1_M", "IQ2_XXS": "IQ2_XXS", "IQ2_XS": "IQ2_XS", "IQ2_S": "IQ2_XS", "IQ2_M": "IQ2_S",
-    "Q2_K_S": "Q2_K", "Q2_K": "Q2_K", "IQ3_XXS": "IQ3_XXS", "IQ3_XS": "IQ3_S", "IQ3_S": "IQ3_S", "IQ3_M": "IQ3_S",
-    "Q3_K_S": "Q3_K", "Q3_K_M": "Q3_K", "Q3_K_L": "Q3_K", "IQ4_XS": "IQ4_XS", "IQ4_NL": "IQ4_NL", "Q4_0": "Q4_0",
-    "MXFP4_MOE": "MXFP4", "Q4_K_S": "Q4_K", "Q4_K_M": "Q4_K", "Q4_1": "Q4_1", "Q5_0": "Q5_0", "Q5_K_S": "Q5_K",
-    "Q5_K_M": "Q5_K", "Q5_1": "Q5_1", "Q6_K": "Q6_K", "Q8_0": "Q8_0",
-}  # fmt: skip
+    name: _BASES.get(name, name)
+    for name in (
+        "IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ2_M Q2_K_S Q2_K IQ3_XXS IQ3_XS IQ3_S IQ3_M Q3_K_S Q3_K_M Q3_K_L IQ4_XS "
+        "IQ4_NL Q4_0 MXFP4_MOE Q4_K_S Q4_K_M Q4_1 Q5_0 Q5_K_S Q5_K_M Q5_1 Q6_K Q8_0"
+    ).split()
+}
 _TYPES = {t.name: t for t in TYPES}
 _ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 _NEED_MATRIX = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS")  # types, except of embedding and head
@@ -160,9 +175,16 @@ _RULES = (
 )
 # Parts of the model by what names contain; the first that is found.
 _PARTS = (
-    ("v", "attn_qkv.weight"), ("v", "attn_kv_b.weight"), ("v", "attn_v.weight"), ("k", "attn_k.weight"),
-    ("q", "attn_q.weight"), ("output", "attn_output.weight"), ("up", "ffn_up"), ("gate", "ffn_gate"), ("down", "ffn_down"),
-)  # fmt: skip
+    ("v", "attn_qkv.weight"),
+    ("v", "attn_kv_b.weight"),
+    ("v", "attn_v.weight"),
+    ("k", "attn_k.weight"),
+    ("q", "attn_q.weight"),
+    ("output", "attn_output.weight"),
+    ("up", "ffn_up"),
+    ("gate", "ffn_gate"),
+    ("down", "ffn_down"),
+)
 _EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
 # Matrices that every mix leaves as they are.
 _LEFT = re.compile(

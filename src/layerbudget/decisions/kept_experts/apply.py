@@ -55,9 +55,11 @@ def keep_experts(model: nn.Module, plan: Plan) -> ExpertReceipt:
         raise CoverageError(f"The layers are left with {layers}.", "That is not what was planned.", "Report this.")
     even = not hasattr(model.config, EXPERTS_KEPT)
     return ExpertReceipt(
-        **{name: {"before": before[name], "after": after[name]} for name in before}, layers=layers, even=even,
+        **{name: {"before": before[name], "after": after[name]} for name in before},
+        layers=layers,
+        even=even,
         loads="transformers, and what reads its checkpoints" if even else "layerbudget.load_model",
-    )  # fmt: skip
+    )
 
 
 def expert_card(plan: Plan, receipt: Mapping[str, Any], name: str) -> str:

@@ -114,9 +114,15 @@ def plan_kept_experts(
     told["curve"] = _curve(program, told["forecast"])
     blocks = [_block(e, kept[e.name]) for e in found]
     return Plan(
-        kind="kept-experts", rule=rule, model=describe(model), blocks=tuple(blocks), budget=budget, extra=to_jsonable(told),
-        hyperparameters={**given, "even": even}, certificate={} if choice is None else choice.certificate(),
-    )  # fmt: skip
+        kind="kept-experts",
+        rule=rule,
+        model=describe(model),
+        blocks=tuple(blocks),
+        budget=budget,
+        extra=to_jsonable(told),
+        hyperparameters={**given, "even": even},
+        certificate={} if choice is None else choice.certificate(),
+    )
 
 
 def _curve(program: KeptProgram, rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
@@ -185,9 +191,10 @@ def _check(keep: str | float | None, damage: float | None, rule: str, draws: int
     if limit.unit in ("experts", "bytes") and not limit.relative and limit.amount >= 1:
         return limit
     raise InvalidInput(
-        f"keep is {keep!r}.", "It is a share of all experts above 0 and at most 1, experts, or bytes of the whole model.",
+        f"keep is {keep!r}.",
+        "It is a share of all experts above 0 and at most 1, experts, or bytes of the whole model.",
         "Write 0.5, '96 experts' or '12 GiB'.",
-    )  # fmt: skip
+    )
 
 
 def _room(model: nn.Module, found: Sequence[ExpertLayer], limit: Budget, even: bool) -> tuple[int, np.ndarray, int]:

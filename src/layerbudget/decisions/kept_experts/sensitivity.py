@@ -119,9 +119,16 @@ class ExpertSums(Accumulator):
                     scores = _scores(rule, sets, torch.cat(held.norms), tokens, (self.seed, place))
                 order, after, terms = sets.remove(scores, choosers)
                 found[-1][rule] = Removal(
-                    name=layer.name, experts=layer.count, order=order, after=after, terms=terms, counts=self.counts,
-                    choosers=choosers, single=single, scores=single if scores is None else scores,
-                )  # fmt: skip
+                    name=layer.name,
+                    experts=layer.count,
+                    order=order,
+                    after=after,
+                    terms=terms,
+                    counts=self.counts,
+                    choosers=choosers,
+                    single=single,
+                    scores=single if scores is None else scores,
+                )
         return found
 
 

@@ -91,6 +91,7 @@ class Aim:
         bias = cast("nn.Parameter | None", module.bias)
 
         def make(weight: torch.Tensor, h: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            """The weights behind the inputs ``keep``, ``(out, kept)``."""
             total = self.total
             best, rho = self.best(weight, keep, [damping * d for d in _DAMPINGS], stiffness, centred=bias is not None)
             fit = _Fit.of(total, keep, centred=bias is not None)

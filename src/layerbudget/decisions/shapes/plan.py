@@ -149,9 +149,7 @@ def plan_shapes(
     request |= {"model": identity["digest"], "data": data.digest, "versions": versions(), "computation": computation(model)}
     parts, tick = Parts(resume, request), Steps(progress, int(passes), "forward equivalents")
     points = (ShapePoint(model, data, space, damping, batch_size) for space in spaces)
-    paths = [_Path(point, strides, trust, draws, seed, tick, parts, f"start-{i}") for i, point in enumerate(points)]
-    path = min(paths, key=_Path.promise) if len(paths) > 1 else paths[0]
-    path.point.passes = sum(p.point.passes for p in paths)
+    path = _first([_Path(point, strides, trust, draws, seed, tick, parts, f"start-{i}") for i, point in enumerate(points)])
     others = path.beside()
     try:
         here, solution = path.run(passes - last)
@@ -159,17 +157,11 @@ def plan_shapes(
         path.point.restore()
     hyper |= {"by": next((p.by for p in path.space.parts if p.kind == "heads"), by), "seed": seed}
     plan = path.space.plan(here.state, here.divergence, solution, hyper, identity)
+    extra: dict[str, Any] = {"beside": others, "path": path.log, "forward_passes": path.point.passes + last}
     if speed is not None:
         plan = dataclasses.replace(plan, extra={**plan.extra, "prices": speed.prices()})
-    measured = measure_plan(model, plan, data, damping=damping, batch_size=batch_size)
-    extra: dict[str, Any] = {
-        "beside": others,
-        "path": path.log,
-        "forward_passes": path.point.passes + last,
-        "measured": measured,
-    }
-    if speed is not None:
         extra |= {"speed": dict(speed), "tokens_per_second": _rates(model, plan, speed)}
+    extra["measured"] = measure_plan(model, plan, data, damping=damping, batch_size=batch_size)
     return dataclasses.replace(plan, extra={**plan.extra, **to_jsonable(extra)})
 
 
@@ -217,6 +209,13 @@ def _spaces(
     if not spaces:
         raise refused[0]
     return spaces
+
+
+def _first(paths: Sequence[_Path]) -> _Path:
+    """The path whose first plan is predicted to do least damage; what the others spent counts as its own."""
+    path = min(paths, key=_Path.promise) if len(paths) > 1 else paths[0]
+    path.point.passes = sum(p.point.passes for p in paths)
+    return path
 
 
 def _rates(model: nn.Module, plan: Plan, speed: Speed) -> dict[str, dict[str, float]]:

@@ -105,13 +105,8 @@ def prune(
         if blind or data is None:
             notes = _matrices(treating, jobs, checkpoints, progress)
         else:
-            with inference(model):
-                walk = Walk(model, shard(data), batch_size=batch_size, store=store or "device", autocast=autocast)
-                try:
-                    notes = _layers(treating, jobs, walk, checkpoints, progress)
-                finally:
-                    walk.close()
-            forwards = walk.forwards
+            walking = {"batch_size": batch_size, "store": store or "device", "autocast": autocast}
+            notes, forwards = _layers(treating, jobs, checkpoints, progress, shard(data), walking)
     seconds = time.monotonic() - started
     notes += other_pruner(plan, method)
     found = recount(model, plan.blocks)
@@ -231,26 +226,32 @@ def _matrices(
 
 
 def _layers(
-    treating: Treating, jobs: Mapping[str, Job], walk: Walk, checkpoints: _Checkpoints, progress: Progress | None
-) -> tuple[str, ...]:
-    """Treat layer after layer, up to the last one that loses something; notes."""
+    treating: Treating,
+    jobs: Mapping[str, Job],
+    checkpoints: _Checkpoints,
+    progress: Progress | None,
+    data: CalibrationSet,
+    walking: Mapping[str, Any],
+) -> tuple[tuple[str, ...], int]:
+    """Treat layer after layer, up to the last one that loses something; notes, and forwards."""
     active = [job for job in jobs.values() if not job.level.idle]
     by_layer = [[job for job in active if job.module.name.startswith(f"{name}.")] for name, _ in layers(treating.model)]
     while by_layer and not by_layer[-1]:
         by_layer.pop()
     notes: list[str] = []
     tick = Steps(progress, len(by_layer))
-    if by_layer:
-        walk.capture()
-    for i, work in enumerate(by_layer):
-        names = [job.module.name for job in work]
-        if not checkpoints.load(i, names):
-            notes += treating.layer(walk, work)
-            checkpoints.save(i, names)
-        if i + 1 < len(by_layer):
-            walk.advance()
-        tick()
-    return tuple(notes)
+    with inference(treating.model), contextlib.closing(Walk(treating.model, data, **walking)) as walk:
+        if by_layer:
+            walk.capture()
+        for i, work in enumerate(by_layer):
+            names = [job.module.name for job in work]
+            if not checkpoints.load(i, names):
+                notes += treating.layer(walk, work)
+                checkpoints.save(i, names)
+            if i + 1 < len(by_layer):
+                walk.advance()
+            tick()
+    return tuple(notes), walk.forwards
 
 
 def _jobs(model: nn.Module, plan: Plan, parity: bool, pattern: str | None) -> dict[str, Job]:

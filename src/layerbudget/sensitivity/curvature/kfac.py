@@ -113,9 +113,10 @@ def score_kfac(
     damped = factors.dampings()
     if unseen := [m.name for b in blocks for m in b.modules if m.name not in factors.forms]:
         raise CoverageError(
-            f"No gradient reached {len(unseen)} weight matrices, first {unseen[0]}.", "Longer sequences may reach them.",
+            f"No gradient reached {len(unseen)} weight matrices, first {unseen[0]}.",
+            "Longer sequences may reach them.",
             "Use a larger --length, or leave them out with --exclude.",
-        )  # fmt: skip
+        )
     gain, floor, error = (np.zeros_like(damped.tau) for _ in range(3))
     for k, block in enumerate(blocks):
         left_out: Any = 0.0
