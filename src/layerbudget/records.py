@@ -118,7 +118,9 @@ def read_json(path: Path | str, kind: str, command: str | None = None, *, as_typ
         raise CorruptFile(f"{path} is not a scores file: it is a plan.", "", "Give the file of scores that it was made from.")
     if kind == "plan" and head.estimator is not None and head.rule is None:
         raise CorruptFile(
-            f"{path} is not a plan file: it holds scores.", "", "Plan from them first: layerbudget plan sparsity FILE."
+            f"{path} is not a plan file: it holds scores.",
+            "",
+            f"Plan from them first: layerbudget plan {'bits' if head.estimator == 'rounding' else 'sparsity'} FILE.",
         )
     if head.schema_version != SCHEMA_VERSION:
         told = f"{path} has schema version {str(head.schema_version)[:40]}."

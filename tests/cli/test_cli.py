@@ -72,12 +72,13 @@ def test_mistakes_are_one_sentence_and_leave_nothing(saved_model, tmp_path, caps
     model.save_pretrained(folder / "nan")
     for file in folder.glob("token*"):
         (folder / "nan" / file.name).write_bytes(file.read_bytes())
-    for name, text in (("empty.txt", ""), ("file", ""), ("old.json", "{}")):
+    for name, text in (("empty.txt", ""), ("file", ""), ("m.gguf", ""), ("old.json", "{}")):
         (tmp_path / name).write_text(text)
     work.mkdir()
     monkeypatch.chdir(work)
     for words, said in (
         (["score", "./nowhere"], "There is no model folder"),
+        (["plan", "bits", tmp_path / "m.gguf", "--bits", "4"], "layerbudget apply m.gguf PLAN -o planned.gguf"),
         (["score", folder, "--data", tmp_path / "empty.txt"], "holds no text"),
         (["score", folder, "--length", "10000000"], "tokens, one sample needs 10000000"),
         (["score", folder, *SMALL, "--estimator", "magic"], "There is no estimator"),

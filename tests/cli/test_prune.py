@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
@@ -70,14 +71,19 @@ def test_a_plan_of_another_kind_is_refused_before_anything_is_said_or_loaded(sav
     scores = Scores.from_values(BLOCKS, {b.name: 1.0 + i for i, b in enumerate(BLOCKS)})
     scores.save(saved / "scores.json")
     plan_ranks(scores, mean_rank=4).save(saved / "ranks.json")
+    damages = dataclasses.replace(scores, estimator="rounding", extra={"choices": {}})
+    damages.save(saved / "sizes.json")
     monkeypatch.setattr(loading, "load_model", lambda *_, **__: pytest.fail("the model was loaded"))
     for file, wanted in (
         ("ranks.json", "kind ranks does not change.*finetune, or make another: layerbudget plan sparsity"),
         ("scores.json", "not a plan file: it holds scores.*layerbudget plan sparsity FILE"),
+        ("sizes.json", "not a plan file: it holds scores.*layerbudget plan bits FILE"),
     ):
         assert main(["apply", str(saved / "model"), str(saved / file), "-o", str(saved / "none")]) == 2
         said = " ".join(capsys.readouterr().err.split())
         assert re.search(wanted, said) and "samples" not in said and "zeros" not in said
+    assert main(["plan", "sparsity", str(saved / "sizes.json"), "--sparsity", "0.5"]) == 2
+    assert "damages of formats: they do not plan sparsity" in " ".join(capsys.readouterr().err.split())
     assert main(["plan", "sparsity", str(saved / "ranks.json"), "--sparsity", "0.5"]) == 2
     assert "not a scores file: it is a plan" in " ".join(capsys.readouterr().err.split())
 

@@ -192,7 +192,9 @@ def _say_end(a: argparse.Namespace, plan: Any, *told: str) -> None:
         return
     if a.out.endswith(".gguf") or a.family or plan.extra.get("family") == GGUF:
         file = a.out if a.out.endswith(".gguf") else f"{a.out}/model.gguf"
-        say(a, f"Next: llama-perplexity -m {shlex.quote(file)} -f TEXT")
+        dense = a.model if a.model.endswith(".gguf") else "model-f16.gguf"
+        kept, run = "--kl-divergence-base base.kld", "llama-perplexity -m"
+        say(a, f"Next: {run} {shlex.quote(dense)} -f TEXT {kept} && {run} {shlex.quote(file)} {kept} --kl-divergence")
         return
     say_next(a, "evaluate", a.out, "--against", a.model)
 

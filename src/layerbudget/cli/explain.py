@@ -138,9 +138,8 @@ def run_sweep(a: argparse.Namespace) -> dict[str, Any]:
         names |= {"mix": "best mix", "mix_value": "its KL"} if any(r["mix"] for r in result["rows"]) else {}
     elif all("uniform_share" in r for r in result["rows"]):
         names |= {"uniform_share": "uniform has"}
-    found = [
-        n for n in names if any(r[n] is not None for r in result["rows"])
-    ]  # a rule without an exponent has no column of it
+    # A rule without an exponent has no column of it.
+    found = [n for n in names if any(r[n] is not None for r in result["rows"])]
     shown = {"front": lambda v: "yes" if v else "no", "uniform_share": lambda v: "-" if v is None else f"{v:.0%}"}
     rows = [[shown[n](r[n]) if n in shown else r[n] for n in found] for r in result["rows"]]
     show_table(a, f"{a.kind}: predicted value by budget", [names[n] for n in found], rows)

@@ -79,6 +79,12 @@ def resolve(name: str, revision: str | None = None) -> str:
             )
         _read_config(path / "config.json")
         return str(path)
+    if path.suffix == ".gguf" and path.is_file():
+        raise NotFound(
+            f"{name} is a GGUF file: it can be given the types of a plan, but nothing is measured on it.",
+            "MODEL is demo, a local folder or a hub id.",
+            f"Plan on the folder that it was converted from, then layerbudget apply {path.name} PLAN -o planned.gguf.",
+        )
     if path.exists() or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise NotFound(f"There is no model folder {name}.", "MODEL is demo, a local folder or a hub id.", "Check the path.")
     check_id(name, "model", file="config.json", revision=revision)

@@ -67,6 +67,12 @@ def make_plan(
 ) -> Plan:
     """Return the plan of a decision with its whole numbers."""
     record, solution = record_of(scores), decision.solution
+    if record is not None and "choices" in record.extra:
+        raise InvalidInput(
+            f"These scores are damages of formats: they do not plan {kind}.",
+            "",
+            "Plan bits from them: layerbudget plan bits FILE.",
+        )
     return Plan(
         kind=kind,
         rule=rule,

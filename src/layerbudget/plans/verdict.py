@@ -28,7 +28,8 @@ def expected(plan: Plan) -> str:
     """One sentence on the damage of a plan that was applied: measured or predicted when it was made."""
     e = plan.extra
     if plan.kind in ("bits", "cache", "fit") and e.get("check"):
-        return f"Verdict: planned to cost {e['check']['rows'][plan.rule]['kl']:.3g} nats per token; {_BESIDE}."
+        cost = f"{e['check']['rows'][plan.rule]['kl']:.3g} nats per token were measured on held-out text"
+        return f"Verdict: when it was planned, {cost} ({e['predicted']:.3g} predicted); {_BESIDE}."
     damage = e.get("measured", e.get("predicted"))
     if damage is None:
         return f"Verdict: scores decided, and nothing is known of the damage; {_BESIDE}."

@@ -302,6 +302,36 @@ def test_a_plan_of_another_model_is_refused(tmp_path, converted, capsys):
     assert sorted(f.name for f in tmp_path.iterdir()) == ["o.gguf", "plan.json"]
 
 
+def test_a_file_of_another_model_of_the_same_sizes_is_refused_by_its_values(tmp_path, converted):
+    other = build("llama")
+    with torch.no_grad():
+        other.model.embed_tokens.weight.copy_(other.model.embed_tokens.weight.flip(0))
+    with pytest.raises(ModelMismatch, match="another model.*its embedding holds other values"):
+        requantise(converted / "llama.gguf", planned(other, ["Q8_0"]), tmp_path / "out.gguf")
+    assert not list(tmp_path.iterdir())
+    coarse = requantise(converted / "llama.gguf", planned(build("llama"), ["Q4_0"]), tmp_path / "coarse.gguf")
+    assert coarse.modules["model.embed_tokens"]["format"] == "Q4_0"
+    again = requantise(tmp_path / "coarse.gguf", planned(build("llama"), ["Q8_0"]), tmp_path / "again.gguf")
+    assert "costs more than the plan says" in again.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("method", "form", "words", "silent"),
+    [
+        ("rtn", "IQ2_S", "For IQ2_S llama-quantize asks for an importance matrix", "--imatrix imatrix.gguf"),
+        ("rtn", "Q4_K", "model-f16.gguf out.gguf", "imatrix"),
+        ("weighted", "IQ2_S", "--imatrix imatrix.gguf model-f16.gguf", "asks for an importance matrix"),
+    ],
+)
+def test_the_card_says_when_llama_quantize_needs_an_importance_matrix(method, form, words, silent):
+    plan = planned(build("llama"), ["Q8_0"])
+    rows = {m: {"format": form, "bytes": 1} for m in plan.extra["formats"]}
+    numbers = {"plan_digest": plan.digest, "bytes": 1, "planned": 1, "tensors": 1, "file": 2, "bits": 4.5}
+    receipt = QuantisationReceipt(method=method, family="gguf", model=plan.model, modules=rows, versions={}, **numbers)
+    card = model_card(plan, receipt)
+    assert words in card and silent not in card
+
+
 @pytest.mark.parametrize("name", ["someone/model-1b", "/models/mine"])
 def test_the_card_says_what_a_model_was_made_from(name):
     from huggingface_hub import ModelCard

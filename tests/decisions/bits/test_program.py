@@ -104,7 +104,7 @@ def test_a_plan_is_a_file_and_is_explained_compared_swept_and_reported(tmp_path)
 
 def test_bad_input_is_one_sentence():
     scores = record()
-    with pytest.raises(InfeasibleBudget, match=r"The smallest plan takes \d+ bytes \(2\.5"):
+    with pytest.raises(InfeasibleBudget, match=r"The smallest plan takes [\d,]+ bytes \(2\.5"):
         plan_bits(scores, bits=2.0)
     with pytest.raises(InfeasibleBudget, match="0 bytes for 12 blocks"):
         plan_bits(scores, budget="10 bytes")
@@ -214,7 +214,7 @@ def test_forbidden_formats_are_not_used_and_kept_ones_are():
     ):
         with pytest.raises(InvalidInput, match=words):
             plan_bits(scores, bits=4.0, **bad)
-    with pytest.raises(InfeasibleBudget, match=r"The smallest plan takes \d+ bytes \(3\..*forbid and keep less"):
+    with pytest.raises(InfeasibleBudget, match=r"The smallest plan takes [\d,]+ bytes \(3\..*forbid and keep less"):
         plan_bits(scores, bits=3.2, forbid=["slow-cpu", "Q2_K"])
 
 

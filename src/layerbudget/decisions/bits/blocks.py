@@ -34,7 +34,7 @@ from .gguf_names import ROUTERS, find_architecture, find_names, split_stacks
 from .memory import cache_of
 from .mixes import LlamaModel
 from .saved_names import experts_of
-from .table import Table
+from .table import Table, signature_at
 
 UNWRITTEN = ("refuse", "16-bit", "plan")
 
@@ -92,9 +92,18 @@ def formats_table(
         runtime=target.name,
         method=method,
         unwritten=reasons,
+        signature=_signature(model) if target.family == GGUF else (),
         cache=cache_of(text_config(config_of(model))),
         **_llama(model, blocks, target, method),
     )
+
+
+def _signature(model: nn.Module) -> tuple[float, ...]:
+    """Values of the embedding in four digits, see :func:`~layerbudget.decisions.bits.table.signature_at`."""
+    embedding: Any = pretrained(model).get_input_embeddings()
+    weight = embedding.weight.detach()
+    at = signature_at(*weight.shape)
+    return tuple(float(f"{float(weight[i, j]):.4g}") for i, j in at)
 
 
 def _llama(model: nn.Module, blocks: Sequence[Block], target: Runtime, method: str) -> dict[str, Any]:

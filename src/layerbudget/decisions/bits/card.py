@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ...plan import Plan
 from ...planning import card
+from .mixes import NEED_MATRIX
 
 if TYPE_CHECKING:
     from .apply import QuantisationReceipt
@@ -52,9 +53,16 @@ def _tensor_types(receipt: QuantisationReceipt) -> str:
     """The use of ``tensor-types.txt``, and the llama.cpp that it needs: the file itself has no room for comments."""
     if receipt.family != "gguf":
         return ""
+    weighted = receipt.method == "weighted"
+    asking = sorted({str(row["format"]) for row in receipt.modules.values()} & set(NEED_MATRIX))
+    without = (
+        f"For {', '.join(asking)} llama-quantize asks for an importance matrix, and this file was rounded without one. Add "
+        "`--imatrix FILE`; the rounding is then another one. "
+    )
     return (
         "\n`tensor-types.txt` gives another file of this model the same types:\n\n"
-        "    llama-quantize --pure --tensor-type-file tensor-types.txt model-f16.gguf out.gguf Q8_0\n\n"
+        f"    llama-quantize --pure --tensor-type-file tensor-types.txt{' --imatrix imatrix.gguf' * weighted} model-f16.gguf "
+        f"out.gguf Q8_0\n\n{'' if weighted or not asking else without}"
         "Use a llama.cpp of 16 July 2026 or later: builds before ggml-org/llama.cpp#25716 ignore the types under `--pure`, and "
         "builds before #22572 (May 2026) where a type is the one named last.\n"
     )

@@ -45,7 +45,7 @@ MIXES = {  # base type of every mix, the smallest first
 }
 _TYPES = {t.name: t for t in TYPES}
 _ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
-_NEED_MATRIX = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS")  # types, except of embedding and head
+NEED_MATRIX = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS")  # types, except of embedding and head
 _SEVENTY = (("llama", 80), ("qwen2", 80), ("deci", 80), ("olmo", 80), ("jais2", 68))  # "70B": architecture and layers
 _FALLBACK = {  # of rows that a block of 256 does not divide
     **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), "IQ4_NL"),
@@ -237,7 +237,7 @@ def types_of(mix: str, model: LlamaModel, tensors: Sequence[Tensor]) -> list[str
 def needs_matrix(mix: str, tensors: Sequence[Tensor], types: Sequence[str]) -> bool:
     """Whether llama.cpp refuses to make a mix of these types without an importance matrix."""
     inside = [kind for t, kind in zip(tensors, types, strict=True) if t.name not in (*_EMBEDDINGS, "output.weight")]
-    return any(kind in _NEED_MATRIX or (mix == "Q2_K_S" and kind == "Q2_K") for kind in inside)
+    return any(kind in NEED_MATRIX or (mix == "Q2_K_S" and kind == "Q2_K") for kind in inside)
 
 
 def _type(mix: str, part: str, tensor: Tensor, case: _Case) -> str:

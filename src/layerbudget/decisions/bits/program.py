@@ -98,12 +98,13 @@ class Limits:
             limit = read_bytes(str(self.budget), "A budget", "1.2 GiB") - table.beside
         least, given = int(table.smallest.sum()), max(limit, 0)
         if limit < least:
-            others = "allow smaller formats" if not (self.forbid or self.keep) else "forbid and keep less"
+            measured = "measure the model with smaller ones (--formats, --method weighted)"
+            others = "forbid and keep less" if self.forbid or self.keep else measured
             others = "plan for a shorter context" if table.family == CACHE else others
-            beside = f", {least + table.beside} with what stays as it is" if table.beside else ""
+            beside = f", {least + table.beside:,} with what stays as it is" if table.beside else ""
             raise InfeasibleBudget(
-                f"{given} bytes for {len(table.blocks)} blocks ({8 * given / table.numel:.3f} bits per {per}) are too few.",
-                f"The smallest {what} takes {least} bytes ({8 * least / table.numel:.4f} bits per {per}){beside}.",
+                f"{given:,} bytes for {len(table.blocks)} blocks ({8 * given / table.numel:.3f} bits per {per}) are too few.",
+                f"The smallest {what} takes {least:,} bytes ({8 * least / table.numel:.4f} bits per {per}){beside}.",
                 f"Raise the budget to that (--bits {_bits_up(least, table.numel):g}, or --budget {least + table.beside}), "
                 f"or {others}.",
             )

@@ -32,8 +32,10 @@ from .gguf import GGUF_FILE, file_type, recount_gguf
 from .gguf_names import CONVERT, Names
 from .imatrix import read_imatrix
 from .program import formats_of_plan
+from .table import signature_at
 
 _ROWS = 1 << 22  # weights that are rounded at a time
+_ALIKE, _TINY = 0.8, 1e-30  # cosine between some values of two embeddings: of one model .95 or more, even in two bits
 _UINT32 = 4  # GGUF's number for a value of 32 bits
 
 
@@ -216,6 +218,7 @@ class _Work:
             numel = sum(math.prod(int(n) for n in self.tensors[t].shape) for t in tensors)
             if not shared and numel != block.numel:
                 raise self._other(f"{block.name} has {block.numel} weights in the plan and {numel} in the file")
+        self._check_values()
         for name, kind in self.kinds.items():
             find_format(kind.name).check(name, int(self.tensors[name].shape[0]))
         if self.importances is None:
@@ -226,6 +229,19 @@ class _Work:
                 )
         elif not set(self.importances) & set(self.kinds):
             raise ModelMismatch("The importance matrix names none of the file's tensors.", "", "Make one of this model.")
+
+    def _check_values(self) -> None:
+        """Refuse a file whose embedding is another one than the plan's model had; one that was quantised is near enough."""
+        expected, tensor = self.plan.extra.get("signature"), self.tensors.get("token_embd.weight")
+        if expected is None or tensor is None:
+            return
+        width = int(tensor.shape[0])
+        at = signature_at(int(tensor.shape[1]), width)
+        rows = self._read(np.stack([tensor.data[i] for i, _ in at]), tensor.tensor_type)
+        found = rows[np.arange(len(at)), [j for _, j in at]]
+        alike = float(np.dot(found, expected)) / max(float(np.linalg.norm(found) * np.linalg.norm(expected)), _TINY)
+        if alike < _ALIKE:
+            raise self._other("its embedding holds other values")
 
     def _other(self, why: str) -> ModelMismatch:
         told = f"The plan is of another model than {self.held.path}: {why}."
@@ -319,7 +335,7 @@ class _Work:
         if again:
             notes.append(
                 f"{self.held.path.name} was quantised before ({', '.join(again)}): its errors stay, and those of the plan "
-                "come on top. A file in 16 bits gives a better one."
+                "come on top, so that this file costs more than the plan says. A file in 16 bits gives a better one."
             )
         bare = [n for n in self.kinds if self.importances is not None and n not in self.importances]
         if bare:

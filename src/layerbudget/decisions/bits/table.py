@@ -20,6 +20,16 @@ HUGE = np.iinfo(np.int64).max
 _TIES = 20
 
 
+def signature_at(tokens: int, width: int) -> list[tuple[int, int]]:
+    """Return rows and columns of an embedding, ``(tokens, width)``, whose values tell models apart: 32 of the first tokens.
+
+    >>> signature_at(50_000, 576)[:3]
+    [(0, 0), (8, 18), (16, 37)]
+    """
+    rows, columns = (np.linspace(0, n - 1, 32).astype(int).tolist() for n in (min(tokens, 256), width))
+    return list(zip(rows, columns, strict=True))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Table:
     """Bytes and damage of K blocks in m formats.
@@ -31,6 +41,7 @@ class Table:
         rest: What every sequence adds to a damage beside its share, ``(K, m, sequences)``, of norm ``error``.
         fixed: Bytes of tensors that no plan changes.
         head: Bytes of the files that are no tensors (metadata, vocabulary; headers of safetensors: at most); 0: not counted.
+        signature: Some values of the embedding, for GGUF: a file of another model is known by them.
         cache: What the memory of a context depends on; None where that is not known.
         unwritten: Matrices that stay in 16 bits because no file holds them in fewer, with the reason.
         llama: What the rules of llama.cpp's mixes read of the model; None where it has none, as for other files than GGUF.
@@ -51,6 +62,7 @@ class Table:
     llama: LlamaModel | None = None
     stored: Sequence[Sequence[str]] = ()
     head: int = 0
+    signature: Sequence[float] = ()
     cache: Cache | None = None
 
     @classmethod
@@ -76,6 +88,7 @@ class Table:
             llama=LlamaModel(**held["llama"]) if held.get("llama") else None,
             stored=held.get("stored", ()),
             head=held.get("head", 0),
+            signature=held.get("signature", ()),
             cache=Cache(**held["cache"]) if held.get("cache") else None,
             **{k: held[k] for k in ("fixed", "family", "runtime", "method")},
         )
@@ -153,8 +166,9 @@ class Table:
 
     @property
     def kept(self) -> dict[str, Any]:
-        """Matrices that stay in 16 bits, for records; nothing where there are none."""
-        return {"unwritten": dict(self.unwritten)} if self.unwritten else {}
+        """What records hold where it is there: matrices that stay in 16 bits, and the signature of the model."""
+        found: dict[str, Any] = {"unwritten": dict(self.unwritten)} if self.unwritten else {}
+        return found | ({"signature": list(self.signature)} if self.signature else {})
 
     @property
     def numel(self) -> int:

@@ -317,7 +317,9 @@ def split_fit(plan: Plan) -> tuple[Plan, Plan]:
         said = {"formats": formats, "predicted_error": e["part_errors"][name], "baselines": {}, "near_ties": []}
         said |= {k: e["parts"][name][k] for k in ("bits", "predicted")}
         names = (
-            ("runtime", "context", "batch", "group") if own else ("runtime", "family", "method", "fixed_bytes", "head_bytes")
+            ("runtime", "context", "batch", "group")
+            if own
+            else ("runtime", "family", "method", "fixed_bytes", "head_bytes", "signature")
         )
         parts.append(
             dataclasses.replace(
