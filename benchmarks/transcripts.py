@@ -26,7 +26,7 @@ ROOT = HERE.parent
 USERS = {
     "gguf": ("I have a GGUF", "Two models are named, the folder of transformers for the plan and the GGUF file for its types: "
              "nothing checks before the plan is made that they are the same model, apply does."),
-    "fine-tuning": ("I fine-tune", "The number after --tokens has to be carried by hand from the last command (--dry-run counts it) to the third."),
+    "fine-tuning": ("I fine-tune", "Whether uneven ranks are worth it is known after two trainings only."),
     "serving": ("I serve with vLLM", "Whether vLLM starts with the folder is not shown here: no vLLM is installed with the package."),
     "research": ("I do research", "Which of the many numbers to quote is left to the reader; the page has them all."),
     "teaching": ("I teach", "The plan by uniform prints a row for every layer although all are the same."),

@@ -93,7 +93,7 @@ def test_the_verdict_has_the_numbers_of_the_plan(made):
     assert f"{check[plan.rule]['kl']:.3g} nats per token" in lines[-2] and "held-out" in lines[-2]
     assert f"{check['uniform']['kl']:.3g}" in beside or plan.rule == "uniform" or check["uniform"]["same"]
     _, lines, plan = made("ranks")
-    assert f"{plan.extra['uniform_share']:.1%}" in lines[-2]
+    assert f"{1 / plan.extra['uniform_share'] - 1:.1%} more gain than uniform" in lines[-2]
     _, lines, plan = made("kept-experts")
     assert f"{plan.counts.sum()} of 24 experts stay" in lines[-2] and f"{plan.extra['measured']:.3g} nats" in lines[-2]
     _, lines, plan = made("shapes")

@@ -9,7 +9,8 @@ from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.errors import InfeasibleBudget, InvalidInput
 from layerbudget.models.loading import blocks_from_config
 from layerbudget.plans.compare import diff_plans, sweep
-from layerbudget.plans.explain import explain_plan
+from layerbudget.plans.explain import advice, explain_plan
+from layerbudget.plans.verdict import verdict
 from layerbudget.scores import Scores
 
 CONFIG = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -33,7 +34,7 @@ def test_the_plan_says_what_uniform_ranks_would_have(scores):
     worth = (curves[:, :6].sum() + curves[:, :7].sum()) / 2
     assert half.extra["uniform_share"] == pytest.approx(worth / half.extra["rounding"]["value"])
     said = " ".join(explain_plan(plan)["sentences"])
-    assert f"Uniform would have {plan.extra['uniform_share']:.1%} of the gain" in said
+    assert f"The plan expects {1 / plan.extra['uniform_share'] - 1:.1%} more gain than uniform ranks" in said
     assert plan_ranks(scores, mean_rank=6, min_rank=0).rule == "by-rank", "the rule follows the scores"
     assert plan_ranks(dataclasses.replace(scores, extra={}), mean_rank=6).rule == "mdl"
     assert plan_ranks(scores, mean_rank=6, rule="by-rank", max_rank=4).extra["uniform_share"] == pytest.approx(1.0)
@@ -46,15 +47,38 @@ def test_verdicts_stand_at_their_thresholds(scores):
     alike = [(level * (1 + 0.01 * k)).tolist() for k in range(len(scores.names))]
     plan = plan_ranks(dataclasses.replace(scores, extra={"increments": [alike]}), mean_rank=6)
     assert plan.extra["uniform_share"] > 0.95 and "take uniform" in " ".join(explain_plan(plan)["sentences"])
-    steep = [(np.exp(-np.arange(32) / 3.0) * (9 if k == 0 else 1)).tolist() for k in range(len(scores.names))]
-    wide = plan_ranks(dataclasses.replace(scores, extra={"increments": [steep]}), mean_rank=7, min_rank=1)
+    steep = [(np.exp(-np.arange(32) / (1 if k % 2 else 3)) * (20 if k == 0 else 1)).tolist() for k in range(len(scores.names))]
+    wide = plan_ranks(dataclasses.replace(scores, extra={"increments": [steep]}), mean_rank=5, min_rank=1)
     smaller = wide.extra["smaller_reserve"]
     assert wide.counts.max() > 8 and (smaller["max_rank"], smaller["reserved"]) == (8, 16)
-    capped = plan_ranks(dataclasses.replace(scores, extra={"increments": [steep]}), mean_rank=7, min_rank=1, max_rank=8)
+    capped = plan_ranks(dataclasses.replace(scores, extra={"increments": [steep]}), mean_rank=5, min_rank=1, max_rank=8)
     assert smaller["share"] == pytest.approx(capped.extra["rounding"]["value"] / wide.extra["rounding"]["value"])
     said = " ".join(explain_plan(wide)["sentences"])
     assert f"--max-rank 8 keeps {smaller['share']:.1%} of the gain and halves what vLLM reserves" in said
     assert capped.extra["smaller_reserve"] is None
+
+
+def test_no_lower_cap_is_named_whose_plan_would_be_advised_against(scores):
+    """Whatever --max-rank a plan names: the plan under that cap is not uniform, and its own verdict does not say to take it."""
+    rng, named = np.random.default_rng(7), 0
+    for _ in range(60):
+        rows = [(rng.gamma(2.0) * np.exp(-np.arange(32) / rng.uniform(1, 9))).tolist() for _ in scores.names]
+        rows[0] = (np.exp(-np.arange(32) / rng.uniform(5, 30)) * rng.uniform(1, 20)).tolist()
+        measured = dataclasses.replace(scores, extra={"increments": [rows]})
+        plan = plan_ranks(measured, mean_rank=6)
+        said = " ".join(advice(plan))
+        if "--max-rank" not in said:
+            continue
+        named += 1
+        assert "take uniform" not in verdict(plan)
+        cap = int(said.partition("--max-rank ")[2].split()[0])
+        capped = plan_ranks(measured, mean_rank=6, max_rank=cap)
+        assert "train both" in verdict(capped) and np.ptp(capped.counts) > 0
+    assert named > 5
+    wide = dataclasses.replace(plan, extra={**plan.extra, "uniform_share": 0.93})
+    for kept, told in ((0.97, False), (0.99, True)):  # an older plan names a cap under which uniform has 95.9 % and 93.9 %
+        older = {**wide.extra, "smaller_reserve": {"max_rank": 8, "share": kept, "reserved": 16}}
+        assert ("--max-rank 8" in " ".join(advice(dataclasses.replace(wide, extra=older)))) == told
 
 
 def test_a_sweep_reports_the_measured_gain(scores):
@@ -65,12 +89,30 @@ def test_a_sweep_reports_the_measured_gain(scores):
     assert all(a["value"] < b["value"] for a, b in zip(rows, rows[1:], strict=False)) and all(r["front"] for r in rows)
 
 
-def test_what_was_not_measured_is_not_planned(scores):
-    with pytest.raises(InfeasibleBudget, match="more than the 32 ranks"):
-        plan_ranks(scores, mean_rank=30, rule="by-rank")
-    assert plan_ranks(scores, mean_rank=30, rule="by-rank", max_rank=32).counts.max() == 32
+def test_blocks_get_at_most_the_ranks_that_were_measured(scores):
+    """Up to the measured ranks every budget is planned, as under a cap there; beyond, nothing is known."""
+    plan, capped = (plan_ranks(scores, mean_rank=30, rule="by-rank", max_rank=cap) for cap in (None, 32))
+    assert (plan.counts == capped.counts).all() and plan.counts.max() == 32
+    ends = plan.extra["at_measured"]
+    assert ends == {n: 32 for n, c in zip(plan.names, plan.counts, strict=True) if c == 32}
+    assert "at_measured" not in capped.extra, "the user's own cap is no lack of measurement"
+    assert f"{len(ends)} blocks have all 32 ranks that were measured" in " ".join(advice(plan))
+    assert (plan_ranks(scores, mean_rank=32, rule="by-rank").counts == 32).all()
+    control = plan_ranks(scores, mean_rank=30, rule="by-rank-permuted", seed=3)
+    assert control.counts.max() == 32 and "This is a control" in verdict(control)
+    with pytest.raises(InfeasibleBudget, match=r"more than the 32 ranks .* --set largest=64"):
+        plan_ranks(scores, mean_rank=33, rule="by-rank")
     with pytest.raises(InvalidInput, match="has no option exponent"):
         plan_ranks(scores, mean_rank=4, rule="by-rank", exponent=2.0)
+
+
+def test_a_sweep_says_which_budgets_cannot_be_planned(scores):
+    found = sweep(scores, kind="ranks", budgets=[4, 33, 8], rule="by-rank")["rows"]
+    alone = sweep(scores, kind="ranks", budgets=[4, 8], rule="by-rank")["rows"]
+    assert [found[0], found[2]] == alone
+    assert found[1]["status"] == "infeasible" and "more than the 32 ranks" in found[1]["why"] and not found[1]["front"]
+    with pytest.raises(InfeasibleBudget, match="more than the 32 ranks"):
+        sweep(scores, kind="ranks", budgets=[33, 40], rule="by-rank")
 
 
 def test_a_uniform_plan_ranks_nothing(scores):

@@ -115,7 +115,9 @@ def test_diff_and_explain(mistral):
     with pytest.raises(ModelMismatch):
         diff_plans(first, plan_sparsity(mistral))
     text = " ".join(explain_plan(first)["sentences"])
-    assert "160" in text and "proven optimal" in text and "alpha, gamma" in text
+    assert "160" in text and "proven optimal" in text and "cannot change" not in text, "nobody set anything"
+    idle = explain_plan(plan_experts(mistral, total=160, alpha=2.0))["sentences"]
+    assert "These settings cannot change this plan: alpha." in idle
     assert "no certificate" in " ".join(explain_plan(second)["sentences"])
 
 

@@ -7,7 +7,7 @@ from tests import zoo
 from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.errors import InvalidInput
 from layerbudget.plans.explain import explain_plan
-from layerbudget.plans.rank_table import rank_table
+from layerbudget.plans.rank_table import rank_table, terms_of
 from layerbudget.plans.verdict import verdict
 
 
@@ -23,10 +23,12 @@ def test_the_rows_are_sums_of_the_increments_that_the_plans_take():
     rows = np.sort(rng.gamma(0.5, size=(5, 48)))[:, ::-1]
     floor = 0.3 * rows
     found = rank_table(scores_of(rows, floor), 5000)
-    assert [row["rank"] for row in found["rows"]] == [4, 8, 16, 32]  # 64 were not measured
+    assert [row["rank"] for row in found["rows"]] == [1, 2, 4, 8, 16, 32]
+    assert list(found["left_out"]) == [64] and "more than the 48 ranks" in found["left_out"][64]
     for row in found["rows"]:
         plan = plan_ranks(scores_of(rows), mean_rank=row["rank"])
         by_hand = sum(sum(each[:count]) for each, count in zip(rows, plan.counts, strict=True))
+        assert row["at_measured"] == (plan.counts == 48).sum() and row["largest"] == plan.counts.max()
         best = np.sort(rows.ravel())[::-1][: row["rank"] * 5].sum()  # all ranks cost the same here, and no floor binds much
         assert row["gain"] == pytest.approx(by_hand) and row["gain"] <= best + 1e-9
         assert (
@@ -39,18 +41,39 @@ def test_the_rows_are_sums_of_the_increments_that_the_plans_take():
 
 def test_what_is_recommended():
     flat = [[1.0, *[1e-6] * 63]] * 4  # nearly nothing beyond the first rank
-    assert rank_table(scores_of(flat), 1000)["rank"] == 4
+    assert rank_table(scores_of(flat), 500)["rank"] == 1
+    assert rank_table(scores_of(flat), 1000)["rank"] == 2
     found = rank_table(scores_of(flat), 8 * 4 * 128)  # rank 8 has just as many parameters as there are tokens
-    assert found["rank"] == 8 and "take uniform" in found["recommendation"]
+    assert found["rank"] == 8 and found["recommendation"].startswith("Use uniform rank 8: 4,096 parameters cover the 4,096 ")
+    assert "mean rank 16 would add 0.0% of gain" in found["recommendation"] and "take uniform" in found["recommendation"]
     assert rank_table(scores_of(flat), 8 * 4 * 128 + 1)["rank"] == 16
     found = rank_table(scores_of(flat), 10**9)
-    assert found["rank"] == 64 and "fewer than the 1,000,000,000 tokens" in found["recommendation"]
+    assert found["rank"] == 64 and "are fewer than the 1,000,000,000 completion tokens" in found["recommendation"]
+    assert found["recommendation"].startswith("Use uniform rank 64 or more: ")
     grows = [[1.0] * 64] * 4  # every rank brings as much as the first
-    assert rank_table(scores_of(grows), 1000)["rank"] == 64
+    found = rank_table(scores_of(grows), 1000)
+    assert found["rank"] == 64 and "the gain still grows at the end of the table" in found["recommendation"]
     uneven = [[1.0] * 64, *[[1e-3] * 64] * 3]
-    assert "the rest is what there is to win" in rank_table(scores_of(uneven), 1000)["recommendation"]
+    found = rank_table(scores_of(uneven), 1000)
+    assert found["recommendation"].startswith("Use mean rank 16: ") and "train both" in found["recommendation"]
     noise = rank_table(scores_of(grows, 0.95 * np.ones((4, 64))), 1000)
-    assert "noise alone would give 95% of the gain" in noise["recommendation"] and noise["rank"] == 4
+    assert "oise alone would give 95% of the gain" in noise["recommendation"] and noise["rank"] == 2
+    assert noise["recommendation"].startswith("Use uniform rank 2: ")
+
+
+def test_the_table_is_under_the_caps_of_the_plan():
+    """The row at the plan's mean rank is the plan: one share of uniform, one advice."""
+    rows = np.array([[1.0 / (1 + i / w) ** 2 for i in range(48)] for w in (1.0, 4.0, 40.0)])
+    for terms in ({}, {"max_rank": 12}, {"min_rank": 3}, {"multiple": 4}, {"fixed": {"1": 5}}):
+        plan = plan_ranks(scores_of(rows), mean_rank=8, **terms)
+        found = rank_table(scores_of(rows), 1000, **terms_of(plan))
+        row = next(r for r in found["rows"] if r["rank"] == 8)
+        assert row["gain"] == plan.extra["rounding"]["value"] and row["uniform_share"] == plan.extra["uniform_share"]
+        ranks = [r["rank"] for r in found["rows"]]
+        if "max_rank" in terms:
+            assert ranks == [1, 2, 4, 8, 16] and "caps allow no more" in found["left_out"][32]
+        if "min_rank" in terms:
+            assert ranks[0] == 4 and set(found["left_out"]) >= {1, 2}
 
 
 @pytest.mark.parametrize(("part", "uniform"), [(0.95, True), (0.5, False), (None, False)])
@@ -63,9 +86,9 @@ def test_the_verdict_of_a_plan_says_what_the_table_says(part, uniform):
     said = verdict(plan), " ".join(explain_plan(plan)["sentences"]), table
     assert [("take uniform" in text) for text in said] == [uniform] * 3
     assert [("decides nothing" in text) for text in said] == [part == 0.95] * 3
+    assert [("train both" in text) for text in said] == [not uniform] * 3
     assert plan.extra["noise_share"] == (None if part is None else pytest.approx(part))
-    if part == 0.5:
-        assert all("and noise alone would give 50%: the rest" in text for text in said)
+    assert ("Noise alone would give 50% of this gain" in said[1]) == (part == 0.5)
     assert plan.extra["uniform_share"] < 0.95  # without the noise the advice would be another one
 
 
@@ -74,5 +97,5 @@ def test_what_cannot_be_told_is_refused():
         rank_table(zoo.scores([1.0, 2.0]), 100)
     with pytest.raises(InvalidInput, match="tokens is 0"):
         rank_table(scores_of([[1.0] * 64] * 2), 0)
-    with pytest.raises(InvalidInput, match="too few ranks"):
-        rank_table(scores_of([[3.0, 2.0, 1.0]] * 2), 100)
+    with pytest.raises(InvalidInput, match="No mean rank of 4, 8 can be planned"):
+        rank_table(scores_of([[3.0, 2.0, 1.0]] * 2), 100, ranks=(4, 8))

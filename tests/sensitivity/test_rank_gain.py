@@ -116,8 +116,9 @@ def test_a_plan_by_rank_spends_the_budget_where_further_ranks_pay():
             plan_ranks(scores, mean_rank=3, rule="by-rank", **wrong)
     short = score(model, data, blocks, "rank-gain", largest=4)
     assert plan_ranks(short, mean_rank=3, rule="by-rank", max_rank=4).counts.max() == 4
+    assert plan_ranks(short, mean_rank=3, rule="by-rank").counts.max() == 4
     with pytest.raises(InfeasibleBudget, match="largest=8"):
-        plan_ranks(short, mean_rank=3, rule="by-rank")
+        plan_ranks(short, mean_rank=5, rule="by-rank")
     with pytest.raises(InvalidInput, match="rank-gain --by linear"):
         plan_ranks(score(model, data, blocks, "gradient-norm"), mean_rank=3, rule="by-rank")
 

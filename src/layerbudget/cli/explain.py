@@ -8,6 +8,7 @@ from typing import Any
 
 from ..decisions.apply import makers
 from ..errors import InvalidInput
+from ..exports import find_plan
 from ..kinds import KINDS
 from ..plan import Plan
 from ..records import to_jsonable
@@ -36,9 +37,9 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser("explain", help=summary, description=summary)
     questions = parser.add_subparsers(dest="question", required=True, metavar="QUESTION")
     p = add_verb(questions, "plan", run_plan, "what a plan does and what it rests on (the word plan may be left out)")
-    p.add_argument("plan", metavar="PLAN")
+    p.add_argument("plan", metavar="PLAN", help="plan.json, or a folder that holds one")
     p.add_argument("--scores", metavar="SCORES", help="the scores that it was made from: says their gains in bits")
-    p.add_argument("--tokens", type=int, help="predicted tokens n of n zeta^2 / (2 ln 2) (default: the calibration set's)")
+    p.add_argument("--tokens", type=int, help="completion tokens of your training rows (default: those of the scored text)")
     p = add_verb(questions, "diff", run_diff, "what differs between two plans")
     p.add_argument("first", metavar="PLAN")
     p.add_argument("second", metavar="PLAN")
@@ -77,22 +78,22 @@ def run_plan(a: argparse.Namespace) -> dict[str, Any]:
     refuse(a, ("dry_run",), _SECONDS)
     if a.tokens is not None and a.scores is None:
         raise InvalidInput("--tokens has no meaning without --scores.", "Bits are those of gains.", "Name the scores.")
-    plan, scores = Plan.load(a.plan), None if a.scores is None else need_scores(a.scores)
+    plan, scores = find_plan(a.plan), None if a.scores is None else need_scores(a.scores)
     result = explain_plan(plan, scores, tokens=a.tokens)
     say(a, *result["sentences"])
     told: dict[str, Any] = to_jsonable(result)
     if plan.kind == "ranks" and scores is not None and "increments" in scores.extra:
-        told["ranks"] = _how_much_rank(a, scores, result)
+        told["ranks"] = _how_much_rank(a, plan, scores, result)
     say(a, verdict(plan))
     return told
 
 
-def _how_much_rank(a: argparse.Namespace, scores: Any, result: Any) -> dict[str, Any]:
-    """Show what every mean rank is expected to bring, beside uniform, and what is recommended for so many tokens."""
-    from ..plans.rank_table import rank_table
+def _how_much_rank(a: argparse.Namespace, plan: Plan, scores: Any, result: Any) -> dict[str, Any]:
+    """Show what every mean rank is expected to bring under the plan's caps, beside uniform, and what is recommended."""
+    from ..plans.rank_table import rank_table, terms_of
 
-    found = rank_table(scores, result["codelengths"]["tokens"])
-    head = ("mean rank", "parameters", "per token", "gain", "of it noise", "uniform has")
+    found = rank_table(scores, result["codelengths"]["tokens"], **terms_of(plan))
+    head = ("mean rank", "parameters", "per token", "gain", "of it noise", "uniform has", "largest rank")
     rows = [
         (
             str(r["rank"]),
@@ -100,11 +101,20 @@ def _how_much_rank(a: argparse.Namespace, scores: Any, result: Any) -> dict[str,
             f"{r['parameters_per_token']:.2f}",
             f"{r['gain']:.4g}",
             f"{r['floor'] / r['gain']:.0%}" if "floor" in r and r["gain"] else "-",
-            f"{r['uniform_share']:.0%}",
+            "-" if r["uniform_share"] is None else f"{r['uniform_share']:.1%}",
+            f"{r['largest']}{' (all measured)' if r['at_measured'] else ''}",
         )
         for r in found["rows"]
     ]
-    show_table(a, f"how much rank for {found['tokens']:,} completion tokens", head, rows)
+    of = "" if a.tokens is None else " (--tokens)"
+    show_table(a, f"how much rank for {found['tokens']:,} completion tokens{of}", head, rows)
+    if a.tokens is None:
+        say(a, "These are the tokens of the scored text: with --tokens N the table is for N completion tokens.")
+    if ends := next((r for r in found["rows"] if r["at_measured"]), None):
+        say(a, f"From mean rank {ends['rank']} on, blocks have all ranks that were measured and might earn more with others.")
+    for why in dict.fromkeys(found["left_out"].values()):
+        missing = ", ".join(str(rank) for rank, reason in found["left_out"].items() if reason == why)
+        say(a, f"Not in the table is mean rank {missing}: {why[0].lower()}{why[1:]}")
     say(a, found["recommendation"])
     record: dict[str, Any] = to_jsonable(found)
     return record
@@ -115,10 +125,12 @@ def run_diff(a: argparse.Namespace) -> dict[str, Any]:
     from ..plans.compare import diff_plans
 
     refuse(a, ("dry_run",), _SECONDS)
-    result = diff_plans(Plan.load(a.first), Plan.load(a.second))
-    rows = [(r["name"], r["first"], r["second"], r["difference"], r["count_difference"]) for r in result["blocks"]]
-    title = f"{result['rules'][0]} against {result['rules'][1]}"
-    show_table(a, title, ("block", "first", "second", "difference", "count"), rows)
+    result = diff_plans(find_plan(a.first), find_plan(a.second))
+    names = ["name", "first", "second", "difference", "count_difference"]
+    names = names[: 4 if all(r["difference"] == r["count_difference"] for r in result["blocks"]) else 5]
+    rows = [[r[n] for n in names] for r in sorted(result["blocks"], key=lambda r: -abs(r["difference"]))]
+    title = f"{result['rules'][0]} against {result['rules'][1]}, the largest difference first"
+    show_table(a, title, ("block", "first", "second", "difference", "count")[: len(names)], rows)
     say(a, f"{result['moved']:g} units change hands; rank correlation {result['rank_correlation']:.3f}.")
     return to_jsonable(result)
 
@@ -132,18 +144,21 @@ def run_sweep(a: argparse.Namespace) -> dict[str, Any]:
     options = given(a, "rule") | settings(a, maker(a.kind))
     budgets = [int(b) if isinstance(b, float) else b for b in a.budgets or ()] if a.kind == "experts" else a.budgets
     result = sweep(need_scores(a.scores), kind=a.kind, budgets=budgets, exponents=a.exponents, **options)
+    solved = [r for r in result["rows"] if "why" not in r]
     names = {n: n for n in ("budget", "exponent", "value", "smallest", "largest", "spread", "status", "front")}
     if a.kind == "bits":
         names = {"budget": "budget", "bits": "bits per weight", "bytes": "bytes of the file", "value": "predicted KL"}
-        names |= {"mix": "best mix", "mix_value": "its KL"} if any(r["mix"] for r in result["rows"]) else {}
-    elif all("uniform_share" in r for r in result["rows"]):
+        names |= {"mix": "best mix", "mix_value": "its KL"} if any(r["mix"] for r in solved) else {}
+        names |= {"status": "status"} if len(solved) < len(result["rows"]) else {}
+    elif all("uniform_share" in r for r in solved):
         names |= {"uniform_share": "uniform has"}
     # A rule without an exponent has no column of it.
-    found = [n for n in names if any(r[n] is not None for r in result["rows"])]
+    found = [n for n in names if any(r.get(n) is not None for r in result["rows"])]
     shown = {"front": lambda v: "yes" if v else "no", "uniform_share": lambda v: "-" if v is None else f"{v:.0%}"}
-    rows = [[shown[n](r[n]) if n in shown else r[n] for n in found] for r in result["rows"]]
+    rows = [[shown.get(n, lambda v: v)(r[n]) if n in r else "-" for n in found] for r in result["rows"]]
     show_table(a, f"{a.kind}: predicted value by budget", [names[n] for n in found], rows)
-    say(a, _on_sweep(a.kind, result["rows"]))
+    say(a, *(f"At {_named(r['budget'])}: {r['why']}" for r in result["rows"] if "why" in r))
+    say(a, _on_sweep(a.kind, solved))
     return to_jsonable(result)
 
 
@@ -157,7 +172,13 @@ def _on_sweep(kind: str, rows: Sequence[Mapping[str, Any]]) -> str:
         for end in (at(rows, key=lambda r: r["spent"]) for at in (min, max))
     )
     share = f", {few / many:.0%} of it" if many > 0 and not costs else ""
-    return f"Verdict: at {high} the {'predicted damage' if costs else 'value'} is {many:.3g}, at {low} {few:.3g}{share}."
+    value = "predicted damage" if costs else "value"
+    return f"Verdict: at {_named(high)} the {value} is {many:.3g}, at {_named(low)} {few:.3g}{share}."
+
+
+def _named(budget: float | str) -> str:
+    """A budget as it is typed."""
+    return budget if isinstance(budget, str) else f"{budget:g}"
 
 
 def _budget(text: str) -> float | str:

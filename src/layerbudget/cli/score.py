@@ -70,7 +70,11 @@ def _sentences(scores: Scores) -> list[str]:
     values, own = scores.values(), scores.extra.get("verdict")
     names = [scores.names[i] for i in (int(values.argmax()), int(values.argmin()))]
     ends = f"most at {names[0]} ({values.max():.3g}), least at {names[1]} ({values.min():.3g}), in {scores.unit}."
-    return [f"{ends[0].upper()}{ends[1:]}", f"Verdict: {own}"] if own else [f"Verdict: {ends}"]
+    loss, told = scores.extra.get("loss"), list[str]()
+    if loss is not None and values.max() > 2 * loss:  # half of a gain is what the quadratic model promises
+        more = f"Gains are larger than the loss itself ({loss:.3g}): the steps of the quadratic model have no limit."
+        told.append(f"{more} Compare them within this file only.")
+    return [*told, f"{ends[0].upper()}{ends[1:]}", f"Verdict: {own}"] if own else [*told, f"Verdict: {ends}"]
 
 
 def _imported(a: argparse.Namespace) -> Any:

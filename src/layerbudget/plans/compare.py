@@ -12,7 +12,7 @@ from ..decisions.apply import maker, makers
 from ..decisions.bits.program import file_of, mixes_within
 from ..decisions.ranks.plan import increments_of
 from ..decisions.sparsity.plan import default_cap
-from ..errors import InvalidInput, ModelMismatch
+from ..errors import InfeasibleBudget, InvalidInput, ModelMismatch
 from ..kinds import KINDS, Kind
 from ..plan import Plan
 from ..planning.costs import amount_of, parse_budget, unit_cost
@@ -72,7 +72,8 @@ def sweep(
     spending and value. Its ``value`` is the predicted penalty (kinds that harm) or utility under one yardstick, the scores
     themselves at exponent 1; by rank it is the measured gain of the ranks that are bought, and of bits the damage in nats.
     Rows by rank have ``uniform_share``, rows of bits ``bits``, ``bytes`` of the file, the best ``mix`` of llama.cpp that fits,
-    and its ``mix_value``.
+    and its ``mix_value``. A budget that cannot be planned has a row of ``budget``, ``exponent``, ``status`` ``infeasible`` and
+    ``why``, unless none can.
 
     Args:
         scores: The scores.
@@ -88,7 +89,7 @@ def sweep(
         resolve_options(f"A plan of kind {kind}", options_of(make), {**options, "exponent": exponents})
     damping, smoothing = options.get("damping"), options.get("smoothing") or 0.0
     q = np.zeros(0) if what.predicts else scores.weights(damping, smoothing=smoothing)
-    rows = []
+    rows, last = list[dict[str, Any]](), None
     if budgets is None:
         if what.name != "bits":
             raise InvalidInput(f"A sweep of {kind} needs budgets.", "Only sizes of mixes are known without.", "Name some.")
@@ -98,12 +99,20 @@ def sweep(
             own = options if exponent is None else {**options, "exponent": exponent}
             if isinstance(budget, str) and what.name != "bits":
                 raise InvalidInput(f"The budget {budget!r} is no number.", f"Those of {kind} are.", "Correct it.")
-            plan = make(scores, **{"like" if isinstance(budget, str) else what.budget: budget}, **own)
+            try:
+                plan = make(scores, **{"like" if isinstance(budget, str) else what.budget: budget}, **own)
+            except InfeasibleBudget as error:
+                last, status = error, {"status": "infeasible", "why": str(error)}
+                rows.append({"budget": budget, "exponent": exponent, **status, "front": False})
+                continue
             worth = increments_of(scores, damping) if plan.rule.startswith("by-rank") else None
             rows.append({"budget": budget, **_row(plan, what, q, worth)})
     more, better = (1.0 if what.harms else -1.0), (-1.0 if what.harms or what.predicts else 1.0)
-    points = np.array([[r["spent"] * more, r["value"] * better] for r in rows])
-    for row, p in zip(rows, points, strict=True):
+    solved = [row for row in rows if "why" not in row]
+    if last is not None and not solved:
+        raise last
+    points = np.array([[r["spent"] * more, r["value"] * better] for r in solved])
+    for row, p in zip(solved, points, strict=True):
         row["front"] = not ((points >= p).all(1) & (points > p).any(1)).any()
     return {"kind": kind, "budgets": list(budgets), "exponents": list(exponents or ()), "rows": rows}
 

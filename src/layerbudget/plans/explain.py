@@ -15,13 +15,13 @@ from ..decisions.fit.program import shares
 from ..decisions.joint.recipe import sentences as of_recipe
 from ..decisions.kept_experts.program import bend
 from ..decisions.kept_experts.program import sentences as of_kept
-from ..decisions.ranks.plan import serving_note
+from ..decisions.ranks.plan import TAKE_UNIFORM, serving_note
 from ..errors import InvalidInput, ModelMismatch
 from ..kinds import KINDS
 from ..plan import Plan
 from ..records import Result
 from ..scores import Scores
-from .verdict import beside_uniform
+from .verdict import MOSTLY_NOISE, beside_uniform, of_noise
 
 NEARLY_UNIFORM = 0.05  # standard deviation over mean
 
@@ -66,7 +66,7 @@ def advice(plan: Plan) -> list[str]:
     """Sentences that call for something: a budget that does not bind, what stays as it is, how to serve or load the result."""
     e, c, said = plan.extra, plan.certificate, shares(plan) if plan.kind == "fit" else []
     said += [c["message"]] if "multiplier" in c and c["status"] != "binding" else []
-    said += _on_unwritten(plan) + _on_reserve(plan) + _on_nearly_uniform(plan)
+    said += _on_unwritten(plan) + _on_measured_ranks(plan) + _on_reserve(plan) + _on_nearly_uniform(plan)
     if plan.kind == "ranks" and plan.counts.any():
         said.append(f"To serve it with vLLM: {serving_note(plan)}")
     return [*said, bent] if plan.kind == "kept-experts" and (bent := bend(e["forecast"])) else said
@@ -81,10 +81,12 @@ def _on_budget(plan: Plan) -> list[str]:
         whole = f", in whole numbers {low} to {high}" if plan.kind in ("ranks", "experts") and low < high else ""
         return [told, f"Every block gets {value[0]:.4g}{whole}."]
     order = np.argsort(value, kind="stable")
+    mean = plan.hyperparameters.get("mean_rank") if plan.kind == "ranks" else None
+    by_size = f" ({spent / limit * mean:.4g} by parameters: a rank of a large matrix has more)" if mean and limit else ""
     return [
         told,
         f"Most goes to {name[order[-1]]} ({value[order[-1]]:.4g}), least to {name[order[0]]} ({value[order[0]]:.4g}); "
-        f"the mean is {value.mean():.4g}, the standard deviation {value.std():.4g}.",
+        f"the mean over blocks is {value.mean():.4g}{by_size}, the standard deviation {value.std():.4g}.",
     ]
 
 
@@ -99,8 +101,10 @@ def _on_certificate(plan: Plan) -> list[str]:
         price = plan.extra.get("rounding", {}).get("price")
         if price is None:
             return ["This rule solves no program, so there is no certificate."]
+        value = plan.extra["rounding"]["value"]
         return [
-            f"Units are bought in the order of gain per cost; one percent more budget adds about {price * 0.01 * limit:.3g}."
+            f"Ranks are bought in the order of gain per cost; one percent more budget would add about "
+            f"{price * 0.01 * limit:.3g} to the expected gain of {value:.4g}."
         ]
     if plan.extra.get("path") and "kkt_residual" in c:  # the program of a step, whose floors and caps are how far a step may go
         said = [f"The plan was reached step by step; the last step is optimal (duality gap {c['gap']:.1e})."]
@@ -115,8 +119,9 @@ def _on_certificate(plan: Plan) -> list[str]:
         said.append(f"One percent more budget changes the objective by about {more:.3g}.")
     if c["at_lower"] or c["at_upper"]:
         said.append(f"{c['at_lower']} blocks sit at their floor and {c['at_upper']} at their cap.")
-    if c["inert"]:
-        said.append(f"These settings cannot change this plan: {', '.join(c['inert'])}.")
+    given = plan.hyperparameters
+    if inert := ["scores" if n == "weights" else n for n in c["inert"] if n == "weights" or given.get(n) is not None]:
+        said.append(f"These settings cannot change this plan: {', '.join(inert)}.")
     return said
 
 
@@ -126,14 +131,15 @@ def _on_decision(plan: Plan) -> list[str]:
     if r := e.get("rounding"):
         proof = "proven optimal" if r["exact"] else f"within {r['gap']:.1e} of the best integers"
         said.append(
-            f"Integers by {r['method']}, {proof}: utility {r['value']:.6g}, {r['optimum']:.6g} for the continuous optimum, "
-            f"{r['spent']:.6g} of {r['budget']:.6g} spent."
+            f"Whole numbers, {proof}: {'expected gain' if r['method'] == 'increments' else 'utility'} {r['value']:.6g}, and "
+            f"{r['optimum']:.6g} if fractions were allowed; {_amount(r['spent'])} of {_amount(r['budget'])} is spent."
         )
     share = e.get("uniform_share")
     if share is not None:
-        told = beside_uniform(share, e.get("noise_share"))
-        said.append(f"{told[0].upper()}{told[1:]}.")
-    said += _on_reserve(plan)
+        told, noise = beside_uniform(share, e.get("noise_share")), e.get("noise_share")
+        said += [f"{told[0].upper()}{told[1:]}."]
+        said += [of_noise(noise)] if noise is not None and noise <= MOSTLY_NOISE else []
+    said += _on_measured_ranks(plan) + _on_reserve(plan)
     if bent := e.get("convexified"):
         worst = max(bent, key=lambda name: bent[name])
         said.append(f"{len(bent)} measured curves were not convex and were replaced by their hulls; {worst} moved most.")
@@ -142,12 +148,23 @@ def _on_decision(plan: Plan) -> list[str]:
 
 def _on_reserve(plan: Plan) -> list[str]:
     """A lower cap of ranks that a server would reserve less for."""
-    smaller = plan.extra.get("smaller_reserve")
-    if not smaller:
+    smaller, share = plan.extra.get("smaller_reserve"), plan.extra.get("uniform_share")
+    if not smaller or share is None or share >= TAKE_UNIFORM * smaller["share"]:  # the plan under the cap: little above uniform
+        return []
+    if (plan.extra.get("noise_share") or 0.0) > MOSTLY_NOISE:
         return []
     times = smaller["reserved"] / smaller["max_rank"]
     less = "halves" if times == 2 else f"divides by {times:g}"
     return [f"--max-rank {smaller['max_rank']} keeps {smaller['share']:.1%} of the gain and {less} what vLLM reserves."]
+
+
+def _on_measured_ranks(plan: Plan) -> list[str]:
+    """Blocks that have all the ranks whose gains were measured."""
+    if not (ends := plan.extra.get("at_measured")):
+        return []
+    most = max(ends.values())
+    who = f"{len(ends)} blocks have" if len(ends) > 1 else f"{next(iter(ends))} has"
+    return [f"{who} all {most} ranks that were measured, and may earn more: score with --set largest={2 * most} to know."]
 
 
 def _on_nearly_uniform(plan: Plan) -> list[str]:
@@ -223,7 +240,7 @@ def codelengths(plan: Plan, scores: Scores, tokens: int | None = None) -> dict[s
     block moving alone, up to damping and the Taylor remainder: blocks do not add up.
 
     Returns:
-        ``{tokens, bits: {block: bits}, per_parameter: {block: bits}}``; n is that of the calibration set by default.
+        ``{tokens, bits: {block: bits}, per_parameter: {block: bits}}``; n is :func:`tokens_of` the scores by default.
 
     Raises:
         ModelMismatch: Other blocks, or other scores than the plan's.
@@ -237,12 +254,23 @@ def codelengths(plan: Plan, scores: Scores, tokens: int | None = None) -> dict[s
         raise InvalidInput(
             f"Scores of {scores.estimator} are in {scores.unit}.", "Bits are those of gains in nats.", "Score a gain."
         )
-    if tokens is None and not {"samples", "length"} <= set(scores.data):
-        raise InvalidInput("The scores do not say how many tokens they are over.", "", "Give it: --tokens, or tokens=.")
-    n = int(scores.data["samples"]) * (int(scores.data["length"]) - 1) if tokens is None else tokens
+    n = tokens_of(scores) if tokens is None else tokens
     gains = scores.values(plan.hyperparameters.get("damping"))
     bits = {b.name: float(n * g / (2.0 * math.log(2.0))) for b, g in zip(scores.blocks, gains, strict=True)}
     return {"tokens": n, "bits": bits, "per_parameter": {b.name: bits[b.name] / b.numel for b in scores.blocks}}
+
+
+def tokens_of(scores: Scores) -> int:
+    """Tokens that the loss of the scored text counts: of conversations the answers, without prompts and padding.
+
+    Raises:
+        InvalidInput: The record does not say it.
+    """
+    if "tokens" in scores.extra:
+        return int(scores.extra["tokens"])
+    if {"samples", "length"} <= set(scores.data):
+        return int(scores.data["samples"]) * (int(scores.data["length"]) - 1)
+    raise InvalidInput("The scores do not say how many tokens they are over.", "", "Give it: --tokens, or tokens=.")
 
 
 def _on_codelengths(found: Mapping[str, Any]) -> str:

@@ -6,28 +6,43 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..decisions.ranks.plan import plan_ranks
+from ..decisions.ranks.plan import TAKE_UNIFORM, increments_of, plan_ranks
 from ..errors import InfeasibleBudget, InvalidInput
+from ..plan import Plan
 from ..planning.costs import rank_parameters
 from ..records import Result
 from ..scores import Scores
 from .verdict import MOSTLY_NOISE, beside_uniform
 
-RANKS = (4, 8, 16, 32, 64)
-_ENOUGH = 0.05  # of the gain above its floor: what twice the rank must add
+RANKS = (1, 2, 4, 8, 16, 32, 64)
+_ENOUGH = 0.05  # of the gain above its floor: what the next row must add
+_TERMS = ("min_rank", "max_rank", "multiple", "fixed", "damping")  # of a plan by-rank
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RankTable(Result):
-    """Rows by mean rank: parameters, their number per token, gain of the plan, its noise floor, uniform's share of the gain."""
+    """Rows by mean rank: parameters, their number per token, gain of the plan, its noise floor, uniform's share of the gain.
+
+    ``at_measured`` of a row counts the blocks that have all ranks whose gains were measured; ``left_out`` says why mean ranks
+    have no row.
+    """
 
     tokens: int
     rows: Sequence[Mapping[str, Any]]
     rank: int  # the recommended mean rank
     recommendation: str
+    left_out: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
 
-def rank_table(scores: Scores, tokens: int, *, ranks: Sequence[int] = RANKS, damping: float | None = None) -> RankTable:
+def terms_of(plan: Plan) -> dict[str, Any]:
+    """Caps, floors, fixed blocks and damping of a plan of ranks, as :func:`rank_table` takes them."""
+    known = {name: plan.hyperparameters.get(name) for name in _TERMS}
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def rank_table(
+    scores: Scores, tokens: int, *, ranks: Sequence[int] = RANKS, damping: float | None = None, **terms: Any
+) -> RankTable:
     """Expected gain of every mean rank on the scored text, before anything is trained.
 
     The gain is that of the quadratic model along the best directions of each matrix (estimator ``rank-gain``). Its floor is
@@ -36,30 +51,37 @@ def rank_table(scores: Scores, tokens: int, *, ranks: Sequence[int] = RANKS, dam
     Args:
         scores: Scores of ``rank-gain``.
         tokens: Completion tokens of the training rows: those that the loss counts.
-        ranks: Mean ranks to look at; those beyond what was measured are left out.
+        ranks: Mean ranks to look at; those that no plan reaches are left out, and it is said why.
         damping: Which row of the scores.
+        **terms: ``min_rank``, ``max_rank``, ``multiple``, ``fixed`` of the plans, see :func:`terms_of`.
 
     Raises:
         InvalidInput: Scores without the gain of every further rank, no tokens, or no rank that was measured.
     """
     if tokens < 1:
         raise InvalidInput(f"tokens is {tokens}.", "At least one is learned.", "Give the completion tokens of the rows.")
-    own: dict[str, Any] = {} if damping is None else {"damping": damping}
-    price, rows = rank_parameters(scores.blocks), list[dict[str, Any]]()
+    increments_of(scores, damping)
+    own: dict[str, Any] = {**terms, **({} if damping is None else {"damping": damping})}
+    price, rows, left_out = rank_parameters(scores.blocks), list[dict[str, Any]](), dict[int, str]()
     for rank in sorted(ranks):
         try:
             plan = plan_ranks(scores, mean_rank=rank, rule="by-rank", **own)
-        except InfeasibleBudget:
-            break
+        except InfeasibleBudget as error:
+            left_out[rank] = error.what
+            continue
         row: dict[str, Any] = {"rank": rank, "parameters": int(price @ plan.counts)}
+        if rows and row["parameters"] == rows[-1]["parameters"]:
+            left_out[rank] = f"The caps allow no more parameters than mean rank {rows[-1]['rank']}."
+            continue
         row |= {"parameters_per_token": row["parameters"] / tokens, "gain": plan.extra["rounding"]["value"]}
         noise = plan.extra["noise_share"]
         row |= {} if noise is None else {"floor": noise * row["gain"], "noise_share": noise}
-        rows.append({**row, "uniform_share": plan.extra["uniform_share"], "largest": int(plan.counts.max())})
+        row |= {"uniform_share": plan.extra["uniform_share"], "largest": int(plan.counts.max())}
+        rows.append({**row, "at_measured": len(plan.extra.get("at_measured", ()))})
     if not rows:
-        what = f"The scores know too few ranks for a mean rank of {min(ranks)}."
-        raise InvalidInput(what, "", "Score with --set largest=64, or name smaller ranks.")
-    return RankTable(tokens=tokens, rows=rows, **_recommended(rows, tokens))
+        what = f"No mean rank of {', '.join(map(str, ranks))} can be planned: {next(iter(left_out.values()))}"
+        raise InvalidInput(what, "", "Score with --set largest=64, or allow other ranks.")
+    return RankTable(tokens=tokens, rows=rows, left_out=left_out, **_recommended(rows, tokens))
 
 
 def _recommended(rows: Sequence[Mapping[str, Any]], tokens: int) -> dict[str, Any]:
@@ -68,15 +90,21 @@ def _recommended(rows: Sequence[Mapping[str, Any]], tokens: int) -> dict[str, An
     Gains that are noise do not decide.
     """
     above = [row["gain"] - row.get("floor", 0.0) for row in rows]
-    covers = next((i for i, row in enumerate(rows) if row["parameters"] >= tokens), len(rows) - 1)
-    grows = (i for i in range(len(rows) - 1) if above[i + 1] - above[i] <= _ENOUGH * max(above[i + 1], 0.0))
+    last = len(rows) - 1
+    covers = next((i for i, row in enumerate(rows) if row["parameters"] >= tokens), last)
+    grows = (i for i in range(last) if above[i + 1] - above[i] <= _ENOUGH * max(above[i + 1], 0.0))
     noise = rows[covers].get("noise_share")
-    chosen = rows[covers if noise is not None and noise > MOSTLY_NOISE else max(covers, next(grows, len(rows) - 1))]
-    size = f"{chosen['parameters']:,} parameters"
-    if chosen["parameters"] >= tokens:
-        told = f"Mean rank {chosen['rank']}: {size} for {tokens:,} completion tokens"
-    else:
-        told = f"Mean rank {chosen['rank']} or more: {size} are fewer than the {tokens:,} tokens"
-    share = chosen["uniform_share"]
-    told += "" if share is None else f"; {beside_uniform(share, chosen.get('noise_share'))}"
-    return {"rank": int(chosen["rank"]), "recommendation": f"{told}."}
+    noisy = noise is not None and noise > MOSTLY_NOISE
+    at = covers if noisy else max(covers, next(grows, last))
+    chosen, share, noise = rows[at], rows[at]["uniform_share"], rows[at].get("noise_share")
+    uniform = noisy or (share is not None and share >= TAKE_UNIFORM)
+    enough = chosen["parameters"] >= tokens
+    told = f"Use {'uniform' if uniform else 'mean'} rank {chosen['rank']}{'' if enough else ' or more'}: "
+    told += f"{chosen['parameters']:,} parameters {'cover' if enough else 'are fewer than'} the {tokens:,} completion tokens"
+    if not noisy and at < last:
+        more = (above[at + 1] - above[at]) / above[at] if above[at] > 0 else 0.0
+        told += f", and mean rank {rows[at + 1]['rank']} would add {more:.1%} of gain"
+    elif not noisy and last and enough:
+        told += ", and the gain still grows at the end of the table"
+    said = "" if share is None else beside_uniform(share, noise)
+    return {"rank": int(chosen["rank"]), "recommendation": f"{told}.{said and f' {said[0].upper()}{said[1:]}.'}"}

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from ..compressors.formats import GGUF
+from ..decisions.ranks.plan import TAKE_UNIFORM
 from ..decisions.shapes.program import layers_differ
 from ..kinds import KINDS
 from ..plan import Plan
 
-TAKE_UNIFORM = 0.95  # share of the gain of ranks
 MOSTLY_NOISE = 0.9  # share of it that noise alone gives, above which it decides nothing
 _BESIDE = "compare it with the dense model on text of your own"
 _SAME = 0.005  # a smaller difference is none
@@ -37,12 +37,19 @@ def expected(plan: Plan) -> str:
 
 
 def beside_uniform(share: float, noise: float | None = None) -> str:
-    """Words on a gain of ranks: what uniform would have of it, how much noise alone would give, and whether to take uniform."""
+    """Words on a gain of ranks of which uniform has a share and noise alone another one: how much more, and what to take."""
     if noise is not None and noise > MOSTLY_NOISE:
         return f"noise alone would give {noise:.0%} of the gain, so it decides nothing: take uniform, or score more rows"
-    advice = "take uniform" if share >= TAKE_UNIFORM else "the rest is what there is to win"
-    told = "" if noise is None else f", and noise alone would give {noise:.0%}"
-    return f"uniform would have {share:.1%} of the gain with as many parameters{told}: {advice}"
+    more = f"{max(1 / share - 1, 0.0):.1%} more gain" if share > 0 else "all of the gain"
+    told = f"the plan expects {more} than uniform ranks with as many parameters"
+    if share >= TAKE_UNIFORM:
+        return f"{told}, which is too little: take uniform"
+    return f"{told}: train both, and pair them by finetune --against"
+
+
+def of_noise(noise: float) -> str:
+    """A sentence on the share of a gain of ranks that noise alone would give."""
+    return f"Noise alone would give {noise:.0%} of this gain: two halves of the text disagree by that much."
 
 
 def _percent(share: float) -> str:
@@ -219,6 +226,8 @@ def _on_ranks(plan: Plan) -> str:
     if low == high:
         return f"every block gets rank {low}: this is uniform."
     told = f"ranks from {low} to {high}"
+    if plan.rule.endswith("permuted"):
+        return f"{told}. This is a control on shuffled scores: train it and the plan, and pair them by finetune --against."
     if share is None:
         return f"{told}. The scores do not say what uniform would gain: train both plans, and pair them by finetune --against."
     return f"{told}; {beside_uniform(share, plan.extra.get('noise_share'))}."

@@ -21,7 +21,8 @@ from ...storage import reading
 
 ALPHA_POLICIES = ("constant-ratio", "constant-alpha", "rslora")
 SERVED_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM accepts as max_lora_rank
-KEEPS = 0.95
+KEEPS = 0.95  # of the gain, under a lower cap that is named
+TAKE_UNIFORM = 0.95  # share of the gain from which on uniform ranks are advised
 
 
 def plan_ranks(
@@ -120,19 +121,38 @@ def _by_rank(problem: Problem, *, damping: float | None = None) -> Decision:
     if problem.order is not None:
         rows = [rows[int(i)] for i in problem.order]
     rounded = _allocated(problem, rows, problem.high)
-    for block, row, count, cap in zip(problem.blocks, rows, rounded.counts, problem.high, strict=True):
-        if len(row) <= count < cap and row[-1] > 0:
-            raise InfeasibleBudget(
-                f"{block.name} would take more than the {len(row)} ranks whose gains were measured.",
-                f"The scores tell nothing beyond rank {len(row)}.",
-                f"Score with --set largest={2 * len(row)}, plan with --max-rank {len(row)}, or lower the budget.",
-            )
+    ends = _at_their_end(problem, rows, rounded)
     extra: dict[str, Any] = {"rounding": rounded.to_dict()}
     extra["uniform_share"] = _uniform_share(problem, rows, rounded.value) if problem.order is None else None
     known = None if problem.order is not None else problem.need_scores()
     extra["noise_share"] = None if known is None else noise_share(known, rounded.counts, rounded.value, damping)
     extra["smaller_reserve"] = _smaller_reserve(problem, rows, rounded) if problem.order is None else None
+    if ends:
+        extra["at_measured"] = ends
     return Decision(value=rounded.counts.astype(float), counts=rounded.counts, extra=extra)
+
+
+def _at_their_end(problem: Problem, rows: Sequence[Sequence[float]], plan: Rounded) -> dict[str, int]:
+    """``{block: ranks}`` of the blocks that have all ranks whose gains were measured, and might earn more.
+
+    Raises:
+        InfeasibleBudget: All blocks are there, and the budget would buy more.
+    """
+    tops = [min(len(row), cap) for row, cap in zip(rows, problem.high, strict=True)]
+    ends = {
+        k: len(row)
+        for k, (row, count, cap) in enumerate(zip(rows, plan.counts, problem.high, strict=True))
+        if len(row) <= count < cap and row[-1] > 0
+    }
+    room = any(n < top and row[int(n)] > 0 for row, n, top in zip(rows, plan.counts, tops, strict=True))
+    if ends and not room and plan.budget - plan.spent >= min(problem.amount[k] for k in ends) * problem.multiple:
+        most = max(ends.values())
+        raise InfeasibleBudget(
+            f"The budget buys more than the {most} ranks of a block whose gains were measured.",
+            f"The scores tell nothing beyond; with all of them the plan takes {plan.spent:,.0f} of {plan.budget:,.0f}.",
+            f"Score with --set largest={2 * most}, or lower the budget.",
+        )
+    return {problem.blocks[k].name: n for k, n in ends.items()}
 
 
 def _allocated(problem: Problem, rows: Sequence[Sequence[float]], high: Vector) -> Rounded:
@@ -148,13 +168,17 @@ def _uniform_share(problem: Problem, rows: Sequence[Sequence[float]], value: flo
 
 
 def _smaller_reserve(problem: Problem, rows: Sequence[Sequence[float]], plan: Rounded) -> dict[str, float] | None:
-    """The lowest cap at which a server reserves less for the adapter and :data:`KEEPS` of the gain stays, with that share."""
+    """The lowest cap at which a server reserves less for the adapter, :data:`KEEPS` of the gain stays, and uniform has less.
+
+    Under a low cap little may be left above uniform: a cap whose plan would be advised against is none.
+    """
     reserved = _served(int(plan.counts.max()))
     if reserved is None or plan.value <= 0:
         return None
     for cap in (r for r in SERVED_RANKS if r < reserved and r >= problem.low.max(initial=0.0)):
         capped = _allocated(problem, rows, np.minimum(problem.high, cap))
-        if capped.value >= KEEPS * plan.value:
+        share = _uniform_share(problem, rows, capped.value)
+        if capped.value >= KEEPS * plan.value and share is not None and share < TAKE_UNIFORM:
             return {"max_rank": cap, "share": capped.value / plan.value, "reserved": reserved}
     return None
 
