@@ -130,7 +130,7 @@ def _quantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     from ..decisions.fit.program import parts_of
     from ..decisions.joint.recipe import bits_of
     from ..decisions.sparsity.save import BESIDE
-    from ..doctor.cost import treating
+    from ..doctor.cost import Part, treating
     from ..storage.writing import check_space
 
     one_process("Models are quantised")
@@ -153,7 +153,8 @@ def _quantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     rest = max(0, sum(p.numel() for p in model.parameters()) - int(plan.numel.sum()))
     size = BESIDE + int(plan.counts.sum()) + 2 * rest  # what the plan counted, the rest in two bytes each, and a tokenizer
     check_space(dict.fromkeys(filter(None, (a.out, a.resume)), size))
-    expect(a, words_of(a.method, data), model, treating(a.method, text_of(data, a)))
+    searched = [Part("ggml", text_of(data, a))] if plan.extra["family"] == GGUF else []
+    expect(a, words_of(a.method, data), model, [*treating(a.method, text_of(data, a)), *searched])
     with progress_bar(a, f"quantise by {a.method}") as progress:
         own |= {"tokenizer": tokenizer, "batch_size": batch_of(a, model, data), "progress": progress}
         receipt = write_bits(model, plan, a.out, data, beside=None if cache is None else files_of(cache), **own)

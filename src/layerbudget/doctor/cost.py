@@ -30,7 +30,8 @@ _BASE = 0.35 * 2**30  # bytes of an interpreter with torch and transformers
 _SLACK = 1.2  # bytes that the allocator holds, over those in use
 _REAL = 1e10  # products that a timed forward of the model itself may cost; larger models are timed by one matrix
 _EDGE = 2048  # a matrix of this width multiplies as fast, per entry, as any larger one
-_ROUND, _MASK = 400, 300  # products that rounding one weight, and sorting it into a mask, take as long as
+# Products that rounding one weight, ggml's search of its types, and sorting it into a mask take as long as.
+_ROUND, _GGML, _MASK = 400, 8000, 300
 HOWS = {"whole": "in memory", "layers": "layer by layer", "streamed": "streamed from its files"}
 
 
@@ -171,6 +172,7 @@ SCORES: dict[str, Work] = {
 WORK: dict[str, Work] = SCORES | {
     "forward": Work(),
     "round": Work(solve=_numel(_ROUND)),
+    "ggml": Work(0.0, solve=_numel(_GGML)),
     "train": Work(3.0, "model"),
     "directional": Work(
         20.0, "layer", 1, lambda shape, text: 6.0 * shape.numel + 4.0 * text.tokens * shape.vocabulary, _numel(20 * _MASK)
