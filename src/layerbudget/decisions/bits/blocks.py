@@ -99,10 +99,10 @@ def formats_table(
 
 
 def _signature(model: nn.Module) -> tuple[float, ...]:
-    """Values of the embedding in four digits, see :func:`~layerbudget.decisions.bits.table.signature_at`."""
+    """Values of the embedding in four digits, see :func:`layerbudget.decisions.bits.table.signature_at`; none on meta."""
     embedding: Any = pretrained(model).get_input_embeddings()
     weight = embedding.weight.detach()
-    at = signature_at(*weight.shape)
+    at = () if weight.is_meta else signature_at(*weight.shape)
     return tuple(float(f"{float(weight[i, j]):.4g}") for i, j in at)
 
 
