@@ -50,6 +50,7 @@ def test_axolotl_gets_the_ranks_that_peft_gets(mistral, tmp_path):
     out = tmp_path / "ranks.yaml"
     words = ["export", str(tmp_path / "ranks.json"), "--to", "axolotl", "-o", str(out)]
     assert main(words) == 0
+    assert out.read_text().startswith("# lora_r and lora_alpha are a fallback")
     read = yaml.safe_load(out.read_text())
     patterns = {"rank_pattern": read["lora_rank_pattern"], "alpha_pattern": read["lora_alpha_pattern"]}
     assert all(isinstance(v, int) and v > 0 for p in patterns.values() for v in p.values())

@@ -132,7 +132,8 @@ def axolotl_yaml(plan: Plan, *, alpha_policy: str = "constant-ratio", dropout: f
     lines |= {"lora_target_modules": sorted(config.target_modules), "lora_rank_pattern": dict(config.rank_pattern)}
     lines |= {"lora_target_parameters": sorted(config.target_parameters)} if config.target_parameters else {}
     lines["lora_alpha_pattern"] = {k: int(v) for k, v in config.alpha_pattern.items()}
-    return str(yaml.safe_dump(lines, sort_keys=False, width=1000))
+    head = "# lora_r and lora_alpha are a fallback: every module has a rank and an alpha of its own below\n"
+    return head + str(yaml.safe_dump(lines, sort_keys=False, width=1000))
 
 
 def _lora_config(plan: Plan, alpha_policy: str, dropout: float) -> Any:

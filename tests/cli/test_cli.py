@@ -144,12 +144,34 @@ def test_measure_steps_down_and_says_what_it_spent(saved_model, tmp_path, capsys
     assert receipt["rows"]["exact"] == receipt["rows"]["groups"] and (tmp_path / "out" / "plan.rows.safetensors").exists()
 
 
+def test_settings_are_listed_whatever_else_is_missing(tmp_path, monkeypatch, capsys):
+    """Where the answer depends on what is missing, that is asked for; nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scores.json").write_text("kept")
+    for words, named in (("plan ranks", "min_rank"), ("finetune", "alpha_policy"), ("score", "damping_unit")):
+        with pytest.raises(SystemExit) as stop:
+            main([*words.split(), "--set", "help"])
+        assert stop.value.code == 0 and named in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "bits", "--set=help"])
+    assert stop.value.code == 2 and "arguments are required: MODEL|SCORES" in capsys.readouterr().err
+    assert [f.name for f in tmp_path.iterdir()] == ["scores.json"] and (tmp_path / "scores.json").read_text() == "kept"
+    zoo.scores([3.0, 1.0]).save(tmp_path / "s.json")
+    assert main(["plan", "ranks", "s.json", "--mean-rank", "1", "--set", "largest=3"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "has no option largest. --set takes multiple, min_rank, bytes_per_parameter, exponent" in said
+
+
 @pytest.mark.parametrize(
     ("words", "meant"),
     [
         (["plan", "sparsity", "s.json", "--sparcity", ".5"], "--sparsity"),
         (["plan", "bits", "demo", "--bits", "4", "--runtimes=vllm"], "--runtime"),
         (["apply", "demo", "p.json", "--metod", "wanda", "-o", "out"], "--method"),
+        (
+            ["plan", "ranks", "s.json", "--mean-rank", "8", "--exclude", "head"],
+            "--fix 'BLOCK=0', which leaves out the blocks of a name or regular expression",
+        ),
         (["score", "demo", "--zzz"], None),
     ],
 )

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import shlex
+import subprocess
+import sys
 
 import pytest
 from tests import zoo
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from layerbudget.cli import main
+from layerbudget.cli import main, parse
+from layerbudget.cli.display import terminal
+from layerbudget.cli.finetune import _say_what_follows, _verdict
 from layerbudget.models.blocks import describe
 
 
@@ -46,6 +52,43 @@ def test_trains_reports_and_compares(setting, capsys):
     assert main(command(setting, "--seeds", "0", "1", "--overwrite")) == 0
     assert main(command(setting, "--seeds", "0", "1", "--against", str(setting / "out"), out="second")) == 0
     assert "cannot be told from" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_the_words_behind_a_training(capsys):
+    """A uniform plan is not told to be compared with uniform; the next command names the user's own text."""
+    model = zoo.mistral()
+    uneven, even = zoo.linears(model, lambda n: 3 if "q_proj" in n else 5), zoo.linears(model, lambda n: 4)
+    result = {"seeds": [2], "metric": "loss", "metrics": {"held_out": {"loss": {"value": 2.0}, "loss_before": {"value": 2.5}}}}
+    said = {name: _verdict(result, {}, plan) for name, plan in (("uneven", uneven), ("even", even))}
+    assert all("held-out loss 2.0000 (before: 2.5000)" in words for words in said.values())
+    assert "train a plan of --rule uniform" in said["uneven"] and "This plan is uniform" in said["even"]
+    assert "Nothing was compared" not in said["even"]
+    for given, words in (
+        ({"data": "my.jsonl", "held_out": "held.jsonl"}, ["--perplexity", "held.jsonl"]),
+        ({"data": "my.jsonl"}, ["--perplexity", "FILE"]),
+        ({"task": "rte"}, ["report", "out", "-o", "out/report.html"]),
+    ):
+        a = argparse.Namespace(console=terminal(stderr=False), model="demo", out="out", task=None, held_out=None, data=None)
+        vars(a).update(given)
+        _say_what_follows(a, result)
+        line = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix("Next: layerbudget "))
+        assert line[-len(words) :] == words and parse(line).handler
+
+
+def test_rows_that_do_not_read_are_refused_before_anything_is_loaded(tmp_path):
+    """Neither torch nor transformers comes in for a broken file or a missing plan."""
+    zoo.scores([1.0, 2.0]).save(tmp_path / "scores.json")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [{"role": "user", "contents": "hi"}]}))
+    code = (
+        "import sys\nfrom layerbudget.cli import main\n"
+        "words = ['finetune', 'demo', 'p.json', '-o', 'out', '--data', 'rows.jsonl']\n"
+        "codes = [main(['plan', 'ranks', 'scores.json', '--mean-rank', '1', '-o', 'p.json', '--quiet']), main(words)]\n"
+        "codes.append(main([*words[:-1], 'none.jsonl']))\n"
+        "print(codes, 'torch' in sys.modules)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert run.stdout.splitlines()[-1] == "[0, 2, 2] False", run.stderr
+    assert "Message 1 in line 1 of rows.jsonl has no content" in run.stderr and "no text file none.jsonl" in run.stderr
 
 
 def test_a_progress_bar_lasts_for_all_seeds(setting, capsys):

@@ -1,5 +1,6 @@
 """What is learned of a conversation, a completion or an instruction: by hand, against TRL, and from every kind of file."""
 
+import copy
 import json
 
 import pytest
@@ -119,8 +120,57 @@ def test_fewer_rows_than_asked_are_used_and_long_ones_cut_both_said(tmp_path, to
         calibration([rows[0], {"text": "x"}], tokenizer, samples=1, length=8)
     with pytest.raises(InvalidInput, match="no answer"):
         calibration([{"messages": CHAT[:2]}], tokenizer, samples=1, length=8)
-    with pytest.raises(InvalidInput, match="is no messages"):
+    with pytest.raises(
+        InvalidInput, match="Message 1 in row 1 of your list has no role: its keys are rolle. .* Did you mean role"
+    ):
         calibration([{"messages": [{"rolle": "user"}]}], tokenizer, samples=1, length=8)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (
+            {"mesages": CHAT},
+            "messages in line 1 .* text in line 4 of .*a.jsonl.* Did you mean messages in the place of mesages",
+        ),
+        ({"messages": "hello"}, "several formats: messages in line 1 of .* and text in line 4 of .*a.jsonl"),
+        (
+            {"messages": [{"role": "user", "contents": "hi"}]},
+            "Message 1 in line 4 of .* has no content: its keys are role, contents",
+        ),
+        (
+            {"messages": [*CHAT[:1], {"role": "assistent", "content": "hi"}]},
+            "Message 2 in line 4 .* 'assistent'.* mean assistant",
+        ),
+        ({"messages": CHAT[:1]}, "in line 4 of .*a.jsonl has no answer"),
+        ({"messages": ["hello"]}, "Message 1 in line 4 of .*a.jsonl is 'hello'"),
+    ],
+)
+def test_a_row_that_does_not_read_is_named_by_its_line(wrong, said, tmp_path, tokenizer):
+    """Empty lines count; the first rows are right."""
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join([json.dumps({"messages": CHAT}), "", json.dumps({"messages": CHAT}), json.dumps(wrong)]))
+    with pytest.raises(InvalidInput, match=said):
+        calibration(str(path), tokenizer, samples=2, length=64)
+    with pytest.raises(
+        InvalidInput, match=said.replace("line 4", "row 3").replace("line 1 ", "row 1 ").replace("a.jsonl", "a.json")
+    ):
+        (tmp_path / "a.json").write_text(json.dumps([{"messages": CHAT}, {"messages": CHAT}, wrong]))
+        calibration(str(tmp_path / "a.json"), tokenizer, samples=2, length=64)
+
+
+def test_a_misspelt_column_is_no_text_to_learn(tokenizer):
+    """A row of conversations under another name is not trained on its identifier; a role of the template is no mistake."""
+    with pytest.raises(
+        InvalidInput, match="no text in row 1 of your list: its columns are id, mesages.* Did you mean messages"
+    ):
+        calibration([{"id": "chat-1", "mesages": CHAT}], tokenizer, samples=1, length=8)
+    rows = [{"messages": [{"role": "critic", "content": "no"}, *CHAT[1:]]}]
+    with pytest.raises(InvalidInput, match="the role 'critic'"):
+        encode([(rows[0], "here")], tokenizer, limit=64)
+    knows = copy.deepcopy(tokenizer)
+    knows.chat_template = "{% for m in messages %}{{ 'C' if m.role == 'critic' else m.role }}:{{ m.content }};{% endfor %}"
+    assert encode([(rows[0], "here")], knows, limit=640)
 
 
 def test_scores_and_losses_are_taken_on_answers_only(tokenizer):

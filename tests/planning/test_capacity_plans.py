@@ -15,7 +15,7 @@ from layerbudget.plan import Plan
 from layerbudget.planning.capacity import smallest_sides
 from layerbudget.planning.costs import rank_parameters, unit_cost
 from layerbudget.plans.compare import diff_plans, sweep, transfer_scores
-from layerbudget.plans.explain import explain_plan
+from layerbudget.plans.explain import advice, explain_plan
 from layerbudget.scores import Scores
 from layerbudget.solvers import rules
 
@@ -129,6 +129,17 @@ def test_one_percent_more_budget_buys_what_the_price_says(mistral):
         for p in (a, b)
     ]
     assert penalty[1] - penalty[0] == pytest.approx(price * (b.budget["limit"] - a.budget["limit"]), rel=0.02)
+
+
+def test_a_plan_from_nearly_equal_scores_says_that_costs_decide_it(mistral):
+    """Just below and above the threshold."""
+    blocks, wave = mistral.blocks, np.where(np.arange(len(mistral.blocks)) % 2, 1.0, -1.0)
+    for spread, flat in ((0.09, True), (0.11, False)):
+        scores = Scores.from_values(blocks, 1.0 + spread * wave)
+        plan = plan_ranks(scores, mean_rank=8)
+        assert plan.extra.get("flat_scores") == (pytest.approx(spread) if flat else None)
+        assert ("what a rank costs decides this plan" in " ".join(advice(plan))) == flat
+        assert Plan.from_dict(plan.to_dict()) == plan
 
 
 def test_a_uniform_plan_is_explained_in_a_word(mistral):

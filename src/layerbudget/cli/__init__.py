@@ -23,6 +23,10 @@ TABLES = ("score", "plan", "compare", "explain")  # these show tables that may b
 LONG = ("demo", "score", "plan", "apply", "finetune", "evaluate", "compare", "explain")  # these can be asked what they would do
 
 
+# Options that a verb does not have, and how it says the same.
+_INSTEAD = {"--exclude": ("--fix", "--fix 'BLOCK=0', which leaves out the blocks of a name or regular expression")}
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors say which option was meant."""
 
@@ -30,6 +34,7 @@ class _Parser(argparse.ArgumentParser):
         known = options_below(self) | options_below(_common())
         strange = [w.partition("=")[0] for w in message.split() if w.startswith("--")]
         meant = [m for w in strange if w not in known for m in difflib.get_close_matches(w, known, n=1, cutoff=0.75)]
+        meant += [words for w in strange if w not in known for own, words in (_INSTEAD.get(w, ("", "")),) if own in known]
         super().error(f"{message}. Did you mean {', '.join(meant)}?" if meant else message)
 
 
@@ -99,8 +104,11 @@ def build_parser(verb: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments of a command; the options of every command may stand anywhere in it."""
+def parse(argv: Sequence[str], *, whole: bool = True) -> argparse.Namespace:
+    """Return the arguments of a command; the options of every command may stand anywhere in it.
+
+    Unless it is ``whole``, what it needs may be missing.
+    """
     common, words = _common().parse_known_args(argv)
     verb = next((w for w in words if not w.startswith("-")), None)
     if verb not in COMMANDS:
@@ -109,14 +117,40 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         from .explain import complete
 
         words = complete(words)
-    return build_parser(verb).parse_args(words, common)
+    parser = build_parser(verb)
+    for leaf in () if whole else leaves_below(parser):
+        for action in leaf._actions:
+            action.required = False
+        for group in leaf._mutually_exclusive_groups:
+            group.required = False
+    found, strange = parser.parse_known_args(words, common)
+    if strange:
+        getattr(found, "leaf", parser).error(f"unrecognized arguments: {' '.join(strange)}")
+    return found
+
+
+def _asks_for_settings(words: Sequence[str]) -> bool:
+    """Whether ``--set help`` stands in a command: it is answered whatever else is missing."""
+    return "--set=help" in words or ("--set", "help") in zip(words, words[1:], strict=False)
+
+
+def _settings_of(arguments: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
+    """Answer ``--set help`` of a command in which something may be missing; where that decides the answer, ask for it."""
+    try:
+        found: dict[str, Any] = arguments.handler(arguments)
+        return found
+    except Exception:
+        parse(argv)  # ends with what is missing
+        raise
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code: the entry point of the console script."""
     # Waiting threads that sleep instead of spinning halve the time on a machine that others use too (read when torch loads).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    arguments = parse(list(sys.argv[1:] if argv is None else argv))
+    words = list(sys.argv[1:] if argv is None else argv)
+    asked = _asks_for_settings(words)
+    arguments = parse(words, whole=not asked)
     from ..errors import LayerbudgetError
     from ..records import dumps, running
     from .display import DryRun, conclude, nothing_written, terminal
@@ -132,7 +166,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = dict(vars(arguments))
         with running(lambda: line_of(arguments, given)):
             with nothing_written(arguments):
-                result = conclude(arguments, arguments.handler(arguments))
+                done = _settings_of(arguments, words) if asked else arguments.handler(arguments)
+                result = conclude(arguments, done)
     except DryRun as told:
         result = told.result
     except LayerbudgetError as error:

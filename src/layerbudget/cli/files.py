@@ -14,6 +14,7 @@ from ..scores import Scores
 from ..sensitivity.importing import scores_with_shapes
 from ..storage import reading
 
+SMALL = 1 << 25  # bytes of a file that is read twice
 LARGEST = 1e100  # of a measured number: squares and sums of such are still numbers
 
 
@@ -62,6 +63,23 @@ def read_curves(path: str) -> tuple[dict[str, tuple[list[float], list[float]]], 
 def read_latency(path: str) -> dict[str, float]:
     """Return seconds per unit of capacity ``{block: seconds}``."""
     return _read(path, "latencies", dict[str, float], "{block: seconds}")[0]
+
+
+def check_rows(source: str | None) -> None:
+    """Refuse local files of text that are missing, do not read, or hold broken messages, before anything is loaded.
+
+    Large files are left to the verb itself.
+    """
+    from ..data.dialogues import check_messages
+    from ..data.files import is_local, read_rows
+
+    parts = [part.strip() for part in (source or "").split(",") if part.strip()]
+    if not parts or not all(is_local(part) for part in parts):
+        return
+    for part in parts:
+        path = Path(part).expanduser()
+        if not path.is_file() or path.stat().st_size <= SMALL:
+            check_messages(read_rows(part))
 
 
 def read_fixed(items: Iterable[str]) -> dict[str, float]:

@@ -7,10 +7,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+from ..exports import find_plan
 from ..finetuning.protocol import DEVICES, PRESETS, Protocol
+from ..kinds import check_kind
+from ..plan import Plan
 from ..progress import Steps
 from ..registry import Option, options_of
 from .display import announce, expect, progress_bar, say, say_next, show_table
+from .files import check_rows
 from .options import add, add_out, add_set, add_verb, given, load_model, load_tokenizer, refuse, settings, split_revision
 
 _BESIDE = {"train_rows": Option(name="train_rows", type=int), "bf16": Option(name="bf16", type=bool)}  # beside the protocol
@@ -58,6 +62,10 @@ def register(subparsers: Any) -> None:
 
 def handler(a: argparse.Namespace) -> dict[str, Any]:
     """Train, predict, summarise over seeds, and compare where asked."""
+    own = settings(a, {**options_of(Protocol), **_BESIDE})
+    plan = _trainable(a)
+    for source in (a.data, a.held_out):
+        check_rows(source)
     import transformers
 
     from ..data.tasks import NAMES, load_task
@@ -69,10 +77,9 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
         refuse(a, ("data_dir",), "a task in a file of its own" if a.task else "--data")
     if a.task:
         refuse(a, ("held_out",), "a labelled task")
-    own = settings(a, {**options_of(Protocol), **_BESIDE})
     beside = {name: own.pop(name) for name in _BESIDE if name in own}
     rows = beside.pop("train_rows", None)
-    plan, base, recipe = _validated_plan(a)
+    plan, base, recipe = _validated_plan(a, plan)
     protocol = _protocol(a, base, own)
     tokenizer = load_tokenizer(a)
     task: Any
@@ -109,23 +116,26 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
         result = {**result, "recipe": _recounted(a, recipe, result["seeds"][0])}
     tests = result.get("against", {})
     for split, test in tests.items():
-        say(a, *(f"{split}: {test[over]['sentence']}" for over in ("seeds", "samples") if test[over]))
-    say(a, _verdict(result, tests))
-    say_next(a, "evaluate", a.model, "--adapter", f"{a.out}/seed-{result['seeds'][0]}/adapter", "--against", a.model)
+        say(a, *(f"{_words(split)}: {test[over]['sentence']}" for over in ("seeds", "samples") if test[over]))
+    say(a, _verdict(result, tests, plan))
+    _say_what_follows(a, result)
     return {**result, "output": a.out}
 
 
-def _validated_plan(a: argparse.Namespace) -> tuple[Any, Any, Any]:
-    """Read the plan, refuse one that was made for another model; return that model too, and what a recipe says of its base."""
-    from ..decisions.joint.recipe import base_of
-    from ..kinds import check_kind
-    from ..models.blocks import describe
-    from ..plan import Plan
-
-    plan = Plan.load(a.plan)
+def _trainable(a: argparse.Namespace) -> Plan:
+    """Read the plan; refuse one of a kind that is not trained."""
+    plan = find_plan(a.plan)
     check_kind(plan.kind, ("ranks", "experts", "recipe"), "cannot be trained")
     if plan.kind == "recipe":
         refuse(a, ("four_bit",), "a recipe, which says the base's formats")
+    return plan
+
+
+def _validated_plan(a: argparse.Namespace, plan: Plan) -> tuple[Plan, Any, Any]:
+    """Refuse a plan that was made for another model; return that model too, and what a recipe says of its base."""
+    from ..decisions.joint.recipe import base_of
+    from ..models.blocks import describe
+
     base = load_model(a, four_bit=False)  # a cast keeps the digest
     if plan.kind == "recipe":
         recipe = base_of(plan, a.model, base)
@@ -152,14 +162,18 @@ def _expect(a: argparse.Namespace, base: Any, plan: Any, task: Any, protocol: Pr
     """Say what will be trained on, and what it will cost; rows of a labelled task count a quarter of the longest allowed."""
     from ..doctor.cost import Text, training
 
-    rows = ", ".join(f"{len(found)} {split}" for split, found in (("to train on", task.train), *task.evaluation.items()))
+    splits = (("to train on", task.train), *task.evaluation.items())
+    rows = ", ".join(f"{len(found)} {_words(split)}" for split, found in splits)
     lengths = [len(row.input_ids) for row in task.train if hasattr(row, "input_ids")] or [protocol.cutoff // 4]
     length, batch = max(1, sum(lengths) // len(lengths)), protocol.batch // protocol.accumulation
     text = Text(samples=len(task.train), length=length, batch=batch)
     if a.data and plan.kind == "ranks":
         learned = sum(label >= 0 for row in task.train for label in row.labels)
-        sizes = f"{_adapter_parameters(plan, base):,} parameters for {learned:,} completion tokens"
-        announce(a, f"The adapter has {sizes}; as many parameters as tokens, or more, are advised.")
+        parameters = _adapter_parameters(plan, base)
+        sizes = f"{parameters:,} parameters for {learned:,} completion tokens"
+        enough = "enough by the rule of thumb of one a token"
+        few = "fewer than one a token: a larger mean rank may learn more (explain plan PLAN --scores SCORES)"
+        announce(a, f"The adapter has {sizes}: {enough if parameters >= learned else few}.")
     steps, seeds = -(-len(task.train) // protocol.batch), ", ".join(map(str, a.seeds))
     what = f"{task.name}: {rows}; {protocol.epochs:g} epochs of {steps} steps, seeds {seeds}"
     expect(a, what, base, training(text, protocol.epochs, len(a.seeds), sum(map(len, task.evaluation.values()))))
@@ -174,14 +188,32 @@ def _recounted(a: argparse.Namespace, recipe: Any, seed: int) -> dict[str, int]:
     return found
 
 
-def _verdict(result: dict[str, Any], tests: dict[str, Any]) -> str:
+def _say_what_follows(a: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Say the command that follows: of text the adapter on rows of one's own, of a labelled task the page of the results."""
+    if a.task:
+        say_next(a, "report", a.out, "-o", f"{a.out}/report.html")
+        return
+    words = ("--adapter", f"{a.out}/seed-{result['seeds'][0]}/adapter", "--against", a.model)
+    if a.held_out is None and a.data != "stdlib":
+        say(a, "FILE in the next command are rows like yours that were not trained on.")
+    say_next(a, "evaluate", a.model, *words, "--perplexity", a.held_out or ("stdlib" if a.data == "stdlib" else "FILE"))
+
+
+def _words(name: str) -> str:
+    """A field as people write it: ``held-out``, ``loss before``."""
+    return name.replace("held_out", "held-out").replace("_", " ")
+
+
+def _verdict(result: dict[str, Any], tests: dict[str, Any], plan: Plan) -> str:
     """How the first split stands beside another run; without one its metric, and what it was before."""
     if tests:
         return f"Verdict: {next(iter(tests.values()))['verdict']}"
     split, metrics = next(iter(result["metrics"].items()))
     name, before = result["metric"], metrics.get("loss_before")
-    told = f"{split.replace('_', '-')} {name} {metrics[name]['value']:.4f}"
+    told = f"{_words(split)} {name} {metrics[name]['value']:.4f}"
     told += f" (before: {before['value']:.4f})" if before else ""
+    if plan.rule == "uniform" or len(set(plan.counts.tolist())) == 1:
+        return f"Verdict: {told}. This plan is uniform: train another with as many parameters, --against this folder."
     advice = "train a plan of --rule uniform with as many parameters, and add --against"
     return f"Verdict: {told}. Nothing was compared with uniform: {advice}."
 
@@ -190,7 +222,12 @@ def _show(a: argparse.Namespace, result: dict[str, Any]) -> None:
     trained = f"{result['trained_parameters']:,} trained parameters"
     title = f"{result['task']}: {result['kind']}, rule {result['rule']}, {trained}"
     rows = [
-        (split, name, f"{m['value']:.4f}", "-" if m["stderr"] is None else f"{m['stderr']:.4f}")
+        (
+            _words(split),
+            _words(name),
+            f"{m['value']:.4f}",
+            "-" if m["stderr"] is None else f"{m['stderr']:.4f}",
+        )
         for split, metrics in result["metrics"].items()
         for name, m in metrics.items()
     ]

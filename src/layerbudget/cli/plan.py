@@ -15,7 +15,7 @@ from ..kinds import KINDS
 from ..plan import Plan
 from ..planning.costs import rank_parameters
 from ..records import check_output, to_jsonable
-from ..registry import Option
+from ..registry import Option, options_of
 from ..scores import Scores
 from . import fit, kept, measured
 from .display import say, say_next, show_table
@@ -86,7 +86,8 @@ def _rule(p: Any, kind: str) -> None:
 
 
 def _fix(p: Any, metavar: str) -> None:
-    p.add_argument("--fix", action="append", default=[], metavar=metavar, help="what a block gets in any case (repeatable)")
+    words = "what blocks of this name or regular expression get in any case, as in 'layers.0.*=0' (repeatable)"
+    p.add_argument("--fix", action="append", default=[], metavar=metavar, help=words)
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------------
@@ -147,7 +148,8 @@ def run_ranks(a: argparse.Namespace) -> dict[str, Any]:
     from ..decisions.ranks.plan import plan_ranks
 
     refuse(a, ("dry_run",), _SECONDS)
-    scores, own = load_scores(a.source), options_for(a, plan_ranks, _options_of_rule(a)) | _counted(a)
+    own = _own_options(a, plan_ranks) | _counted(a)
+    scores = load_scores(a.source)
     price = rank_parameters(scores.blocks if isinstance(scores, Scores) else scores)
     return _finish(a, plan_ranks(scores, **own), price, write=True)
 
@@ -157,7 +159,7 @@ def run_experts(a: argparse.Namespace) -> dict[str, Any]:
     from ..decisions.experts.plan import plan_experts
 
     refuse(a, ("dry_run",), _SECONDS)
-    own = options_for(a, plan_experts, _options_of_rule(a)) | _counted(a)
+    own = _own_options(a, plan_experts) | _counted(a)
     return _finish(a, plan_experts(load_scores(a.source), **own), write=True)
 
 
@@ -172,6 +174,16 @@ def run_joint(a: argparse.Namespace) -> dict[str, Any]:
         refuse(a, ("capacity",), "a recipe of formats and ranks")
         return _finish(a, plan_recipe(scores, need_scores(a.formats), **options_for(a, plan_recipe)), write=True)
     return _finish(a, plan_joint(scores, **options_for(a, plan_joint)), write=True)
+
+
+def _own_options(a: argparse.Namespace, planner: Callable[..., Any]) -> dict[str, Any]:
+    """The options of a planner and of its rule that were given; others are refused, with all that there are."""
+    known = {**options_of(planner), **_options_of_rule(a)}
+    found = options_for(a, planner, _options_of_rule(a))
+    for name in (n for n in found if n not in known):
+        takes = (n for n in known if n not in {action.dest for action in a.leaf._actions} and n != "fixed")
+        raise InvalidInput(f"{a.leaf.prog} has no option {name}.", f"--set takes {', '.join(takes)}.", "Correct the name.")
+    return found
 
 
 def _options_of_rule(a: argparse.Namespace) -> Mapping[str, Option]:

@@ -9,6 +9,7 @@ from typing import Any
 from ..scores import Scores
 from ..sensitivity.estimators import ESTIMATORS, Estimator
 from .display import expect, progress_bar, say, say_next, say_share, show_table, text_of, words_of
+from .files import check_rows
 from .options import DATA, add, add_data, add_out, add_set, add_verb, given, load, load_model, refuse, settings
 
 
@@ -43,7 +44,9 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
         refuse(a, ("estimator", "damping", "excess", "resume", "four_bit", *DATA, "dtype", "device"), "imported scores")
     elif not chosen.data:
         refuse(a, DATA, chosen.name)
-    check_output(a.out, overwrite=a.overwrite)
+    if "help" not in a.set:
+        check_output(a.out, overwrite=a.overwrite)
+        check_rows(a.data)
     scores = _imported(a) if a.given else _measured(a, chosen)
     path = scores.save(a.out, overwrite=a.overwrite) if is_main() else a.out
     if not a.json:

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import difflib
 import functools
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -35,6 +36,8 @@ _Spans = tuple[tuple[int, int], ...]
 _MARK = 0xF0000  # the first character of a plane for private use
 _MARKS = re.compile("[\U000f0000-\U000ffffd]")
 FORMATS = ("messages", "conversations", "prompt and completion", "instruction and output")
+COLUMNS = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "text")
+_KNOWN = ("system", "user", "assistant", "tool", "function", "developer", "ipython", "observation", "function_call")
 _ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "chatgpt": "assistant"}
 _HEADER = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
 _HEADER_INPUT = (
@@ -79,30 +82,69 @@ def dialogue(row: Mapping[str, Any], kind: str, tokenizer: Any, where: str = "th
     """Text of one row of a format (:func:`format_of`) and its learned spans; the tokenizer's chat template writes messages."""
     try:
         if kind in ("messages", "conversations"):
-            return _written(_messages(row[kind]), tokenizer, where)
+            return _written(_messages(row[kind], where), tokenizer, where)
         if kind == FORMATS[2]:
             return _completion(row["prompt"], row["completion"], tokenizer, where)
         return _instruction(row, tokenizer, where)
     except (KeyError, TypeError, AttributeError) as error:
-        told = f"A row of {where} is no {kind} ({type(error).__name__}: {error})."
+        told = f"There is no {kind} in {where} ({type(error).__name__}: {error})."
         raise InvalidInput(told, f"Formats are {', '.join(FORMATS)}, or text.", "Correct or drop the row.") from error
 
 
-def _messages(turns: Sequence[Mapping[str, Any]]) -> list[_Message]:
+def meant(names: Iterable[Any], known: Sequence[str]) -> str:
+    """A question whether a name that is nearly a known one is that one; empty where none is."""
+    for name in map(str, names):
+        if name not in known and (close := difflib.get_close_matches(name, known, n=1, cutoff=0.75)):
+            return f"Did you mean {close[0]} in the place of {name}?"
+    return ""
+
+
+def _messages(turns: Sequence[Mapping[str, Any]], where: str) -> list[_Message]:
     """Roles as chat templates call them; ShareGPT's ``from`` and ``value`` become ``role`` and ``content``."""
     found: list[_Message] = []
-    for turn in turns:
+    for number, turn in enumerate(turns, 1):
+        if not isinstance(turn, Mapping):
+            told = f"Message {number} in {where} is {turn!r:.40}."
+            raise InvalidInput(told, "A message has role and content (or from and value).", "Correct or drop the row.")
         named = {k: v for k, v in turn.items() if v is not None and k not in ("from", "value")}
-        role = turn["role"] if "role" in turn else turn["from"]
-        content = turn["content"] if "content" in turn else turn["value"]
+        role = _part(turn, ("role", "from"), number, where)
+        content = _part(turn, ("content", "value"), number, where)
         found.append({**named, "role": _ROLES.get(role, role), "content": content})
     return found
+
+
+def _part(turn: Mapping[str, Any], names: tuple[str, str], number: int, where: str) -> Any:
+    """Role or content of a message under either of its names."""
+    held = next((name for name in names if name in turn), None)
+    if held is not None:
+        return turn[held]
+    told = f"Message {number} in {where} has no {names[0]}: its keys are {', '.join(map(str, turn)) or 'none'}."
+    remedy = meant(turn, ("role", "content", "from", "value")) or "Correct or drop the row."
+    raise InvalidInput(told, "A message has role and content (or from and value).", remedy)
+
+
+def check_messages(rows: Iterable[tuple[Any, str]]) -> None:
+    """Refuse rows whose messages lack a role or a content; each comes with its place."""
+    for row, where in rows:
+        kind = format_of(row)
+        if kind in ("messages", "conversations"):
+            _messages(row[kind], where)
+
+
+def _check_roles(messages: Sequence[_Message], tokenizer: Any, where: str) -> None:
+    """Refuse a role that is neither usual nor in the chat template: its turn would be learned or left out by mistake."""
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    for number, message in enumerate(messages, 1):
+        role = message["role"]
+        if role not in _KNOWN and f"'{role}'" not in template and f'"{role}"' not in template:
+            told, known = f"Message {number} in {where} has the role {role!r}.", f"Known roles are {', '.join(_KNOWN[:4])}, ..."
+            raise InvalidInput(told, known, meant([role], (*_KNOWN, *_ROLES)) or "Correct the role, or drop the row.")
 
 
 def _completion(prompt: Any, completion: Any, tokenizer: Any, where: str) -> Dialogue:
     if isinstance(prompt, str) and isinstance(completion, str):
         return _answered(prompt, completion, where)
-    asked, said = _messages(prompt), _messages(completion)
+    asked, said = _messages(prompt, where), _messages(completion, where)
     return _written(asked + said, tokenizer, where, first=len(asked))
 
 
@@ -126,6 +168,7 @@ def _answered(prompt: str, answer: str, where: str) -> Dialogue:
 
 def _written(messages: list[_Message], tokenizer: Any, where: str, first: int = 0) -> Dialogue:
     """A conversation as the tokenizer's chat template writes it; the assistant's turns from ``first`` on are learned."""
+    _check_roles(messages, tokenizer, where)
     turns = [i for i, m in enumerate(messages) if i >= first and m["role"] == "assistant"]
     if not turns or not any(str(messages[i]["content"]).strip() for i in turns):
         raise InvalidInput(f"A conversation in {where} has no answer.", "One turn at least is the assistant's.", "Drop it.")

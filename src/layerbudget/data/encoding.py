@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import InvalidInput, NotEnoughText
-from .dialogues import FORMATS, Dialogue, dialogue, format_of
+from .dialogues import COLUMNS, FORMATS, Dialogue, dialogue, format_of, meant
 from .files import Row
 
 logger = logging.getLogger(__name__)
@@ -41,9 +41,11 @@ def text_of(row: Row, where: object, column: str = "") -> str:
         return row[column] if isinstance(row[column], str) else ""
     named = [row[name] for name in TEXT_COLUMNS if isinstance(row.get(name), str)]
     strings = named[:1] or [v for v in row.values() if isinstance(v, str)]
-    if not strings:
-        known = f"Known names are {', '.join(TEXT_COLUMNS)}; formats {', '.join(FORMATS)}."
-        raise InvalidInput(f"A row of {where} has no text column.", known, "Rename one.")
+    lists = [name for name, value in row.items() if isinstance(value, (list, tuple))]
+    if not strings or (not named and meant(lists, FORMATS[:2])):  # conversations, and some other text beside them
+        told = f"There is no text in {where}: its columns are {', '.join(map(str, row)) or 'none'}."
+        known = f"Known columns are {', '.join(TEXT_COLUMNS)}; formats {', '.join(FORMATS)}."
+        raise InvalidInput(told, known, meant(row, COLUMNS) or "Rename one.")
     return str(max(strings, key=len))
 
 
@@ -52,10 +54,7 @@ def encode(rows: Sequence[tuple[Row, str]], tokenizer: Any, *, limit: int, every
 
     Rows that keep nothing to learn are left out, and said to be.
     """
-    kinds = {format_of(row) for row, _ in rows}
-    if len(kinds) > 1:
-        named = " and ".join(sorted(k or "text" for k in kinds))
-        raise InvalidInput(f"The rows are of several formats: {named}.", "All rows of one source have one.", "Split them.")
+    check_one_format(rows)
     found, cut = [], 0
     for row, where in rows:
         whole = _tokens(_dialogue(row, where, tokenizer), tokenizer, everything)
@@ -71,6 +70,18 @@ def encode(rows: Sequence[tuple[Row, str]], tokenizer: Any, *, limit: int, every
         gone = f"; {len(rows) - len(found)} of them kept no answer and are left out" if len(rows) > len(found) else ""
         logger.warning("%d of %d rows are longer than %d tokens and lose their end%s.", cut, len(rows), limit, gone)
     return found
+
+
+def check_one_format(rows: Sequence[tuple[Row, str]]) -> None:
+    """Refuse rows of several formats; the first of each is named, with what its columns may have meant."""
+    first: dict[str | None, tuple[Row, str]] = {}
+    for row, where in rows:
+        first.setdefault(format_of(row), (row, where))
+    if len(first) > 1:
+        named = " and ".join(f"{kind or 'text'} in {where}" for kind, (_, where) in first.items())
+        guess = meant(first[None][0], COLUMNS) if None in first and isinstance(first[None][0], dict) else ""
+        what = f"The rows are of several formats: {named}."
+        raise InvalidInput(what, "All rows of one source have one.", guess or "Correct those rows, or split them.")
 
 
 def _dialogue(row: Row, where: str, tokenizer: Any) -> Dialogue:

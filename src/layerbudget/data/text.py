@@ -62,7 +62,7 @@ def _read_rows(source: str, group: str, limit: int | None = None) -> list[tuple[
     parts = [p.strip() for p in source.split(",") if p.strip()]
     if parts and all(is_local(p) for p in parts):
         return [found for part in parts for found in read_rows(part)]
-    return [(row, source) for row in _read_hub(source, group, limit)]
+    return [(row, f"row {n} of {source}") for n, row in enumerate(_read_hub(source, group, limit), 1)]
 
 
 def _read_hub(source: str, group: str, limit: int | None) -> list[Row]:
@@ -140,7 +140,7 @@ def calibration(
     if isinstance(source, str):
         name, rows = source, _read_rows(source, group, None if samples is None else 64 * samples)
     else:
-        name, rows = "own texts", [(row, "own texts") for row in source]
+        name, rows = "own texts", [(row, f"row {n} of your list") for n, row in enumerate(source, 1)]
     if any(format_of(row) for row, _ in rows):
         found = encode(rows, tokenizer, limit=length)
         if samples is not None and len(found) < samples:

@@ -20,6 +20,7 @@ from ..solvers.rounding import round_capacity
 from .costs import Budget, amount_of, parse_budget, unit_cost
 from .rule import Decision, Problem, find_rule, rule
 
+FLAT = 0.1  # standard deviation over mean of scores below which costs decide
 # Constants of the programs, recorded where they were given.
 _CONSTANTS = ("alpha", "gamma", "bits", "eta", "units")
 # Options of the price, and the units of budgets that read them.
@@ -264,7 +265,11 @@ def _by_scores(
     """Water-filling with the scores as weights (:func:`layerbudget.solvers.allocate`), rounded with a proven gap."""
     constants = constants_of(alpha=alpha, gamma=gamma, units=units)
     q, chosen = problem.weights(damping, smoothing), {"exponent": exponent, "exponent_on": exponent_on, "utility": utility}
-    return _allocated(problem, q, spend=spend, method=method, **chosen, **constants)
+    decision = _allocated(problem, q, spend=spend, method=method, **chosen, **constants)
+    spread = float(q.std() / q.mean())
+    if len(q) < 2 or spread >= FLAT:
+        return decision
+    return dataclasses.replace(decision, extra={**decision.extra, "flat_scores": spread})
 
 
 @rule("ranks", "uniform", summary="the same rank everywhere, as far as the bounds allow")
