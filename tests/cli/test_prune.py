@@ -49,6 +49,26 @@ def test_json_is_the_recount(saved, capsys, method):
     assert json.loads((saved / "out" / "receipt.json").read_text())["method"] == method
 
 
+def test_a_plan_is_applied_on_the_text_that_it_was_made_on(saved, capsys):
+    """Sparsity reads as much of it as always, shapes as much as their refit was measured on; a text that is gone is said."""
+    text, model = saved / "text.txt", str(saved / "model")
+    small = ["--samples", "4", "--length", "16"]
+    made = dataclasses.replace(Plan.load(saved / "plan.json"), made_by=f"layerbudget plan sparsity {model} --data {text}")
+    made.save(saved / "plan.json", overwrite=True)
+    asked = ["apply", model, str(saved / "plan.json"), "-o", str(saved / "out")]
+    assert main([*asked, *small]) == 0
+    assert json.loads((saved / "out" / "receipt.json").read_text())["data"]["source"] == str(text)
+    assert f"evaluate {saved / 'out'} --against {model} --perplexity TEXT" in " ".join(capsys.readouterr().out.split())
+    dataclasses.replace(made, made_by="layerbudget plan sparsity m --data gone.txt").save(saved / "plan.json", overwrite=True)
+    assert main([*asked, "--overwrite", "--dry-run", *small]) == 0
+    assert "made on gone.txt, which is not here: stdlib is read" in " ".join(capsys.readouterr().err.split())
+    words = ["plan", "shapes", model, "--save", "10% flops", "--even", "--passes", "40", "--data", str(text), *small]
+    assert main([*words, "-o", str(saved / "shapes.json"), "--quiet"]) == 0
+    capsys.readouterr()
+    assert main(["apply", model, str(saved / "shapes.json"), "-o", str(saved / "smaller"), "--dry-run"]) == 0
+    assert f"on 4 samples of 16 tokens of {text}" in " ".join(capsys.readouterr().out.split())
+
+
 def test_checkpoints_outlive_a_save_that_fails(saved, capsys, monkeypatch):
     import layerbudget.decisions.sparsity.save as saving
 

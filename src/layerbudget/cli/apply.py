@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ..compressors.base import QUANTISERS, TREATMENTS
 from ..compressors.formats import GGUF, NEMOTRON
 from ..registry import options_of
 from . import kept
-from .display import expect, progress_bar, say, say_next, say_share, text_of, words_of
+from .display import announce, expect, progress_bar, say, say_next, say_share, text_of, words_of
+from .files import on_text, text_of_plan
 from .options import DATA, add, add_data, add_out, add_set, add_verb, batch_of, given, load, one_process, refuse, settings
 
 
@@ -58,6 +60,17 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def _read_its_text(a: argparse.Namespace, plan: Any) -> None:
+    """Read the text that the plan was made on, where none is named; of shapes as much of it: their refit was measured so."""
+    made, usual = text_of_plan(plan), a.data_defaults["data"]
+    if a.data is not None or "data" not in made:
+        return
+    if made["data"] != usual and not Path(made["data"]).exists():
+        announce(a, f"The plan was made on {made['data']}, which is not here: {usual} is read. --data names a text.")
+        return
+    a.data_defaults = {**a.data_defaults, **(made if plan.kind == "shapes" else {"data": made["data"]})}
+
+
 def _prune(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     from ..decisions.sparsity.apply import method_of, other_pruner, prune
     from ..decisions.sparsity.save import check_room, save_pruned
@@ -70,6 +83,8 @@ def _prune(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     blind = treatment.statistic == "none"
     if blind:
         refuse(a, (*DATA, "resume"), a.method)
+    else:
+        _read_its_text(a, plan)
     model, tokenizer, data = load(a, data=not blind)
     check_room(model, a.out, resume=a.resume, plan=plan)
     parts = treating(a.method, text_of(data, a), again=5.0 if own.get("true_sequential") else 1.0)
@@ -103,6 +118,7 @@ def _shrink(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     a.family = a.family or usual.get(plan.hyperparameters.get("runtime"))
     ways = {GGUF: (check_gguf, save_gguf), NEMOTRON: (check_nemotron, save_nemotron)}
     check, save = ways.get(a.family, (check_exportable, save_smaller))
+    _read_its_text(a, plan)
     a.dtype = a.dtype or ("float32" if a.family == GGUF else None)  # the sixteen bits of GGUF are not bfloat16
     model, tokenizer, data = load(a)
     check_room(model, a.out, plan=plan)
@@ -115,7 +131,7 @@ def _shrink(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     after = sum(p.numel() for p in model.parameters())
     say(
         a,
-        f"Removed {done['saved']:.6g} {done['unit']} (planned {done['planned']:.6g}); parameters {before} -> {after} "
+        f"Removed {done['saved']:,.0f} {done['unit']} (planned {done['planned']:,.0f}); parameters {before:,} -> {after:,} "
         f"({after / before:.3f}x, embeddings included); saved to {out}.",
     )
     _say_end(a, plan, runtime_box(plan.kind))
@@ -148,6 +164,8 @@ def _quantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     blind = quantiser.statistic == "none" or bool(own.get("imatrix"))
     if blind:
         refuse(a, DATA, f"the method {a.method}{' with an importance matrix' if own.get('imatrix') else ''}")
+    else:
+        _read_its_text(a, plan)
     a.dtype = a.dtype or "float32"  # grids of formats are finer than what checkpoints hold
     model, tokenizer, data = load(a, data=not blind)
     rest = max(0, sum(p.numel() for p in model.parameters()) - int(plan.numel.sum()))
@@ -197,7 +215,7 @@ def _say_end(a: argparse.Namespace, plan: Any, *told: str) -> None:
         kept, run = "--kl-divergence-base base.kld", "llama-perplexity -m"
         say(a, f"Next: {run} {shlex.quote(dense)} -f TEXT {kept} && {run} {shlex.quote(file)} {kept} --kl-divergence")
         return
-    say_next(a, "evaluate", a.out, "--against", a.model)
+    say_next(a, "evaluate", a.out, "--against", a.model, *on_text(a, plan))
 
 
 _WRITERS: dict[str, Callable[[argparse.Namespace, Any], dict[str, Any]]] = {

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import itertools
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ from typing import Any
 import msgspec
 
 from ..errors import CorruptFile, InvalidInput
+from ..plan import Plan
 from ..records import Block
 from ..scores import Scores
 from ..sensitivity.importing import scores_with_shapes
@@ -96,3 +100,21 @@ def read_fixed(items: Iterable[str]) -> dict[str, float]:
                 f"--fix {item!r} does not parse.", "It is BLOCK=NUMBER.", "For example --fix model.layers.0=0.2."
             )
     return fixed
+
+
+def text_of_plan(plan: Plan) -> dict[str, Any]:
+    """Return ``data``, ``samples`` and ``length`` of the command that made a plan; nothing where Python made it.
+
+    >>> from types import SimpleNamespace
+    >>> text_of_plan(SimpleNamespace(made_by="layerbudget plan shapes demo --data my.txt --samples 8 --length 64"))
+    {'data': 'my.txt', 'samples': 8, 'length': 64}
+    """
+    made = dict(itertools.pairwise(shlex.split(plan.made_by)))
+    found = {name: made[f"--{name}"] for name in ("data", "samples", "length") if f"--{name}" in made}
+    return {name: value if name == "data" else int(value) for name, value in found.items()}
+
+
+def on_text(a: argparse.Namespace, plan: Plan) -> list[str]:
+    """Return the option of ``evaluate`` that names a text, for a plan that was made or applied on a text of the user's."""
+    own = a.data or text_of_plan(plan).get("data", "stdlib")
+    return [] if own == "stdlib" else ["--perplexity", "TEXT"]

@@ -96,7 +96,8 @@ def _fit(a: argparse.Namespace) -> Plan:
     options = {k: v for k, v in own.items() if k in ("formats", "by", "group", "method", "unwritten")}
     ready(model, terms, tokenizer, {**options, "runtime": a.runtime, "family": RUNTIMES[a.runtime].family})
     draws = own.get("draws", 4)
-    parts = choosing(text_of(data, a), None if check is None else text_of(check, a), draws=draws)
+    ggml = a.runtime == "llama.cpp"
+    parts = choosing(text_of(data, a), None if check is None else text_of(check, a), draws=draws, ggml=ggml)
     parts.append(Part("directional", text_of(data, a), 1.0 + 2.0 * draws))
     expect(a, words_of("weights and cache", data), model, parts)
     with progress_bar(a, "measuring formats") as progress:

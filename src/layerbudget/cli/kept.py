@@ -14,9 +14,10 @@ from ..plan import Plan
 from ..records import check_output
 from ..registry import Option
 from .display import end_dry_run, expect, progress_bar, say, say_next, text_of, words_of
-from .files import need_scores
+from .files import need_scores, on_text
 from .options import DATA, add_data, add_set, add_verb, batch_of, load, one_process, options_for, refuse
 
+_TRIED = 36.0  # forwards with experts masked: the plan, its rivals, and the forecast by halves of the text
 _TYPES = {"types": Option(name="types", type=str, default=None)}
 
 
@@ -47,7 +48,8 @@ def plan(a: argparse.Namespace) -> Plan:
         own["types"] = need_scores(str(own["types"]))
     keep = None if a.keep is None else float(a.keep) if _is_number(a.keep) else a.keep
     model, _, data = load(a)
-    expect(a, words_of("experts", data), model, [Part("directional", text_of(data, a), 1.0 + 2.0 * own.get("draws", 4) + 12.0)])
+    forwards = 1.0 + 2.0 * own.get("draws", 4) + _TRIED
+    expect(a, words_of("experts", data), model, [Part("directional", text_of(data, a), forwards)])
     with progress_bar(a, "looking at experts") as progress:
         own |= {"batch_size": batch_of(a, model, data), "progress": progress}
         found = plan_kept_experts(model, data, keep, **own)
@@ -100,5 +102,5 @@ def write(a: argparse.Namespace, plan: Plan) -> dict[str, Any]:
         own = ["--format", "gguf"] if typed["family"] == GGUF else []
         say_next(a, "plan", "bits", a.out, *own, "--method", typed["method"], "--budget", f"{plan.budget['limit']:.0f} bytes")
     else:
-        say_next(a, "evaluate", a.out, "--against", a.model)
+        say_next(a, "evaluate", a.out, "--against", a.model, *on_text(a, plan))
     return {**receipt, "output": str(a.out)}

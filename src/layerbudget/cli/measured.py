@@ -141,7 +141,9 @@ def plan_bits(a: argparse.Namespace) -> Plan:
     if check is not None and mapped(model) is not None and not any(word.startswith("check=") for word in a.set):
         check = None
         announce(a, "The weights stay in their files: the plan is not checked as a whole. Check the written file by evaluate.")
-    parts = choosing(text_of(data, a), None if check is None else text_of(check, a), draws=own.get("draws", 4))
+    parts = choosing(
+        text_of(data, a), None if check is None else text_of(check, a), draws=own.get("draws", 4), ggml=a.family == GGUF
+    )
     expect(a, words_of("damages of formats", data), model, parts)
     with progress_bar(a, "measuring formats") as progress:
         batch = batch_of(a, model, data)
@@ -208,7 +210,7 @@ def show_shapes(a: argparse.Namespace, plan: Plan) -> None:
     rows = rows if a.table or layers_differ(plan) or gone else [("every", *rows[0][1:])]
     show_table(a, "removed", ("layer", *kinds), rows)
     budget = plan.budget
-    share = f"{budget['spent'] / budget['base']:.2%} of the layers ({budget['limit']:.6g} were asked for)"
-    say(a, f"The plan saves {budget['spent']:.6g} {budget['unit']}, {share}.")
+    share = f"{budget['spent'] / budget['base']:.2%} of what the layers have ({budget['limit']:,.0f} were asked for)"
+    say(a, f"The plan saves {budget['spent']:,.0f} {budget['unit']}, {share}.")
     for name, rate in plan.extra.get("tokens_per_second", {}).items():
         say(a, f"Tokens {name} per second in llama.cpp: {rate['before']:.4g} before, {rate['after']:.4g} predicted.")

@@ -199,10 +199,14 @@ def treating(method: str, text: Text, *, again: float = 1.0) -> list[Part]:
     return [Part("gram" if statistic == "gram" else "norms", text, 1.0 + again)]
 
 
-def choosing(text: Text, check: Text | None, *, draws: int = 4) -> list[Part]:
-    """Parts of ``plan bits``: ``1 + 2 draws`` passes along the rounding errors, and the check of five plans."""
+def choosing(text: Text, check: Text | None, *, draws: int = 4, ggml: bool = False) -> list[Part]:
+    """Parts of ``plan bits``: ``1 + 2 draws`` passes along the rounding errors, and the check of five plans.
+
+    ``ggml`` says that the formats are its types: some are searched whole, others for a sample, and those of the plans again.
+    """
     whole = [] if check is None else [Part("round", check, times=5.0)]
-    return [Part("directional", text, 1.0 + 2.0 * draws), *whole]
+    searched = [Part("ggml", text, times=5.0)] if ggml else []
+    return [Part("directional", text, 1.0 + 2.0 * draws), *whole, *searched]
 
 
 def training(text: Text, epochs: float, seeds: int, held_out: int) -> list[Part]:

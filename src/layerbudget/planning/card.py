@@ -91,5 +91,6 @@ def _damage(plan: Plan) -> dict[str, str]:
     if verdict := (e.get("check") or {}).get("verdict"):
         rows["measured"] = verdict
     elif (measured := e.get("measured")) is not None:
-        rows["measured when planned"] = f"{measured:.4g} nats per token, on the text that decided"
+        where = "other text of its kind" if "measured_here" in e else "the text that decided"
+        rows["measured when planned"] = f"{measured:.4g} nats per token, on {where}"
     return rows

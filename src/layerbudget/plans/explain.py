@@ -65,7 +65,7 @@ def explain_plan(plan: Plan, scores: Scores | None = None, *, tokens: int | None
 def advice(plan: Plan) -> list[str]:
     """Sentences that call for something: a budget that does not bind, what stays as it is, how to serve or load the result."""
     e, c, said = plan.extra, plan.certificate, shares(plan) if plan.kind == "fit" else []
-    said += [c["message"]] if "multiplier" in c and c["status"] != "binding" else []
+    said += [c["message"]] if "multiplier" in c and c["status"] != "binding" and plan.kind != "shapes" else []
     said += _on_unwritten(plan) + _on_measured_ranks(plan) + _on_reserve(plan) + _on_nearly_uniform(plan)
     if plan.kind == "ranks" and plan.counts.any():
         said.append(f"To serve it with vLLM: {serving_note(plan)}")
@@ -111,7 +111,7 @@ def _on_certificate(plan: Plan) -> list[str]:
         if c["at_lower"] or c["at_upper"]:
             said.append(f"In that step {c['at_lower']} blocks fell and {c['at_upper']} rose as far as one step may.")
         return said
-    said = [c["message"]]
+    said = [f"The plan was reached step by step. Of the last step: {c['message']}" if plan.kind == "shapes" else c["message"]]
     if "kkt_residual" in c:
         said.append(f"Duality gap {c['gap']:.1e}, KKT residual {c['kkt_residual']:.1e}: the continuous decision is optimal.")
     if c["status"] == "binding" and c.get("shadow_price"):

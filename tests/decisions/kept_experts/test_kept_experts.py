@@ -373,6 +373,8 @@ def test_what_cannot_work_is_refused_before_any_work():
             plan_kept_experts(model, data, **bad)
     with pytest.raises(InfeasibleBudget, match="At least 6 experts"):
         plan_kept_experts(model, data, 0.2)
+    with pytest.raises(InfeasibleBudget, match="200 experts are to stay, and the model has 24"):
+        plan_kept_experts(model, data, "200 experts")
     with pytest.raises(UnknownStructure, match="has no routed experts"):
         plan_kept_experts(zoo.build("llama"), data, 0.5)
     grouped = {"n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy", "num_key_value_heads": 4,

@@ -8,6 +8,7 @@ metadata of the file, states of fixed size, and the buffers of a forward.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -159,12 +160,13 @@ class Fit:
             longest = self.known.longest(lambda context: self.at(context).least <= memory)
             fits = f"At most {longest} tokens fit." if longest else "No context fits."
             file = int(self.weights.smallest.sum()) + self.weights.beside
-            rest = self.state + self.buffers
+            rest, least = self.state + self.buffers, math.ceil(10 * self.least / 2**20) / 10
             raise InfeasibleBudget(
-                f"{memory} bytes are too few at {tokens} tokens x {batch}.",
-                f"The smallest plan takes {self.least}: {file} of the file, {self.least - file - rest} of the cache, {rest} of "
-                f"buffers. {fits}",
-                "Raise the memory, shorten the context, or allow smaller formats.",
+                f"{memory:,} bytes are too few at {tokens} tokens x {batch}.",
+                f"The smallest plan takes {self.least:,}: {file:,} of the file, {self.least - file - rest:,} of the cache, "
+                f"{rest:,} of buffers. {fits}",
+                f"Raise the memory (to {least:g} MiB){', shorten the context' * bool(longest)}, or "
+                "allow smaller formats (--formats).",
             )
         return memory - self.beside
 

@@ -192,7 +192,7 @@ def _check(keep: str | float | None, damage: float | None, rule: str, draws: int
         return limit
     raise InvalidInput(
         f"keep is {keep!r}.",
-        "It is a share of all experts above 0 and at most 1, experts, or bytes of the whole model.",
+        "It is a share of all experts, above 0 and at most 1; a number of experts; or the bytes of the whole model.",
         "Write 0.5, '96 experts' or '12 GiB'.",
     )
 
@@ -210,13 +210,19 @@ def _room(model: nn.Module, found: Sequence[ExpertLayer], limit: Budget, even: b
         price = np.array([e.numel * width for e in found], dtype=np.int64)
         rest = sum(p.numel() * p.element_size() for p in model.parameters()) - int(price @ counts)
         most = int(limit.amount) - rest
-    least = int(price @ floors)
+    least, whole = int(price @ floors), int(price @ counts)
+    if limit.unit == "experts" and most > whole:
+        raise InfeasibleBudget(
+            f"{most:,} experts are to stay, and the model has {whole:,}.",
+            f"Between {least:,} and {whole:,} can stay.",
+            "Keep fewer.",
+        )
     if most < least:
         word = "experts" if limit.unit != "bytes" else "bytes"
         raise InfeasibleBudget(
             f"{most + rest:,} {word} are fewer than the routers need.", f"At least {least + rest:,} {word}.", "Keep more."
         )
-    return min(most, int(price @ counts)), price, rest
+    return min(most, whole), price, rest
 
 
 def _block(layer: ExpertLayer, kept: Sequence[int]) -> PlanBlock:

@@ -229,11 +229,16 @@ def _check(draws: int, strides: int, trust: float, depth: int, passes: float, la
     least = (2.0 + 2.0 * draws) * starts + strides * (3.0 + 2.0 * draws) + last
     if min(draws, strides) >= 1 and 0 < trust <= 1 and depth >= 0 and passes >= least:
         return
+    if min(draws, strides) < 1 or not 0 < trust <= 1 or depth < 0:
+        raise InvalidInput(
+            f"draws is {draws}, strides {strides}, trust {trust:g}, depth {depth}.",
+            "Draws and strides are 1 or more, trust lies in (0, 1], depth is 0 or more.",
+            "Use draws=2, strides=2, trust=0.12, depth=0.",
+        )
     raise InvalidInput(
-        f"draws is {draws}, strides {strides}, trust {trust:g}, depth {depth}, passes {passes:g}.",
-        f"Draws and strides are 1 or more, trust lies in (0, 1], depth is 0 or more, and {least:g} forward equivalents are "
-        "needed.",
-        f"Use draws=2, strides=2, trust=0.12, passes={max(PASSES, least):g}.",
+        f"{passes:g} forward equivalents are too few.",
+        f"With draws={draws} and strides={strides} {least:g} forward equivalents are needed, {last:g} of them for the end.",
+        f"Give more (--passes {least:g}; {PASSES:g} is usual), or take fewer draws or strides (--set strides=1).",
     )
 
 

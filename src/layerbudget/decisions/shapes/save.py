@@ -252,7 +252,7 @@ def beside_model(
         record, name = record or {}, type(pretrained(model)).__name__
         rows = {"removed": f"{record['saved']:.6g} {record['unit']}, recounted"} if "saved" in record else {}
         if sizes := record.get("parameters"):
-            rows["parameters"] = f"{sizes['before']:,} before, {sizes['after']:,} now"
+            rows["parameters of the layers' matrices"] = f"{sizes['before']:,} before, {sizes['after']:,} now"
         what = "with fewer heads, narrower MLPs or fewer layers: `plan.json` says which, `receipt.json` what was counted."
         card = model_card(plan, "finetune", "made smaller", what, rows, use, architecture=name, library=library, tags=tags)
         beside["README.md"] = partial(write_text, text=card)
