@@ -18,6 +18,7 @@ import numpy as np
 import yaml
 
 from .decisions.bits.export import auto_round, llama_cpp, mlx
+from .decisions.bits.reasons import reasons
 from .decisions.cache.export import llama_cache, modelopt_cache, vllm_cache
 from .decisions.fit.program import parts_of
 from .errors import InvalidInput, MissingDependency, NotFound
@@ -194,11 +195,21 @@ def layers_json(plan: Plan) -> str:
 
 @export("csv", file="plan.csv", summary="one row per block", use="One row per block, for a spreadsheet.")
 def blocks_csv(plan: Plan) -> str:
-    """Return ``block,value,count,parameters,modules``, one row per block; modules are separated by blanks."""
+    """Return ``block,value,count,parameters,modules``, one row per block; modules are separated by blanks.
+
+    Plans of formats also have ``format``, its ``damage`` (nats per token), and format, bytes and damage of the next smaller and
+    the next larger one, as :func:`~layerbudget.decisions.bits.reasons.reasons` gives them; what is not known is empty.
+    """
     text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(("block", "value", "count", "parameters", "modules"))
-    rows.writerows((b.name, repr(b.value), b.count, b.numel, " ".join(b.modules)) for b in plan.blocks)
+    rows, why = csv.writer(text, lineterminator="\n"), reasons(plan)
+    steps = [(side, name) for side in ("smaller", "larger") for name in ("format", "bytes", "damage")]
+    more = ("format", "damage", *(f"{side}_{name}" for side, name in steps)) if why else ()
+    rows.writerow(("block", "value", "count", "parameters", "modules", *more))
+    for k, b in enumerate(plan.blocks):
+        own = why[k] if why else {}
+        beside = [(own.get(side) or {}).get(name) for side, name in steps]
+        told = (own["format"], own.get("damage"), *beside) if own else ()
+        rows.writerow((b.name, repr(b.value), b.count, b.numel, " ".join(b.modules), *told))
     return text.getvalue()
 
 

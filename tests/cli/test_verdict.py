@@ -155,3 +155,30 @@ def test_the_terminal_of_a_score_is_short(place, monkeypatch):
     values = dict(zip([b["name"] for b in result["blocks"]], result["gain"][0], strict=True))
     assert max(values, key=values.get) in lines[-2]
     json.dumps(result)
+
+
+def test_the_text_that_checks_is_beside_the_text_that_decides(place, monkeypatch, capsys):
+    """The recorded command names the samples that decide: those of the check come on top when it runs again."""
+    monkeypatch.chdir(place)
+    words = [
+        "plan",
+        "bits",
+        "MODEL",
+        "--bits",
+        "4.5",
+        "--set",
+        "group=16",
+        "--set",
+        "draws=1",
+        "--data",
+        "text.txt",
+        "--length",
+        "16",
+    ]
+    assert main([*words, "--dry-run"]) == 0
+    assert "on 32 samples of 16 tokens of text.txt, checked on 16 more" in " ".join("".join(capsys.readouterr()).split())
+    assert main([*words, "-o", "first.json", "--quiet"]) == 0
+    first = Plan.load("first.json")
+    assert "--samples 32" in first.made_by and first.extra["check"]["data"]["samples"] == 16
+    assert main([*shlex.split(first.made_by)[1:], "--overwrite", "--out", "second.json", "--quiet"]) == 0
+    assert Plan.load("second.json").digest == first.digest

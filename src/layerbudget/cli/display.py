@@ -213,6 +213,11 @@ def words_of(what: str, data: Any) -> str:
     return what if data is None else f"{what} on {data.samples} samples of {data.length} tokens of {data.source}"
 
 
+def on_check(check: Any) -> str:
+    """Return how many further samples check the plan, in words that follow :func:`words_of`."""
+    return "" if check is None else f", checked on {check.samples} more"
+
+
 def expect(a: argparse.Namespace, what: str, model: Any = None, parts: Sequence[Part] = ()) -> None:
     """Say model, device, precision, expected time and memory in one line on stderr, and begin the clock.
 

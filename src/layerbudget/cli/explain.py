@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +14,7 @@ from ..exports import find_plan
 from ..kinds import KINDS
 from ..plan import Plan
 from ..records import to_jsonable
-from .display import expect, progress_bar, say, show_table, text_of, words_of
+from .display import expect, most_rows, progress_bar, say, say_next, show_table, text_of, words_of
 from .files import need_scores
 from .options import COMMANDS, add, add_data, add_out, add_set, add_verb, batch_of, given, load, options_for, refuse, settings
 
@@ -38,7 +40,8 @@ def register(subparsers: Any) -> None:
     questions = parser.add_subparsers(dest="question", required=True, metavar="QUESTION")
     p = add_verb(questions, "plan", run_plan, "what a plan does and what it rests on (the word plan may be left out)")
     p.add_argument("plan", metavar="PLAN", help="plan.json, or a folder that holds one")
-    p.add_argument("--scores", metavar="SCORES", help="the scores that it was made from: says their gains in bits")
+    words = "the scores that it was made from: their gains in bits; of bits the damage of every matrix with its error"
+    p.add_argument("--scores", metavar="SCORES", help=words)
     p.add_argument("--tokens", type=int, help="completion tokens of your training rows (default: those of the scored text)")
     p = add_verb(questions, "diff", run_diff, "what differs between two plans")
     p.add_argument("first", metavar="PLAN")
@@ -72,16 +75,28 @@ def register(subparsers: Any) -> None:
 
 def run_plan(a: argparse.Namespace) -> dict[str, Any]:
     """Say what a plan does."""
+    from ..decisions.fit.program import parts_of
+    from ..decisions.joint.recipe import bits_of
     from ..plans.explain import explain_plan
-    from ..plans.verdict import verdict
+    from ..plans.verdict import standing, verdict
+    from .plan import show_plan, show_reasons
 
     refuse(a, ("dry_run",), _SECONDS)
     if a.tokens is not None and a.scores is None:
         raise InvalidInput("--tokens has no meaning without --scores.", "Bits are those of gains.", "Name the scores.")
     plan, scores = find_plan(a.plan), None if a.scores is None else need_scores(a.scores)
     result = explain_plan(plan, scores, tokens=a.tokens)
-    say(a, *result["sentences"])
     told: dict[str, Any] = to_jsonable(result)
+    if scores is not None and result.matrices:
+        show_reasons(a, plan, result.matrices)
+    elif result.matrices and not a.json:
+        for part in parts_of(bits_of(plan)).values():
+            show_plan(a, part)
+        if not a.table and "damage" in result.matrices[0]:
+            say(a, "Why a matrix has its format: --table shows its damage, and what the next format would change.")
+    say(a, *result["sentences"])
+    if result.matrices and (beside := standing(plan)):
+        show_table(a, *beside)
     if plan.kind == "ranks" and scores is not None and "increments" in scores.extra:
         told["ranks"] = _how_much_rank(a, plan, scores, result)
     say(a, verdict(plan))
@@ -126,13 +141,34 @@ def run_diff(a: argparse.Namespace) -> dict[str, Any]:
 
     refuse(a, ("dry_run",), _SECONDS)
     result = diff_plans(find_plan(a.first), find_plan(a.second))
-    names = ["name", "first", "second", "difference", "count_difference"]
-    names = names[: 4 if all(r["difference"] == r["count_difference"] for r in result["blocks"]) else 5]
-    rows = [[r[n] for n in names] for r in sorted(result["blocks"], key=lambda r: -abs(r["difference"]))]
-    title = f"{result['rules'][0]} against {result['rules'][1]}, the largest difference first"
-    show_table(a, title, ("block", "first", "second", "difference", "count")[: len(names)], rows)
-    say(a, f"{result['moved']:g} units change hands; rank correlation {result['rank_correlation']:.3f}.")
+    formats = ("first_format", "second_format")
+    typed = formats[0] in result["blocks"][0]
+    changed = [
+        r for r in result["blocks"] if r["count_difference"] or r["difference"] or (typed and len({r[n] for n in formats}) > 1)
+    ]
+    names = formats if typed else ("first", "second", "difference")
+    counted = typed or any(r["difference"] != r["count_difference"] for r in changed)
+    head = ("block", *(n.removesuffix("_format") for n in names), *(["bytes" if typed else "count"] if counted else []))
+    read = (*names, "count_difference")[: len(head) - 1]
+    if changed:
+        title = f"{a.first} ({result['rules'][0]}) against {a.second} ({result['rules'][1]}), the largest difference first"
+        changed.sort(key=lambda r: -abs(r["count_difference"] if typed else r["difference"]))
+        show_table(a, title, head, [(r["name"], *(r[n] for n in read)) for r in changed])
+    say(a, _on_difference(result, len(changed), typed))
     return to_jsonable(result)
+
+
+def _on_difference(result: Mapping[str, Any], changed: int, typed: bool) -> str:
+    """How many blocks differ, and by how much in all."""
+    many = len(result["blocks"])
+    if not changed:
+        return f"All {many} blocks are equal."
+    said = f"{changed} of {many} blocks differ, {many - changed} are equal"
+    if typed:
+        more = sum(r["count_difference"] for r in result["blocks"])
+        return f"{said}; the second plan takes {abs(more):,} bytes {'more' if more >= 0 else 'less'}."
+    what = KINDS.find(result["kind"]).counts
+    return f"{said}; {result['moved']:,g} units ({what}) change hands; rank correlation {result['rank_correlation']:.3f}."
 
 
 def run_sweep(a: argparse.Namespace) -> dict[str, Any]:
@@ -145,21 +181,98 @@ def run_sweep(a: argparse.Namespace) -> dict[str, Any]:
     budgets = [int(b) if isinstance(b, float) else b for b in a.budgets or ()] if a.kind == "experts" else a.budgets
     result = sweep(need_scores(a.scores), kind=a.kind, budgets=budgets, exponents=a.exponents, **options)
     solved = [r for r in result["rows"] if "why" not in r]
-    names = {n: n for n in ("budget", "exponent", "value", "smallest", "largest", "spread", "status", "front")}
+    unsolved = [f"At {_named(r['budget'])}: {r['why']}" for r in result["rows"] if "why" in r]
     if a.kind == "bits":
-        names = {"budget": "budget", "bits": "bits per weight", "bytes": "bytes of the file", "value": "predicted KL"}
-        names |= {"mix": "best mix", "mix_value": "its KL"} if any(r["mix"] for r in solved) else {}
-        names |= {"status": "status"} if len(solved) < len(result["rows"]) else {}
-    elif all("uniform_share" in r for r in solved):
+        _show_sizes(a, solved, unsolved)
+        return to_jsonable(result)
+    names = {n: n for n in ("budget", "exponent", "value", "smallest", "largest", "spread", "status", "front")}
+    if all("uniform_share" in r for r in solved):
         names |= {"uniform_share": "uniform has"}
     # A rule without an exponent has no column of it.
     found = [n for n in names if any(r.get(n) is not None for r in result["rows"])]
     shown = {"front": lambda v: "yes" if v else "no", "uniform_share": lambda v: "-" if v is None else f"{v:.0%}"}
     rows = [[shown.get(n, lambda v: v)(r[n]) if n in r else "-" for n in found] for r in result["rows"]]
     show_table(a, f"{a.kind}: predicted value by budget", [names[n] for n in found], rows)
-    say(a, *(f"At {_named(r['budget'])}: {r['why']}" for r in result["rows"] if "why" in r))
+    say(a, *unsolved)
     say(a, _on_sweep(a.kind, solved))
     return to_jsonable(result)
+
+
+_USUAL = "IQ2_M Q2_K IQ3_XXS IQ3_M Q3_K_M IQ4_XS Q4_K_S Q4_K_M Q5_K_M Q6_K Q8_0".split()  # mixes that people publish
+
+
+def _show_sizes(a: argparse.Namespace, rows: Sequence[Mapping[str, Any]], unsolved: Sequence[str]) -> None:
+    """Show the predicted damage of plans by size beside the mixes of llama.cpp; without ``--table`` at the sizes in use.
+
+    Sentences of ``unsolved`` budgets follow.
+    """
+    shown = rows
+    if a.budgets is None and len(rows) > most_rows(a):
+        shown = [r for r in rows if r["budget"] in _USUAL] or rows
+    mixes = any(r["mix"] for r in rows)
+    head = ("size", "bytes", "bits", "plan loses", *(("mix", "mix loses", "change") if mixes else ()))
+    cells = [
+        (r["budget"], f"{r['bytes']:,}", f"{r['bits']:.4g}", f"{r['value']:.3g}", *(_mix_cells(r) if mixes else ()))
+        for r in shown
+    ]
+    show_table(a, "bits: predicted damage (KL, nats per token) by size of the file", head, cells)
+    if len(shown) < len(rows):
+        say(a, f"{len(rows) - len(shown)} other sizes of mixes: --table.")
+    if mixes and any(r["mix"] != r["budget"] for r in shown if isinstance(r["budget"], str)):
+        say(
+            a,
+            "Not measured: the mix has types that no damage was measured for, or llama.cpp makes it only with an importance "
+            "matrix (plan bits MODEL --method weighted).",
+        )
+    say(a, *unsolved, _on_sizes(rows, mixes))
+    if len(rows) > 1:
+        row = _enough(rows) or rows[len(rows) // 2]
+        size = ("--like", row["budget"]) if isinstance(row["budget"], str) else ("--bits", f"{row['budget']:g}")
+        say_next(a, "plan", "bits", a.scores, *size, "-o", "plan.json")
+
+
+def _mix_cells(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """The mix that a plan is compared with, its damage, and the change by the plan: of a size without a name the best mix."""
+    mix = row["mix"]
+    if mix is None or (isinstance(row["budget"], str) and mix != row["budget"]):
+        return "not measured", "–", "–"
+    return mix, f"{row['mix_value']:.3g}", f"{row['value'] / row['mix_value'] - 1:+.0%}" if row["mix_value"] > 0 else "–"
+
+
+def _reference(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The row of the mix that most people take, where it was measured, else of the largest one."""
+    own = [r for r in rows if r["mix"] is not None]
+    return next((r for r in own if r["mix"] == "Q4_K_M"), own[-1] if own else None)
+
+
+def _enough(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The smallest plan with no more predicted damage than the mix of reference; None without one."""
+    reference = _reference(rows)
+    fit = [r for r in rows if reference is not None and r["value"] <= reference["mix_value"]]
+    return min(fit, key=lambda r: float(r["spent"]), default=None)
+
+
+def _on_sizes(rows: Sequence[Mapping[str, Any]], mixes: bool) -> str:
+    """The size that has no more damage than a usual mix, or where damage rises fastest."""
+    reference, row = _reference(rows), _enough(rows)
+    if mixes and reference is not None and row is not None:
+        return (
+            f"Verdict: a plan of {row['bytes']:,} bytes is predicted to lose {row['value']:.3g} nats per token, no more than "
+            f"llama.cpp's {reference['mix']} of {reference['mix_bytes']:,} bytes with {reference['mix_value']:.3g}; "
+            "nothing was checked."
+        )
+    if len(rows) < 2:
+        return f"Verdict: {rows[0]['value']:.3g} nats per token are predicted at {rows[0]['bits']:.4g} bits per weight."
+    ordered = sorted(rows, key=lambda r: float(r["spent"]))
+    steps = [(s, b) for s, b in itertools.pairwise(ordered) if b["value"] > 0 and s["spent"] < b["spent"]]
+    if not steps:
+        return f"Verdict: {ordered[0]['value']:.3g} nats per token are predicted at {ordered[0]['bits']:.4g} bits per weight."
+    small, big = max(steps, key=lambda s: math.log(s[0]["value"] / s[1]["value"]) / math.log(s[1]["spent"] / s[0]["spent"]))
+    times, less = small["value"] / big["value"], 1 - small["spent"] / big["spent"]
+    return (
+        f"Verdict: damage rises fastest from {big['bits']:.4g} bits per weight to {small['bits']:.4g}, {times:.3g} times for "
+        f"{less:.0%} fewer bytes; nothing was checked."
+    )
 
 
 def _on_sweep(kind: str, rows: Sequence[Mapping[str, Any]]) -> str:

@@ -16,7 +16,7 @@ from ..errors import InvalidInput
 from ..plan import Plan
 from ..records import check_output
 from ..registry import Option
-from .display import expect, progress_bar, show_table, text_of, words_of
+from .display import expect, on_check, progress_bar, show_table, text_of, words_of
 from .files import need_scores
 from .measured import save
 from .options import DATA, PLACE, add_data, add_set, add_verb, batch_of, load, options_for, refuse
@@ -46,7 +46,7 @@ def add(kinds: Any, handler: Callable[..., Any]) -> argparse.ArgumentParser:
     advanced = p.add_argument_group("advanced")
     add_set(advanced, names)
     add_option(advanced, "--resume")
-    add_data(p, samples=16, length=512, dtype="float32")
+    add_data(p, samples=16, length=512, dtype="float32", check=8)
     return p
 
 
@@ -99,7 +99,7 @@ def _fit(a: argparse.Namespace) -> Plan:
     ggml = a.runtime == "llama.cpp"
     parts = choosing(text_of(data, a), None if check is None else text_of(check, a), draws=draws, ggml=ggml)
     parts.append(Part("directional", text_of(data, a), 1.0 + 2.0 * draws))
-    expect(a, words_of("weights and cache", data), model, parts)
+    expect(a, words_of("weights and cache", data) + on_check(check), model, parts)
     with progress_bar(a, "measuring formats") as progress:
         own |= {"tokenizer": tokenizer, "batch_size": batch_of(a, model, data), "progress": progress}
         found = plan_fit(model, data, check, overwrite=a.overwrite, **own)
@@ -120,7 +120,7 @@ def _cache(a: argparse.Namespace) -> Plan:
     Limits(bits=a.bits, budget=a.budget).bytes(space.table())
     parts = [Part("directional", text_of(data, a), 1.0 + 2.0 * own.get("draws", 4))]
     parts += [] if check is None else [Part("forward", text_of(check, a), times=5.0)]
-    expect(a, words_of("the cache", data), model, parts)
+    expect(a, words_of("the cache", data) + on_check(check), model, parts)
     with progress_bar(a, "measuring keys and values") as progress:
         found = plan_cache(model, data, check, batch_size=batch_of(a, model, data, most=1), progress=progress, **own)
     found.save(a.out, overwrite=a.overwrite)
@@ -134,6 +134,7 @@ def _texts(a: argparse.Namespace, own: dict[str, Any]) -> tuple[Any, Any, Any, A
         raise InvalidInput(f"check is {count}.", "It is a number of sequences; 0 checks nothing.", "Leave it out.")
     a.samples, a.dtype = samples + count, a.dtype or "float32"
     model, tokenizer, text = load(a)
+    a.read["samples"] = samples  # the command that repeats this one adds those of the check again
     decides = max(1, text.samples * samples // (samples + count))  # of a short text both parts shrink alike
     data, check = text.select(slice(0, decides)), text.select(slice(decides, None)) if decides < text.samples else None
     return model, tokenizer, data, check

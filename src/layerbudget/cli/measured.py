@@ -13,7 +13,7 @@ from ..errors import InvalidInput
 from ..plan import Plan
 from ..records import check_fraction, check_output
 from ..registry import Option, options_of
-from .display import announce, expect, progress_bar, say, say_share, show_table, text_of, words_of
+from .display import announce, expect, on_check, progress_bar, say, say_share, show_table, text_of, words_of
 from .options import add, add_data, add_set, add_verb, batch_of, given, load, options_for
 
 
@@ -98,7 +98,7 @@ def add_bits(kinds: Any, handler: Any) -> argparse.ArgumentParser:
     advanced = p.add_argument_group("advanced")
     add_set(advanced, "group (size), draws (of labels), or check (sequences, 0: none)")
     add(advanced, "--resume")
-    add_data(p, samples=32, dtype="float32")
+    add_data(p, samples=32, dtype="float32", check=16)
     return p
 
 
@@ -136,6 +136,7 @@ def plan_bits(a: argparse.Namespace) -> Plan:
     samples = a.data_defaults["samples"] if a.samples is None else a.samples
     a.samples, a.dtype = samples + count, a.dtype or "float32"  # damages of eight bits are below the noise of bfloat16
     model, tokenizer, text = load(a)
+    a.read["samples"] = samples  # the command that repeats this one adds those of the check again
     decides = max(1, text.samples * samples // (samples + count))  # of a short text both parts shrink alike
     data, check = text.select(slice(0, decides)), text.select(slice(decides, None)) if decides < text.samples else None
     if check is not None and mapped(model) is not None and not any(word.startswith("check=") for word in a.set):
@@ -144,7 +145,7 @@ def plan_bits(a: argparse.Namespace) -> Plan:
     parts = choosing(
         text_of(data, a), None if check is None else text_of(check, a), draws=own.get("draws", 4), ggml=a.family == GGUF
     )
-    expect(a, words_of("damages of formats", data), model, parts)
+    expect(a, words_of("damages of formats", data) + on_check(check), model, parts)
     with progress_bar(a, "measuring formats") as progress:
         batch = batch_of(a, model, data)
         plan = plan_bits(

@@ -98,12 +98,18 @@ def add_set(parser: Any, what: str) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=words)
 
 
-def add_data(parser: argparse.ArgumentParser, *, samples: int = 128, length: int = 256, dtype: str = "auto") -> None:
-    """Add options of text, and of the place where the model runs; :func:`load` fills in the defaults."""
+def add_data(
+    parser: argparse.ArgumentParser, *, samples: int = 128, length: int = 256, dtype: str = "auto", check: int = 0
+) -> None:
+    """Add options of text, and of the place where the model runs; :func:`load` fills in the defaults.
+
+    ``check`` further sequences check a plan where nothing else is set.
+    """
     parser.set_defaults(data_defaults={"data": "stdlib", "samples": samples, "length": length, "seed": 0})
     group = parser.add_argument_group("text")
     add(group, "--data", "--seed", "--batch-size")
-    add(group, "--samples", help=f"number of calibration sequences (default: {samples})")
+    more = f"; {check} more check the plan, or --set check=N" if check else ""
+    add(group, "--samples", help=f"number of calibration sequences (default: {samples}{more})")
     add(group, "--length", help=f"tokens per sequence (default: {length})")
     add_place(parser, dtype)
 

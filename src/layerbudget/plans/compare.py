@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike
 
 from ..decisions.apply import maker, makers
 from ..decisions.bits.program import file_of, mixes_within
+from ..decisions.bits.reasons import types_of_blocks
 from ..decisions.ranks.plan import increments_of
 from ..decisions.sparsity.plan import default_cap
 from ..errors import InfeasibleBudget, InvalidInput, ModelMismatch
@@ -27,7 +28,7 @@ def diff_plans(first: Plan, second: Plan) -> dict[str, Any]:
 
     ``moved`` is half the sum of absolute differences of counts: what would have to change hands. ``blocks`` has a row ``{name,
     first, second, difference, count_difference}`` by block, of which ``largest`` differs most; the rank correlation is
-    Spearman's, of the values.
+    Spearman's, of the values. Rows of plans of formats also have ``first_format`` and ``second_format``.
 
     Raises:
         ModelMismatch: The plans name different blocks or are of different kinds.
@@ -45,6 +46,9 @@ def diff_plans(first: Plan, second: Plan) -> dict[str, Any]:
         {"name": n, "first": float(a), "second": float(b), "difference": float(d), "count_difference": int(c)}
         for n, a, b, d, c in zip(first.names, first.values, second.values, change, counts, strict=True)
     ]
+    one, two = types_of_blocks(first), types_of_blocks(second)
+    if one is not None and two is not None:
+        rows = [{**row, "first_format": a, "second_format": b} for row, a, b in zip(rows, one, two, strict=True)]
     return {
         "kind": first.kind,
         "rules": (first.rule, second.rule),
@@ -71,9 +75,9 @@ def sweep(
     ``smallest``, ``largest`` and ``spread`` of the values of the blocks; and ``front``, whether no other row beats it in both
     spending and value. Its ``value`` is the predicted penalty (kinds that harm) or utility under one yardstick, the scores
     themselves at exponent 1; by rank it is the measured gain of the ranks that are bought, and of bits the damage in nats.
-    Rows by rank have ``uniform_share``, rows of bits ``bits``, ``bytes`` of the file, the best ``mix`` of llama.cpp that fits,
-    and its ``mix_value``. A budget that cannot be planned has a row of ``budget``, ``exponent``, ``status`` ``infeasible`` and
-    ``why``, unless none can.
+    Rows by rank have ``uniform_share``, rows of bits ``bits``, ``bytes`` of the file, the ``mix`` of llama.cpp that is
+    named, else the best one that fits, with ``mix_value`` and ``mix_bytes``. A budget that cannot be planned has a row of
+    ``budget``, ``exponent``, ``status`` ``infeasible`` and ``why``, unless none can.
 
     Args:
         scores: The scores.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..compressors.formats import GGUF
+from ..decisions.bits.reasons import reasons, types_of_blocks
 from ..decisions.fit.program import sentences as of_fit
 from ..decisions.fit.program import shares
 from ..decisions.joint.recipe import sentences as of_recipe
@@ -30,17 +32,21 @@ NEARLY_UNIFORM = 0.05  # standard deviation over mean
 class Explanation(Result):
     """A plan in sentences: budget, status, price, what had no influence; ``most`` and ``least`` name the blocks at either end.
 
-    ``codelengths`` is there where scores were given, see :func:`codelengths`.
+    ``codelengths`` is there where scores of a gain were given, see :func:`codelengths`; ``matrices`` of a plan of formats, see
+    :func:`~layerbudget.decisions.bits.reasons.reasons`.
     """
 
     sentences: Sequence[str]
     most: Sequence[str]
     least: Sequence[str]
     codelengths: Mapping[str, Any] | None = None
+    matrices: Sequence[Mapping[str, Any]] = ()
 
 
 def explain_plan(plan: Plan, scores: Scores | None = None, *, tokens: int | None = None) -> Explanation:
     """Return in sentences what a plan does and what it rests on; with its scores also what their gains are worth in bits.
+
+    The scores of a plan of bits are damages, no gains: they give the standard error of the damage of every matrix.
 
     Raises:
         ModelMismatch, InvalidInput: As :func:`codelengths` raises them.
@@ -52,13 +58,17 @@ def explain_plan(plan: Plan, scores: Scores | None = None, *, tokens: int | None
     if plan.kind in ("bits", "cache", "recipe"):
         parts += of_recipe(plan) if plan.kind == "recipe" else _on_formats(plan)
     parts += of_kept(plan) if plan.kind == "kept-experts" else of_fit(plan) if plan.kind == "fit" else []
-    bits = None if scores is None else codelengths(plan, scores, tokens)
+    damages = scores is not None and plan.kind == "bits" and "choices" in scores.extra
+    if damages and tokens is not None:
+        raise InvalidInput("tokens has no meaning for a plan of bits.", "Its scores are damages, no gains.", "Leave it out.")
+    bits = None if scores is None or damages else codelengths(plan, scores, tokens)
     parts += [] if bits is None else [_on_codelengths(bits)]
     return Explanation(
         sentences=parts,
         most=[plan.names[i] for i in order[::-1][:5]],
         least=[plan.names[i] for i in order[:5]],
         codelengths=bits,
+        matrices=reasons(plan, scores if damages else None),
     )
 
 
@@ -77,6 +87,9 @@ def _on_budget(plan: Plan) -> list[str]:
     spent, limit, unit = plan.budget["spent"], plan.budget["limit"], plan.budget.get("unit")
     of = f"{_amount(float(spent))} of {_amount(float(limit))} {'units' if unit in (None, 'count') else unit}"
     told = f"The rule {plan.rule} decides {KINDS.find(plan.kind).decides} for {len(name)} blocks and uses {of}."
+    if (kinds := types_of_blocks(plan)) is not None:
+        uses = "" if plan.kind == "bits" else f" and uses {of}"
+        return [f"The rule {plan.rule} decides the format of {len(name)} blocks{uses}.", _on_types(plan, kinds)]
     if float(np.ptp(value)) <= 1e-9 * float(np.abs(value).max(initial=0.0)):
         whole = f", in whole numbers {low} to {high}" if plan.kind in ("ranks", "experts") and low < high else ""
         return [told, f"Every block gets {value[0]:.4g}{whole}."]
@@ -88,6 +101,20 @@ def _on_budget(plan: Plan) -> list[str]:
         f"Most goes to {name[order[-1]]} ({value[order[-1]]:.4g}), least to {name[order[0]]} ({value[order[0]]:.4g}); "
         f"the mean over blocks is {value.mean():.4g}{by_size}, the standard deviation {value.std():.4g}.",
     ]
+
+
+def _on_types(plan: Plan, kinds: Sequence[str]) -> str:
+    """How many matrices have each format, and one of them, the largest format first."""
+    many, first, bits = collections.Counter(kinds), dict[str, str](), dict[str, float]()
+    for block, kind in zip(plan.blocks, kinds, strict=True):
+        first.setdefault(kind, block.name)
+        bits[kind] = max(bits.get(kind, 0.0), block.value)
+    names = sorted(many, key=lambda kind: -bits[kind])
+    if len(names) == 1:
+        return f"Every one has {names[0]}."
+    ends = {names[0], names[-1]}
+    told = [f"{many[kind]} have {kind}{f' (one is {first[kind]})' if kind in ends else ''}" for kind in names]
+    return f"From the largest format to the smallest: {', '.join(told)}."
 
 
 def _amount(value: float) -> str:
@@ -189,21 +216,23 @@ def _on_unwritten(plan: Plan) -> list[str]:
         return []
     size = sum(b.count for b in plan.blocks if set(b.modules) <= set(kept))
     first = next(iter(kept))
-    return [f"{len(kept)} matrices stay in 16 bits and count as such ({size} bytes), first {first}: {kept[first]}."]
+    return [f"{len(kept)} matrices stay in 16 bits and count as such ({size:,} bytes), first {first}: {kept[first]}."]
 
 
 def _on_formats(plan: Plan) -> list[str]:
     """Prediction of a plan of bits or of a cache, changes that noise leaves open, and the check of the whole plan."""
     e, said = plan.extra, []
-    rows = (f"{n} {r['predicted']:.4g} in {r['spent']} bytes" for n, r in e["baselines"].items() if n != plan.rule)
-    others = f" (without a program: {', '.join(rows)})" if e["baselines"] else ""
+    names = {"ends": "ends (first and last layers, embedding and head in larger formats)"}
+    apart = {plan.rule, *(["mix"] if plan.kind == "bits" else [])}
+    rows = [f"{names.get(n, n)} {r['predicted']:.4g}" for n, r in e["baselines"].items() if n not in apart]
+    others = f" Predicted of choices without a program, within the same limit: {', '.join(rows)}." if rows else ""
     if plan.kind == "cache":
-        told = f"bits per number, {plan.budget['spent']} bytes at {e['context']} tokens x {e['batch']}, for {e['runtime']}."
+        told = f"bits per number at {e['context']:,} tokens x {e['batch']}, for {e['runtime']}."
     else:
-        told = f"bits per weight, {plan.budget['file']} bytes with the tensors that stay as they are."
+        told = "bits per weight: the bytes of all these matrices over their weights."
     said.append(
-        f"{e['bits']:.4f} {told} "
-        f"Damages of single blocks add up to {e['predicted']:.4g} +- {e['predicted_error']:.1g} nats per token{others}."
+        f"{e['bits']:.4g} {told} "
+        f"Predicted damage, the sum over all blocks: {e['predicted']:.4g} +- {e['predicted_error']:.1g} nats per token.{others}"
     )
     said += _on_unwritten(plan)
     if plan.certificate:
@@ -213,27 +242,38 @@ def _on_formats(plan: Plan) -> list[str]:
         many = (
             f"{len(ties)}{' or more' if len(ties) >= 20 else ''} single changes cannot be told from the plan within the noise"
         )
-        said.append(f"{many}, for example {ties[0]['instead']} for {ties[0]['chosen']} in {ties[0]['block']}.")
+        left = plan.budget["limit"] - plan.budget["spent"]
+        fit = next((tie for tie in ties if tie.get("bytes", left + 1) <= left), None)
+        example = f", for example {fit['instead']} for {fit['chosen']} in {fit['block']}" if fit else ""
+        said.append(f"{many}{example}.")
     said += [e["check"]["verdict"]] if "check" in e else []
-    return [*said, _on_file(plan)] if e.get("family") == GGUF else said
+    return [*said, _on_bytes(plan) + _on_mix(plan)] if plan.kind != "cache" and "fixed_bytes" in e else said
 
 
-def _on_file(plan: Plan) -> str:
-    """The bytes of the GGUF file, and the mix of llama.cpp that it is to be compared with."""
+def _on_bytes(plan: Plan) -> str:
+    """The bytes of the file as a sum: the matrices of the plan, the other tensors, metadata."""
+    e, spent = plan.extra, int(plan.counts.sum())
+    fixed, head = e["fixed_bytes"], e.get("head_bytes", 0)
+    limit = "" if plan.kind != "bits" else f" (limit {plan.budget['limit']:,})"
+    parts = [f"{spent:,} of these matrices{limit}", f"{fixed:,} of other tensors"]
+    parts += [f"{'' if e.get('family') == GGUF else 'at most '}{head:,} of metadata"] if head else []
+    return f"Bytes: {' + '.join(parts)} = {spent + fixed + head:,} bytes of {'the file' if head else 'all tensors'}"
+
+
+def _on_mix(plan: Plan) -> str:
+    """The mix of llama.cpp that a plan is to be compared with; continues the sentence on bytes."""
     e, mix = plan.extra, plan.extra.get("mix")
-    beside = e["fixed_bytes"] + e.get("head_bytes", 0)
-    what = "The file takes" if e.get("head_bytes") else "Its tensors take"
-    said = f"{what} {plan.budget['spent'] + beside:,} bytes"
-    if mix is None and not e["baselines"]:
-        return f"{said}."
+    if e.get("family") != GGUF or (mix is None and not e["baselines"]):
+        return "."
     if mix is None:
-        return f"{said}; no mix of llama.cpp fits in types that were measured and are allowed."
-    row, own = e["baselines"]["mix"], e["predicted"]
+        return "; no mix of llama.cpp fits in types that were measured and are allowed."
     if plan.rule == "mix":
-        return f"{said}: the plan is llama.cpp's {mix}."
+        return f": the plan is llama.cpp's {mix}."
+    row, own = e["baselines"]["mix"], e["predicted"]
     less = f" ({1 - own / row['predicted']:.0%} less)" if row["predicted"] > own > 0 else ""
+    size = row["spent"] + e["fixed_bytes"] + e.get("head_bytes", 0)
     return (
-        f"{said}. At that size llama.cpp has {mix} ({row['spent'] + beside:,} bytes): predicted KL {row['predicted']:.4g}, "
+        f". llama.cpp's {mix}, {size:,} bytes: predicted damage {row['predicted']:.4g} nats per token, "
         f"of the plan {own:.4g}{less}."
     )
 
@@ -252,13 +292,15 @@ def codelengths(plan: Plan, scores: Scores, tokens: int | None = None) -> dict[s
         ModelMismatch: Other blocks, or other scores than the plan's.
         InvalidInput: Scores that are no gains in nats, or an unknown n.
     """
+    if scores.unit != "nats of average loss":
+        raise InvalidInput(
+            f"Scores of {scores.estimator} are no gains in nats ({scores.unit}), so they are worth no bits of codelength.",
+            f"What is known of a plan of {plan.kind} is explained without them.",
+            "Leave out --scores (in Python: scores).",
+        )
     if scores.names != plan.names or plan.scores_digest not in (None, scores.digest):
         raise ModelMismatch(
             "The plan was made from other scores.", f"Its scores have the digest {plan.scores_digest}.", "Name that file."
-        )
-    if scores.unit != "nats of average loss":
-        raise InvalidInput(
-            f"Scores of {scores.estimator} are in {scores.unit}.", "Bits are those of gains in nats.", "Score a gain."
         )
     n = tokens_of(scores) if tokens is None else tokens
     gains = scores.values(plan.hyperparameters.get("damping"))

@@ -70,26 +70,54 @@ def passes_of(plan: Plan) -> float | None:
     return plan.extra.get("passes" if plan.kind in ("bits", "cache", "fit") else "forward_passes")
 
 
-def standing(plan: Plan) -> tuple[str, list[tuple[str, ...]]] | None:
+def standing(plan: Plan) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]] | None:
     """The damage of a plan beside that of other choices, as a table.
 
     Returns:
-        A title and rows of name, nats per token, change against uniform and two standard errors; None where nothing is known.
+        A title, a header, and rows of name, bytes (of formats), nats per token, and the change against uniform and, of bits,
+        against llama.cpp's mix. A change of the plan comes with two standard errors of it. None where nothing is known.
     """
     found = _measured(plan)
     if found is None:
         return None
     on, damage, base = found
+    size, typed = _sizes(plan), plan.kind in ("bits", "cache", "fit")
+    against = [base, *(["mix"] if "mix" in damage and plan.rule != "mix" and plan.kind == "bits" else [])]
+    names = {"choices": "the exact program", **_names(plan), plan.rule: "this plan"}
     rows = list[tuple[str, ...]]()
-    for name, (kl, error) in damage.items():
-        change = sure = "–"
-        if name != base and (other := damage.get(base, (0.0, 0.0))[0]) > 0:
-            error = damage[base][1] if name == plan.rule else error if base == plan.rule else 0.0
-            change, sure = f"{kl / other - 1:+.1%}", f"{2 * error / other:.1%}" if error else "–"
-        rows.append((_names(plan).get(name, "this plan" if name == plan.rule else name), f"{kl:.3g}", change, sure))
+    for name, (kl, _) in damage.items():
+        bytes_of = (f"{size[name]:,}" if name in size else "–",) if size else ()
+        changes = (_change(plan, damage, name, other) for other in against)
+        rows.append((names.get(name, name), *bytes_of, f"{kl:.3g}", *changes))
     passes = passes_of(plan)
     took = f"; planning took {passes:.0f} forward equivalents" if passes else ""
-    return f"damage {on}{took}", rows
+    legend = ". ends: first and last layers, embedding and head in larger formats" if "ends" in damage else ""
+    mix = [str(plan.extra.get("mix"))] if len(against) > 1 else []
+    uniform = names[base] if base == "uniform-cache" else "uniform"
+    column = ("measured" if plan.extra.get("check") else "predicted") if typed else "nats per token"
+    head = ("plan", *(["bytes"] if size else []), column)
+    told = f"damage in nats per token, {on}" if typed else f"damage {on}"
+    told += ", +- two standard errors" if any("+-" in cell for row in rows for cell in row) else ""
+    return f"{told}{legend}{took}", (*head, *(f"against {n}" for n in (uniform, *mix))), rows
+
+
+def _change(plan: Plan, damage: Mapping[str, tuple[float, float]], name: str, base: str) -> str:
+    """The change of one damage against another in per cent of that, with two standard errors where they are known."""
+    other, own = damage.get(base, (0.0, 0.0)), damage[name]
+    if name == base or other[0] <= 0:
+        return "–"
+    error = (other[1] if name == plan.rule else own[1] if base == plan.rule else 0.0) / other[0]
+    return f"{own[0] / other[0] - 1:+.1%}" + (f" +-{2 * error:.{0 if error >= 0.05 else 1}%}" if error else "")
+
+
+def _sizes(plan: Plan) -> dict[str, int]:
+    """Bytes of the file in a plan of bits and in the choices beside it; of no other kind."""
+    if plan.kind != "bits" or "fixed_bytes" not in plan.extra:
+        return {}
+    e = plan.extra
+    beside = e["fixed_bytes"] + (e.get("head_bytes", 0) if e.get("family") == GGUF else 0)
+    spent = {name: row["spent"] for name, row in e["baselines"].items()} | {plan.rule: plan.budget["spent"]}
+    return {name: int(size + beside) for name, size in spent.items()}
 
 
 def _measured(plan: Plan) -> tuple[str, dict[str, tuple[float, float]], str] | None:
@@ -99,13 +127,9 @@ def _measured(plan: Plan) -> tuple[str, dict[str, tuple[float, float]], str] | N
         rows = {plan.rule: (e["measured"], 0.0), "uniform": (e["path"][0]["divergence"], 0.0)}
         return "on the text that decided", rows, "uniform"
     if plan.kind in ("bits", "cache", "fit"):
-        rows = _checked(plan)
-        size = f"in {_file_bytes(plan):,} bytes" if plan.kind == "bits" else f"in {plan.budget['spent']:,.0f} bytes"
-        return (
-            f"{size}, {'on held-out text' if e.get('check') else 'predicted'}",
-            rows,
-            "uniform-cache" if plan.kind == "fit" else "uniform",
-        )
+        size = "" if plan.kind == "bits" else f" in {plan.budget['spent']:,.0f} bytes"
+        on = f"measured on held-out text{size}" if e.get("check") else f"predicted{size}"
+        return on, _checked(plan), "uniform-cache" if plan.kind == "fit" else "uniform"
     if plan.kind in ("kept-experts", "shapes") and (found := e.get("beside")):
         alike = not layers_differ(plan) if plan.kind == "shapes" else len(set(plan.counts.tolist())) == 1
         names = (plan.rule, "layers that differ") if alike else ("uniform", plan.rule)
@@ -113,13 +137,6 @@ def _measured(plan: Plan) -> tuple[str, dict[str, tuple[float, float]], str] | N
         rows = {names[0]: (found["even"], error), names[1]: (found["uneven"], error)}
         return "as it is forecast", rows, names[0]
     return None
-
-
-def _file_bytes(plan: Plan) -> int:
-    e = plan.extra
-    if e.get("family") == GGUF:
-        return int(plan.budget["spent"] + e["fixed_bytes"] + e.get("head_bytes", 0))
-    return int(plan.budget.get("file", plan.budget["spent"]))
 
 
 def _is_uniform(plan: Plan) -> bool:
@@ -147,12 +164,12 @@ def _on_formats(plan: Plan) -> str:
     """Of bits, of a cache or of both: the check on held-out text where there is one, else what the program expects."""
     e, found = plan.extra, _checked(plan)
     own, _ = found.pop(plan.rule)
-    on = "on held-out text" if e.get("check") else "predicted and not checked"
+    on = "measured on held-out text" if e.get("check") else "predicted and not checked"
     size = f"{e['bits']:.4g} bits per {'cached number' if plan.kind == 'cache' else 'weight'}"
     size = f"weights and cache in {plan.budget['spent']:,.0f} bytes" if plan.kind == "fit" else size
     names = _names(plan)
     rows = [less_than(own, kl, names[n], error) for n, (kl, error) in found.items() if n in names]
-    beside = f", {' and '.join(rows)} in as many bytes" if rows else ""
+    beside = f", {' and '.join(rows)} within the same limit" if rows else ""
     asked = e.get("asked", plan.rule)
     took = "" if asked == plan.rule else f". The plan is {names.get(plan.rule, plan.rule)}, which was better than the program's"
     return f"{size} for {own:.3g} nats per token{beside}, {on}{took}.{_on_few_tokens(plan)}"

@@ -45,6 +45,8 @@ function shown() {
   return G.plans[state.budget];
 }
 const capOf = (now, k) => Array.isArray(now.cap) ? now.cap[k] : now.cap;
+// The format of a block in the plan itself; plans at other budgets say bits alone.
+const named = k => D.formats && (state.own || !G) ? `${D.formats[k]}, ` : "";
 function ceiling() {
   if (D.word === "sparsity" || (G && G.kind === "sparsity")) return 1;
   const now = shown();
@@ -76,7 +78,7 @@ function network() {
       const k = e.target.dataset && e.target.dataset.k;
       if (k == null) return;
       const v = (shown().values || D.gains.gain)[k];
-      f.querySelector(".tip").textContent = `${N.names[k]}: ${num(v)} ${D.word}, ${N.numel[k].toLocaleString("en")} parameters`;
+      f.querySelector(".tip").textContent = `${N.names[k]}: ${named(k)}${num(v)} ${D.word}, ${N.numel[k].toLocaleString("en")} parameters`;
     };
     f.addEventListener("pointerover", tell);
     f.addEventListener("focusin", tell);
@@ -93,8 +95,8 @@ function network() {
     const v = values[cell.dataset.k], p = v == null ? 0 : part(v);
     cell.style.background = `color-mix(in oklab, var(--hi) ${(100 * p).toFixed(1)}%, var(--lo))`;
     cell.classList.toggle("dark", p > .62);
-    cell.textContent = v == null ? "–" : D.word === "sparsity" ? Math.round(100 * v) : num(v);
-    cell.setAttribute("aria-label", `${N.names[cell.dataset.k]}: ${num(v)}`);
+    cell.textContent = v == null ? "–" : named(cell.dataset.k) ? D.formats[cell.dataset.k] : D.word === "sparsity" ? Math.round(100 * v) : num(v);
+    cell.setAttribute("aria-label", `${N.names[cell.dataset.k]}: ${named(cell.dataset.k)}${num(v)}`);
   }
 }
 

@@ -13,6 +13,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from ..decisions.bits.reasons import reasons
 from ..plan import Plan, PlanBlock
 from ..records import Block, natural_key
 from ..scores import Scores
@@ -93,7 +94,17 @@ def plan_table(plan: Plan) -> Sheet:
     """One row per block: what it gets."""
     budget = plan.budget
     title = f"{plan.kind}, rule {plan.rule}: {budget.get('spent')} of {budget.get('limit')} {budget.get('unit')}"
+    if rows := reasons(plan):
+        head = ("block", "format", "bits", "bytes", "damage", "smaller", "its damage", "larger", "its damage")
+        known = len(head) if "damage" in rows[0] else 4
+        return Sheet(title, head[:known], [_reason(row)[:known] for row in rows])
     return Sheet(title, ("block", "parameters", "value", "count"), [(b.name, b.numel, b.value, b.count) for b in plan.blocks])
+
+
+def _reason(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """A format, its damage, and the damage of the next smaller and larger one."""
+    beside = [(row.get(side) or {}).get(name) for side in ("smaller", "larger") for name in ("format", "damage")]
+    return (row["name"], row["format"], row["bits"], row["bytes"], row.get("damage"), *beside)
 
 
 def path_table(plan: Plan) -> Sheet:

@@ -54,6 +54,12 @@ class Extra(TypedDict, total=False):
     capacity: dict[str, Any]
 
 
+class _Reasons(TypedDict):
+    damage: list[float]
+    smaller: list[tuple[str, int, float] | None]
+    larger: list[tuple[str, int, float] | None]
+
+
 class Formats(TypedDict):
     """Further fields of a plan of bits."""
 
@@ -68,6 +74,7 @@ class Formats(TypedDict):
     baselines: dict[str, dict[str, float]]
     near_ties: list[dict[str, Any]]
     mix: NotRequired[str]
+    reasons: NotRequired[_Reasons]
     few_tokens: NotRequired[dict[str, reading.Count]]
 
 

@@ -250,15 +250,15 @@ def verdict(rule: str, best: str, table: Mapping[str, Mapping[str, Any]]) -> str
     if best != rule:
         row = table[best]
         return (
-            f"{best} is better here: KL {row['kl']:.4g} against {own:.4g} of {rule} on held-out text "
+            f"{best} is better here: KL {row['kl']:.4g} against {own:.4g} of {rule}, measured on held-out text "
             f"(difference {row['difference']:+.2g} +- {row['difference_error']:.1g}). The plan is {best}."
         )
     parts = [
-        f"{n} {r['kl']:.4g} ({r['difference']:+.2g} +- {r['difference_error']:.1g} nats, {r['bytes']} bytes)"
+        f"{n} {r['kl']:.4g} (difference {r['difference']:+.2g} +- {r['difference_error']:.1g})"
         for n, r in table.items()
         if n != rule and not r["same"]
     ]
     beside = [f"beside it {', '.join(parts)}"] if parts else []
     if alike := [n for n, r in table.items() if r["same"]]:
         beside.append(f"{' and '.join(alike)} {'choose' if len(alike) > 1 else 'chooses'} the same formats")
-    return f"On held-out text KL {own:.4g} with {table[rule]['bytes']} bytes; {'; '.join(beside)}."
+    return f"Measured on held-out text: KL {own:.4g} nats per token; {'; '.join(beside)}."

@@ -223,6 +223,7 @@ def _plan(scores: Scores, limits: Limits, limit: int, given: Mapping[str, Any]) 
             **found.record(given["rule"]),
             **({} if mix is None else {"mix": mix}),
             **few_tokens(table, scores),
+            "reasons": table.reasons(chosen),
         },
     )
 
@@ -278,16 +279,19 @@ class Decision:
 
 def file_of(plan: Plan) -> dict[str, Any]:
     """Return bits per weight and bytes of the file of a plan, and the mix of llama.cpp that it is to be compared with."""
-    e = plan.extra
-    size = plan.budget["file"] + e.get("head_bytes", 0)
-    return {"bits": e["bits"], "bytes": size, "mix": e.get("mix"), "mix_value": e["baselines"].get("mix", {}).get("predicted")}
+    e, mix = plan.extra, plan.extra["baselines"].get("mix", {})
+    beside = e["fixed_bytes"] + e.get("head_bytes", 0)
+    own = {"bits": e["bits"], "bytes": plan.budget["spent"] + beside, "mix": e.get("mix"), "mix_value": mix.get("predicted")}
+    return own | {"mix_bytes": mix["spent"] + beside if mix else None}
 
 
 def mixes_within(scores: Scores) -> list[str]:
-    """Return the mixes of llama.cpp whose bytes a plan can have, the smallest first."""
+    """Return the mixes of llama.cpp whose bytes a plan can have, the smallest first; of several with the same types one."""
     table = Table.of(scores)
     size = {mix: mix_of(table, mix)[0] for mix in MIXES}
-    return [mix for mix in sorted(size, key=lambda mix: size[mix]) if size[mix] >= table.smallest.sum()]
+    alike = {tuple(_mixed(table, mix)[1].values()): mix for mix in MIXES}  # without experts MXFP4_MOE is Q8_0
+    own = sorted(alike.values(), key=lambda mix: size[mix])
+    return [mix for mix in own if size[mix] >= table.smallest.sum()]
 
 
 def plan_blocks(table: Table, chosen: np.ndarray) -> tuple[PlanBlock, ...]:

@@ -126,12 +126,46 @@ class Table:
         return {"predicted": float(self.damage[k, chosen].sum()), "spent": int(self.size[k, chosen].sum())}
 
     def ties(self, found: Choice) -> list[dict[str, Any]]:
-        """Return single changes that noise cannot tell from a choice, the closest first."""
-        names, taken = self.formats, found.chosen
+        """Return single changes that noise cannot tell from a choice, the closest first; ``bytes`` is what each would add."""
+        names, taken, size = self.formats, found.chosen, self.size
         return [
-            {"block": self.blocks[i].name, "chosen": names[taken[i]], "instead": names[j], "excess": e, "noise": n}
+            {
+                "block": self.blocks[i].name,
+                "chosen": names[taken[i]],
+                "instead": names[j],
+                "bytes": int(size[i, j] - size[i, taken[i]]),
+                "excess": e,
+                "noise": n,
+            }
             for i, j, e, n in near_ties(found, self.error)[:_TIES]
         ]
+
+    def reasons(self, chosen: np.ndarray) -> dict[str, Any]:
+        """Return what speaks for the formats of a choice, ``(K,)``: a list by block of each of these.
+
+        Returns:
+            ``damage`` in the format chosen; ``smaller``, the format of fewer bytes with the least damage; and ``larger``, the
+            format of the fewest bytes among those with less damage. Each of these two is ``[format, bytes, damage]``, or None
+            where there is none.
+        """
+        k = np.arange(len(self.blocks))
+        size, damage = (values[k, chosen][:, None] for values in (self.size, self.damage))
+        below = np.where(self.has & (self.size < size), self.damage, np.inf)
+        above = np.where(self.has & (self.size > size) & (self.damage < damage), self.size, HUGE)
+        near = np.where(above == above.min(axis=1, keepdims=True), self.damage, np.inf)
+
+        def told(places: np.ndarray, known: np.ndarray) -> list[list[Any] | None]:
+            """Format, bytes and damage at these places."""
+            return [
+                [self.formats[j], int(self.size[i, j]), _short(self.damage[i, j])] if held else None
+                for i, (j, held) in enumerate(zip(places.tolist(), known.tolist(), strict=True))
+            ]
+
+        return {
+            "damage": [_short(d) for d in damage[:, 0]],
+            "smaller": told(below.argmin(axis=1), np.isfinite(below.min(axis=1))),
+            "larger": told(near.argmin(axis=1), above.min(axis=1) < HUGE),
+        }
 
     def formats_of(self, chosen: np.ndarray) -> dict[str, str]:
         """Return the format of every matrix in a choice."""
@@ -184,3 +218,8 @@ class Table:
     def smallest(self) -> np.ndarray:
         """Bytes of every block in its smallest format, ``(K,)``."""
         return np.where(self.has, self.size, HUGE).min(axis=1)
+
+
+def _short(value: float) -> float:
+    """A damage in five digits, which is more than is known of it."""
+    return float(f"{value:.5g}")
