@@ -82,10 +82,15 @@ class Comparison:
     detectable: float | None = None
 
     def size(self, a: str, b: str, unit: str = "") -> str:
-        """The difference with its interval, p-value and pairs, without a verdict."""
-        unit = f" {unit}" if unit else ""
-        interval = f"95 % {self.low:+.4f} to {self.high:+.4f}"
-        return f"{a} - {b} = {self.difference:+.4f}{unit} ({interval}, p = {self.p:.2g}, n = {self.n})"
+        """The difference with its interval, p-value and pairs, without a verdict; in as many digits as the interval needs.
+
+        >>> Comparison(test="t", difference=2.13e-5, low=1.5e-5, high=2.7e-5, p=5e-4, n=16).size("A", "B", "nats")
+        'A - B = +0.000021 nats (95 % +0.000015 to +0.000027, p = 0.0005, n = 16)'
+        """
+        unit, width = f" {unit}" if unit else "", self.high - self.low
+        digits = max(4, 1 - math.floor(math.log10(width))) if 0 < width < math.inf else 4
+        interval = f"95 % {self.low:+.{digits}f} to {self.high:+.{digits}f}"
+        return f"{a} - {b} = {self.difference:+.{digits}f}{unit} ({interval}, p = {self.p:.2g}, n = {self.n})"
 
     def outcome(self, a: str, b: str, *, lower_is_better: bool = False) -> str:
         """Who is better, without a number: a difference is one where ``p`` is below .05."""
