@@ -107,8 +107,8 @@ def test_the_verdict_compares_the_forecast_with_that_of_equal_layers(made, kind,
     known = plan.extra["beside"]
     assert known["uneven"] <= known["even"] * (1 + 1e-9) or known.get("error")
     for even, uneven, error, words in (
-        (0.2, 0.1, 0.0, "differ are forecast at 50 % less than this" if alike else "50 % less than uniform"),
-        (0.2, 0.19, 0.1, "sees nothing to gain from layers that differ" if alike else "not to be told from uniform"),
+        (0.2, 0.1, 0.0, "differ are forecast at 50 % less than this" if alike else "50 % less than equal layers"),
+        (0.2, 0.19, 0.1, "sees nothing to gain from layers that differ" if alike else "not to be told from equal layers"),
     ):
         beside = {"even": even, "uneven": uneven, "error": error}
         if kind == "kept-experts" and len(set(plan.counts.tolist())) == 1:

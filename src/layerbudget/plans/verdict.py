@@ -15,6 +15,7 @@ from ..plan import Plan
 
 MOSTLY_NOISE = 0.9  # share of it that noise alone gives, above which it decides nothing
 _BESIDE = "compare it with the dense model on text of your own"
+_ALIKE = "equal layers"  # what uniform is where units go
 _SAME = 0.005  # a smaller difference is none
 
 
@@ -93,7 +94,7 @@ def standing(plan: Plan) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]] |
     took = f"; planning took {passes:.0f} forward equivalents" if passes else ""
     legend = ". ends: first and last layers, embedding and head in larger formats" if "ends" in damage else ""
     mix = [str(plan.extra.get("mix"))] if len(against) > 1 else []
-    uniform = names[base] if base == "uniform-cache" else "uniform"
+    uniform = _ALIKE if plan.kind in ("kept-experts", "shapes") else names[base] if base == "uniform-cache" else "uniform"
     column = ("measured" if plan.extra.get("check") else "predicted") if typed else "nats per token"
     head = ("plan", *(["bytes"] if size else []), column)
     told = f"damage in nats per token, {on}" if typed else f"damage {on}"
@@ -132,7 +133,7 @@ def _measured(plan: Plan) -> tuple[str, dict[str, tuple[float, float]], str] | N
         return on, _checked(plan), "uniform-cache" if plan.kind == "fit" else "uniform"
     if plan.kind in ("kept-experts", "shapes") and (found := e.get("beside")):
         alike = not layers_differ(plan) if plan.kind == "shapes" else len(set(plan.counts.tolist())) == 1
-        names = (plan.rule, "layers that differ") if alike else ("uniform", plan.rule)
+        names = (plan.rule, "layers that differ") if alike else (_ALIKE, plan.rule)
         error = found.get("error", 0.0)
         rows = {names[0]: (found["even"], error), names[1]: (found["uneven"], error)}
         return "as it is forecast", rows, names[0]
@@ -208,7 +209,7 @@ def _beside(plan: Plan, alike: bool) -> str:
     own, other = (found["even"], found["uneven"]) if alike else (found["uneven"], found["even"])
     error = found.get("error", 0.0)
     if not alike:
-        return f"; its forecast is {less_than(own, other, 'uniform', error)}"
+        return f"; its forecast is {less_than(own, other, _ALIKE, error)}"
     if own - other <= max(2 * error, _SAME * own):
         return "; the forecast sees nothing to gain from layers that differ"
     return f"; layers that differ are forecast at {less_than(other, own, 'this', error)}"
