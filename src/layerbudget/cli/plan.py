@@ -252,7 +252,8 @@ def show_plan(a: argparse.Namespace, plan: Plan, price: Any = None) -> None:
         a.console.print(grid)
         return
     more = dict(zip(plan.names, said, strict=True)) if said else plan.extra.get("capacity", {}).get("counts", {})
-    head = ("block", "value", "count", "parameters") + (("format" if said else "capacity",) if more else ())
+    named = ("bits", "bytes", "numbers", "format") if said else ("value", "count", "parameters", "capacity")
+    head = ("block", *named[: 4 if more else 3])
     rows = [(b.name, b.value, b.count, b.numel) + ((more[b.name],) if more else ()) for b in plan.blocks]
     show_table(a, f"{plan.kind}, rule {plan.rule}", head, rows)
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..compressors.formats import GGUF
+from ..decisions.bits.mixes import MIXES
 from ..decisions.ranks.plan import TAKE_UNIFORM
 from ..decisions.shapes.program import layers_differ
 from ..kinds import KINDS
@@ -198,7 +199,11 @@ def _checked(plan: Plan) -> dict[str, tuple[float, float]]:
 def _names(plan: Plan) -> dict[str, str]:
     """Words for the baselines of a plan of formats."""
     mix = (plan.extra.get("named") or {}).get("mix") or plan.extra.get("mix")
-    return {"mix": f"llama.cpp's {mix}", "uniform": "uniform", "uniform-cache": "one format for the cache"}
+    return {
+        "mix": f"llama.cpp's {mix}" if mix in MIXES else f"the weights as {mix}",
+        "uniform": "uniform",
+        "uniform-cache": "one format for the cache",
+    }
 
 
 def _beside(plan: Plan, alike: bool) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..decisions.bits.reasons import types_of_blocks
+from ..decisions.bits.reasons import reasons
 from ..decisions.experts.plan import plan_experts
 from ..decisions.ranks.plan import plan_ranks
 from ..decisions.sparsity.plan import default_cap, plan_sparsity
@@ -42,7 +42,9 @@ def charts_of(found: Found) -> dict[str, Any]:
         data["network"] |= {"names": [b.name for b in blocks], "numel": [b.numel for b in blocks]}
         data["word"] = KINDS.find(source.kind).decides if isinstance(source, Plan) else source.unit
         data["value"] = None if plan is None else _values(plan)
-        data["formats"] = None if plan is None else types_of_blocks(plan)
+        why = [] if plan is None else reasons(plan)
+        data["formats"] = [row["format"] for row in why] or None
+        data["damage"] = [row["damage"] for row in why] if why and "damage" in why[0] else None
     if scores is not None:
         i = scores.index()
         data["gains"] = {"gain": scores.gain[i], "error": scores.standard_error[i], "floor": scores.noise_floor[i]}

@@ -78,7 +78,7 @@ function network() {
       const k = e.target.dataset && e.target.dataset.k;
       if (k == null) return;
       const v = (shown().values || D.gains.gain)[k];
-      f.querySelector(".tip").textContent = `${N.names[k]}: ${named(k)}${num(v)} ${D.word}, ${N.numel[k].toLocaleString("en")} parameters`;
+      f.querySelector(".tip").textContent = `${N.names[k]}: ${named(k)}${num(v)} ${D.word}, ${N.numel[k].toLocaleString("en")} parameters${D.damage && named(k) ? `, predicted damage ${num(D.damage[k])} nats per token` : ""}`;
     };
     f.addEventListener("pointerover", tell);
     f.addEventListener("focusin", tell);
@@ -144,7 +144,7 @@ function say() {
   const mean = v.reduce((a, b) => a + b, 0) / v.length, sd = Math.sqrt(v.reduce((a, b) => a + (b - mean) ** 2, 0) / v.length);
   const capped = now.cap ? v.filter((x, k) => x >= capOf(now, k) - 1e-6).length : 0;
   said.textContent = (state.own ? "The plan of this folder: " : now.told ? `${G.place} ${num(G.budgets[state.budget])}: ` : "Solved for these settings: ") +
-    `from ${num(Math.min(...v))} to ${num(Math.max(...v))}, standard deviation ${num(sd)}` +
+    `from ${num(Math.min(...v))} to ${num(Math.max(...v))}${D.formats ? " " + D.word : `, standard deviation ${num(sd)}`}` +
     (capped ? `, ${capped} of ${v.length} at the cap` : "") + (now.share != null ? `; uniform has ${(100 * now.share).toFixed(1)} % of the gain` : "") + (now.told ? `; ${now.told}` : "") + ".";
   const own = document.getElementById("own");
   if (own) own.hidden = state.own || !D.value;

@@ -149,7 +149,7 @@ def test_exports_and_pages_say_types_and_damages(folder, tmp_path):
     plan.save(tmp_path / "plan.json")
     page = build_page(tmp_path)
     assert all(f"<td>{kind}</td>" in page for kind in set(plan.extra["formats"].values()))
-    assert f'"formats": ["{why[0]["format"]}"' in page
+    assert f'"formats": ["{why[0]["format"]}"' in page and f'"damage": [{why[0]["damage"]}' in page
 
 
 def test_a_difference_names_types_and_shows_what_differs_alone(folder):
@@ -193,6 +193,7 @@ def test_scores_that_are_no_gains_are_refused_with_a_remedy(tmp_path):
         command_result("explain", "plan", tmp_path / "fit.json", "--scores", tmp_path / "fit-scores.json")
     result, shown = command_result("explain", "plan", tmp_path / "fit.json")
     assert result["matrices"] and "damage" not in result["matrices"][0] and "layer" in shown
+    assert "the weights as bf16" in shown and "llama.cpp" not in shown  # a mix of transformers is none of llama.cpp's
 
 
 def test_a_sweep_shows_mixes_in_use_and_the_smallest_plan_that_is_as_good(folder):

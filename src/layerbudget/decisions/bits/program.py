@@ -203,7 +203,7 @@ def _plan(scores: Scores, limits: Limits, limit: int, given: Mapping[str, Any]) 
     others = {name: make(table, limit) for name, make in BASELINES.items()} | ({} if mixed is None else {"mix": mixed})
     if given["rule"] == "mix" and mixed is None:
         raise InvalidInput(
-            f"No mix of llama.cpp can be the plan of {limit} bytes.",
+            f"No mix of llama.cpp can be the plan of {limit:,} bytes.",
             "It has to fit, in types that were measured and are allowed, for a GGUF file.",
             "Raise the budget, or use --rule choices.",
         )

@@ -270,7 +270,7 @@ class Fitted:
         """Return the plan of a rule."""
         fit, table = self.fit, self.decision.table
         if rule not in self.decision.choices:
-            what = f"No plan of the rule {rule} fits {self.terms.bytes} bytes."
+            what = f"No plan of the rule {rule} fits {self.terms.bytes:,} bytes."
             raise InvalidInput(what, "Its formats were not measured, or take more.", "Raise the memory, or use --rule choices.")
         chosen = self.decision.choices[rule]
         weights, cache = fit.apart(chosen)

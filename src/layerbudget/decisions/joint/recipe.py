@@ -84,8 +84,8 @@ def plan_recipe(
     least = int(table.smallest.sum()) + table.fixed + int((cost * low).sum())
     if limit < least:
         raise InfeasibleBudget(
-            f"{limit} bytes for file and adapter are too few.",
-            f"The smallest recipe takes {least} bytes, {table.fixed} of them what no plan changes.",
+            f"{limit:,} bytes for file and adapter are too few.",
+            f"The smallest recipe takes {least:,} bytes, {table.fixed:,} of them what no plan changes.",
             "Raise the limit, lower min_capacity, or allow smaller formats.",
         )
     worth, most = gains_of(ranks, damping), ranks.extra.get("loss") if gain is None else gain
@@ -186,9 +186,9 @@ def sentences(plan: Plan) -> Sequence[str]:
     ranks, scale = np.array([r["count"] for r in a["blocks"]]), a.get("scale", 1.0)
     scaled = "" if scale == 1.0 else f" times {scale:.2g}, which bounds what all ranks together may gain"
     return [
-        f"A recipe: {e['bits']:.4f} bits per weight for the base ({b['base']} bytes with what stays as it is) and ranks from "
-        f"{ranks.min()} to {ranks.max()}, {ranks.mean():.2f} on average ({a['parameters']} parameters, {b['adapter']} bytes): "
-        f"{b['spent']} of {b['limit']} bytes.",
+        f"A recipe: {e['bits']:.4f} bits per weight for the base ({b['base']:,} bytes with what stays as it is) and ranks from "
+        f"{ranks.min()} to {ranks.max()}, {ranks.mean():.2f} on average ({a['parameters']:,} parameters, {b['adapter']:,} "
+        f"bytes): {b['spent']:,} of {b['limit']:,} bytes.",
         f"Rounding costs {e['predicted']:.4g} +- {e['predicted_error']:.1g} nats per token; training along the best directions "
         f"of these ranks would gain up to {a['gain']:.4g} by the quadratic model{scaled}.",
     ]
