@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import math
 import re
 import shlex
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -115,6 +117,25 @@ def test_the_verdict_compares_the_forecast_with_that_of_equal_layers(made, kind,
             plan = dataclasses.replace(plan, blocks=(dataclasses.replace(plan.blocks[0], count=1), *plan.blocks[1:]))
         assert words in verdict(dataclasses.replace(plan, extra={**plan.extra, "beside": beside}))
     assert "forecast" not in verdict(dataclasses.replace(plan, extra={**plan.extra, "beside": None}))
+
+
+def test_a_plan_of_ranks_that_is_advised_against_is_followed_by_uniform(tmp_path, monkeypatch, capsys):
+    """The last line does what the verdict says; following it ends with a plan that is trained."""
+    monkeypatch.chdir(tmp_path)
+    for noise, decay, uniform in ((0.01, (8.0, 7.0), True), (0.01, (20.0, 1.0), False), (0.95, (20.0, 1.0), True)):
+        rows = [[math.exp(-i / d) for i in range(48)] for d in decay]
+        floor = [[noise * x for x in row] for row in rows]
+        extra = {"increments": [rows], "increments_floor": [floor]}
+        zoo.scores([sum(row) for row in rows], estimator="rank-gain", extra=extra).save("s.json", overwrite=True)
+        words = ["plan", "ranks", "s.json", "--mean-rank", "8", "-o", "p.json", "--overwrite"]
+        told = []
+        while not told or told[-1].startswith("Next: layerbudget plan"):
+            assert main(words) == 0
+            told += capsys.readouterr().out.splitlines()[-2:]
+            words = shlex.split(told[-1])[2:]
+        assert ("take uniform" in told[0], len(told)) == (uniform, 4 if uniform else 2)
+        assert "finetune" in words and ("this is uniform" in told[-2]) == uniform
+        Path("uniform.json").unlink(missing_ok=True)
 
 
 def test_a_difference_within_the_noise_is_none(made):

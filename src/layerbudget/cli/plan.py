@@ -220,10 +220,16 @@ def _finish(a: argparse.Namespace, plan: Plan, price: Any = None, *, write: bool
 
 
 def _say_what_follows(a: argparse.Namespace, plan: Plan) -> None:
-    """Say the command that follows: what is done with a plan of this kind."""
+    """Say the command that follows: what is done with a plan of this kind, or the plan that is advised in its place."""
+    from ..plans.verdict import advises_uniform
+
     command = KINDS.find(plan.kind).command or "export"
     if not a.out:
         say(a, "Nothing is written: -o plan.json keeps the plan.")
+        return
+    if plan.kind == "ranks" and advises_uniform(plan):
+        size = ("--budget", a.budget) if a.mean_rank is None else ("--mean-rank", f"{a.mean_rank:g}")
+        say_next(a, "plan", "ranks", a.source, "--rule", "uniform", *size, "-o", "uniform.json")
         return
     model = str(getattr(a, "model", None) or plan.model.get("id") or "MODEL")
     more = {"apply": (model, a.out, "-o", "DIR"), "finetune": (model, a.out, "--data", "FILE", "-o", "DIR"), "export": (a.out,)}

@@ -23,7 +23,7 @@ from ..kinds import KINDS
 from ..plan import Plan
 from ..records import Result
 from ..scores import Scores
-from .verdict import MOSTLY_NOISE, beside_uniform, of_noise
+from .verdict import MOSTLY_NOISE, advises_uniform, beside_uniform, of_noise
 
 NEARLY_UNIFORM = 0.05  # standard deviation over mean
 
@@ -176,9 +176,9 @@ def _on_decision(plan: Plan) -> list[str]:
 def _on_reserve(plan: Plan) -> list[str]:
     """A lower cap of ranks that a server would reserve less for."""
     smaller, share = plan.extra.get("smaller_reserve"), plan.extra.get("uniform_share")
-    if not smaller or share is None or share >= TAKE_UNIFORM * smaller["share"]:  # the plan under the cap: little above uniform
+    if not smaller or advises_uniform(plan):
         return []
-    if (plan.extra.get("noise_share") or 0.0) > MOSTLY_NOISE:
+    if share is None or share >= TAKE_UNIFORM * smaller["share"]:  # the plan under the cap: little above uniform
         return []
     times = smaller["reserved"] / smaller["max_rank"]
     less = "halves" if times == 2 else f"divides by {times:g}"

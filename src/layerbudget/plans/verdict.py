@@ -49,6 +49,12 @@ def beside_uniform(share: float, noise: float | None = None) -> str:
     return f"{told}: train both, and pair them by finetune --against"
 
 
+def advises_uniform(plan: Plan) -> bool:
+    """Whether the words on a plan of uneven ranks end in taking uniform."""
+    share, noise = plan.extra.get("uniform_share"), plan.extra.get("noise_share") or 0.0
+    return share is not None and (share >= TAKE_UNIFORM or noise > MOSTLY_NOISE) and len(set(plan.counts.tolist())) > 1
+
+
 def of_noise(noise: float) -> str:
     """A sentence on the share of a gain of ranks that noise alone would give."""
     return f"Noise alone would give {noise:.0%} of this gain: two halves of the text disagree by that much."
