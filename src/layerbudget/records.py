@@ -345,6 +345,11 @@ _ROWS = 6
 _PLACE = re.compile(r"(?P<layer>.*?\.\d+)(?:\.(?P<rest>.*))?$")
 
 
+def _few(names: Sequence[str]) -> str:
+    """The first names of a list."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def values_by_name(blocks: Sequence[Block], values: Mapping[str, float] | Sequence[float]) -> list[float]:
     """Return one finite number per block, in order.
 
@@ -360,10 +365,10 @@ def values_by_name(blocks: Sequence[Block], values: Mapping[str, float] | Sequen
     known = set(names)
     missing, unknown = [n for n in names if n not in values], [n for n in values if n not in known]
     if missing or unknown:
+        said = [f"missing for {_few(missing)}"] if missing else []
+        said += [f"given for unknown blocks: {_few(unknown)}"] if unknown else []
         raise InvalidInput(
-            f"Values are missing for {missing[:3]} and given for unknown blocks {unknown[:3]}.",
-            f"The blocks are {', '.join(names[:3])}, ...",
-            "Name each block once.",
+            f"Values are {' and '.join(said)}.", f"The {len(names)} blocks are {_few(names)}.", "Give one value per block."
         )
     for name in names:
         if not math.isfinite(values[name]):

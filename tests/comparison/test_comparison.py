@@ -13,6 +13,7 @@ from layerbudget.cli import main
 from layerbudget.comparison import bench as benches
 from layerbudget.comparison import grid, run
 from layerbudget.comparison.bench import counted
+from layerbudget.comparison.names import by_name
 from layerbudget.comparison.run import compare_scores
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.errors import InvalidInput
@@ -163,11 +164,77 @@ def test_the_command_leaves_its_files(folder, capsys):
     record = json.loads(capsys.readouterr().out)
     assert {r["name"] for r in record["budgets"][0]["rows"]} >= {"mdl(own)", "owl(gain)", "uniform"}
     assert (out / "comparison.csv").read_text().startswith("budget,place,name")
-    assert main(words) == 2  # there already
-    assert main([*words[:-1], "--overwrite", "--quiet"]) == 0
-    assert "Better than the same rule on permuted scores" in capsys.readouterr().out
+    written = {p: p.stat().st_mtime_ns for p in out.rglob("*.*")}
+    assert main(words) == 0  # there already: printed again
+    said = capsys.readouterr().out
+    assert "nothing was measured" in said and "Better than the same rule on permuted scores" in said and "\u2026" not in said
+    assert [f"{r['mean']:.4f}" in said for r in record["budgets"][0]["rows"]].count(False) == 0
+    own.write_text("name,score\n" + "".join(f"{n},{9 - i}\n" for i, n in enumerate(names)))
+    for other in (["--sparsity", "0.3"], ["--seeds", "1"], []):  # the last with other numbers in its file
+        assert main([*words, *other]) == 2 and "another comparison" in capsys.readouterr().err
+    assert {p: p.stat().st_mtime_ns for p in out.rglob("*.*")} == written
+    assert main([*words[:-1], "--overwrite", "--quiet", "--set", "controls=false"]) == 0
+    said = capsys.readouterr().out
+    assert "permuted scores" not in said and "Written to" in said
     for extra in (["--task", "cola"], ["--set", "width=0.1", "--overwrite", "--rules", "mdl"]):
         assert main([*words, *extra]) == 2
+
+
+@pytest.mark.parametrize(
+    "more", [["--scores", "own.csv"], ["--rules", "directional"], ["--sparsity", "1.5"], ["--scores", "no.csv"]]
+)
+def test_what_is_refused_leaves_no_folder(folder, capsys, more):
+    (folder / "own.csv").write_text("name,score\nghost,1\n")
+    words = ["compare", str(folder / "model"), "--data", str(folder / "text.txt"), "--scores", "gain", "--sparsity", "0.4",
+             "--samples", "4", "--length", "16", "--windows", "6", "--out", str(folder / "deep" / "out")]  # fmt: skip
+    more = [str(folder / w) if w.endswith(".csv") else w for w in more]
+    assert main([*words, *more]) == 2 and not (folder / "deep" / "out").exists()
+    said = capsys.readouterr().err
+    assert "about" not in said  # the cost of work that will not begin
+    assert more[1] != "directional" or "plan sparsity MODEL -o plan.json" in said
+
+
+def test_rows_have_the_names_of_their_scores(tmp_path):
+    for place in ("a", "b"):
+        (tmp_path / place).mkdir()
+    a, b = str(tmp_path / "a" / "m.csv"), str(tmp_path / "b" / "m.csv")
+    assert by_name(["gain", "my.py:kurt", "other.py:skew"]) == {
+        "gain": "fisher-gram", "kurt": "my.py:kurt", "skew": "other.py:skew"
+    }  # fmt: skip
+    assert by_name([a, b, a]) == {"a/m": a, "b/m": b}  # the same file twice is one score
+    assert by_name(["m.csv", "m.json", "v1.2.csv"]) == {"m.csv": "m.csv", "m.json": "m.json", "v1.2": "v1.2.csv"}
+    assert set(by_name(["my.py:kurt", "kurt.csv"]).values()) == {"my.py:kurt", "kurt.csv"}
+    for same in (["my.py:kurt", "its.py:kurt"], ["my.py:owl", "owl"]):
+        with pytest.raises(InvalidInput, match="have the same name"):
+            by_name(same)
+
+
+def test_a_plan_is_compared_as_it_is(bench, tmp_path):
+    plan = lb.plan_sparsity(bench.blocks, sparsity=0.4, rule=deeper)
+    plan.save(tmp_path / "mine.json")
+    found = compare_scores(bench, [str(tmp_path / "mine.json")], ["mdl"], [0.4, 0.3], controls=False)
+    first, second = found.budgets
+    assert {r["name"] for r in first["rows"]} == {"uniform", "mine"} and first["equal_budget"] and not first["impossible"]
+    row = next(r for r in first["rows"] if r["name"] == "mine")
+    assert row["mean"] == pytest.approx(np.average(bench.measure(plan, 0)["values"], weights=bench.weights))
+    assert {r["name"] for r in second["rows"]} == {"uniform"} and "uniform spends" in second["impossible"]["mine"]
+    with pytest.raises(InvalidInput, match="mine fits no budget"):
+        compare_scores(bench, [str(tmp_path / "mine.json")], ["mdl"], [0.3])
+    dataclasses.replace(plan, hyperparameters={"method": "sparsegpt"}).save(tmp_path / "other.json")
+    with pytest.raises(InvalidInput, match="--method sparsegpt"):
+        compare_scores(bench, [str(tmp_path / "other.json")], ["mdl"], [0.4])
+    ranks = lb.plan_ranks(bench.blocks, mean_rank=4, rule="uniform")
+    ranks.save(tmp_path / "ranks.json")
+    with pytest.raises(InvalidInput, match="plan of ranks"):
+        compare_scores(bench, [str(tmp_path / "ranks.json")], ["mdl"], [0.4])
+
+
+def test_a_method_under_another_rule_is_called_so(bench):
+    own = {"owl": {b.name: float(i + 1) for i, b in enumerate(bench.blocks)}}
+    for rules, said in ((["mdl"], True), (["mdl", "owl"], False)):
+        sentences = " ".join(compare_scores(bench, own, rules, [0.4], controls=False).sentences)
+        assert ("OWL itself needs --rules mdl,owl." in sentences) == said
+        assert "permuted" not in sentences  # no control was run
 
 
 def test_csv_quotes_names(bench):

@@ -5,12 +5,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ..errors import InvalidInput
+from ..errors import AlreadyExists, InvalidInput
 from ..registry import Option
+from ..storage import reading
 from .display import expect, progress_bar, say, say_next, show_table
 from .options import add, add_out, add_set, add_verb, given, load_model, load_tokenizer, refuse, settings
+
+if TYPE_CHECKING:
+    from ..comparison.run import ScoreComparison
 
 _KINDS = ("sparsity", "ranks", "experts")  # the first is applied and measured on text, the others are trained
 _TEXT = ("data", "evaluate", "windows", "length", "method", "device")
@@ -28,7 +33,11 @@ def register(subparsers: Any) -> None:
     p = add_verb(subparsers, "compare", handler)
     add(p, "model")
     add_out(p, "cells (kept, resumed), and the table as JSON and CSV", required=True, metavar="DIR")
-    p.add_argument("--scores", required=True, help="comma-separated: estimators, gain, owl, alphapruning, or .csv/.json files")
+    p.add_argument(
+        "--scores",
+        required=True,
+        help="comma-separated: estimators, gain, FILE.py:NAME, tables (.csv, .json), or plan.json of plan sparsity MODEL",
+    )
     p.add_argument("--rules", help="comma-separated rules of that kind of plan (default: mdl)")
     budget = p.add_mutually_exclusive_group(required=True)
     budget.add_argument("--sparsity", type=float, nargs="+", help="global sparsities")
@@ -60,57 +69,88 @@ def register(subparsers: Any) -> None:
 
 def handler(a: argparse.Namespace) -> dict[str, Any]:
     """Compare, show the ranking and the sentences, leave the files."""
-    from ..comparison.run import compare_scores, flat, leave
+    from ..comparison.names import by_name
+    from ..comparison.run import check_all, compare_scores, holds
     from ..decisions.apply import maker
-    from ..records import check_output
     from ..storage.parts import parse_part
 
     kind = next(k for k in _KINDS if getattr(a, k) is not None)
     part = parse_part(a.part)
-    check_output(f"{a.out}/comparison.json", overwrite=a.overwrite)
+    finished = Path(a.out, "comparison.json")
+    again = finished.exists() and not a.overwrite
     own = settings(a, maker(kind), _OWN)
     controls = own.pop("controls", True)
     *rows, split = (own.pop(name, None) for name in ("train_rows", "test_rows", "split"))
     bench = _text_bench(a) if kind == "sparsity" else _task_bench(a, rows, split)
     names, rules = ([w.strip() for w in text.split(",") if w.strip()] for text in (a.scores, a.rules or "mdl"))
-    _expect(a, bench, kind, names, rules, controls)
+    check_all(bench, kind, by_name(names), rules, getattr(a, kind), own)  # before the cost is said
+    if not again:
+        _expect(a, bench, kind, names, rules, controls)
     with progress_bar(a, "compare") as progress:
         own = {"kind": kind, "seeds": a.seeds, "controls": controls, "options": own, "folder": a.out, "part": part}
-        result = compare_scores(bench, names, rules, getattr(a, kind), progress=progress, **own)
+        try:
+            result = compare_scores(bench, names, rules, getattr(a, kind), progress=progress, again=again, **own)
+            if again and not holds(result, reading.read(finished, "comparison")):
+                raise AlreadyExists("")
+        except AlreadyExists:
+            raise AlreadyExists(
+                f"{finished} exists already, and is of another comparison.",
+                "The command that made it prints it again.",
+                "Choose another output or pass --overwrite; what was measured is kept.",
+            ) from None
     if not result.complete or part[1] > 1:
         say(a, *result.sentences)
         return {**result}
-    head = ("budget", "place", "plan", result.unit, "against uniform", "Holm p", "places", "first")
-    show_table(a, f"{kind}, {len(result.seeds)} seeds, {result.held_out} held-out items", head, map(_row, flat(result)))
-    files = leave(result, a.out, overwrite=a.overwrite)
+    return {**result, "files": _show(a, result, again=again)}
+
+
+def _show(a: argparse.Namespace, result: ScoreComparison, *, again: bool) -> dict[str, str]:
+    """Show the tables, leave the files unless they are there, and end with the verdict; returns the files."""
+    from ..comparison.run import flat, leave
+
+    head = ("plan", result.unit, "against uniform", "interval", "Holm p", "places", "first")
+    seeds = f"{len(result.seeds)} seed{'s' * (len(result.seeds) > 1)}"
+    for budget in result.budgets:
+        title = f"{result.kind} {budget['budget']:g}, {seeds}, {result.held_out} held-out items, best first"
+        show_table(a, title, head, [_row(r) for r in flat(result) if r["budget"] == budget["budget"]])
+    if again:
+        files = {end: str(Path(a.out, f"comparison.{end}")) for end in ("json", "csv")}
+    else:
+        files = dict(leave(result, a.out, overwrite=a.overwrite))
     ends = [line for line in result.sentences if line.startswith("At ")]
     details = [line for line in result.sentences if line not in ends]
-    say(a, f"Written to {a.out}: {', '.join(sorted(files))}.", *details, f"Verdict: {' '.join(ends)}")
+    done = (
+        f"{a.out} holds this comparison; nothing was measured." if again else f"Written to {a.out}: {', '.join(sorted(files))}."
+    )
+    say(a, done, *details, f"Verdict: {' '.join(ends)}")
     say_next(a, "report", a.out, "-o", f"{a.out}/report.html")
-    return {**result, "files": files}
+    return files
 
 
 def _row(r: dict[str, Any]) -> tuple[str, ...]:
-    against = "-" if r["difference"] is None else f"{r['difference']:+.4f} [{r['low']:+.4f}, {r['high']:+.4f}]"
-    holm = "-" if r["holm"] is None else f"{r['holm']:.3f}"
-    places = f"{r['rank_low']:.0f}-{r['rank_high']:.0f}"
-    return f"{r['budget']:g}", str(r["place"]), r["name"], f"{r['mean']:.4f}", against, holm, places, f"{r['first']:.0%}"
+    places, first = f"{r['rank_low']:.0f}-{r['rank_high']:.0f}", f"{r['first']:.0%}"
+    if r["difference"] is None:
+        return r["name"], f"{r['mean']:.4f}", "-", "-", "-", places, first
+    interval, holm = f"[{r['low']:+.4f}, {r['high']:+.4f}]", "-" if r["holm"] is None else f"{r['holm']:.3f}"
+    return r["name"], f"{r['mean']:.4f}", f"{r['difference']:+.4f}", interval, holm, places, first
 
 
 def _expect(a: argparse.Namespace, bench: Any, kind: str, names: Sequence[str], rules: Sequence[str], controls: bool) -> None:
     """Say what the cells of a comparison on text will cost; trainings are said by the number of plans alone."""
-    from ..comparison.run import ALIASES
+    from ..comparison.names import ALIASES, is_file
     from ..doctor.cost import Text, comparing
 
-    count = len(getattr(a, kind)) * len(a.seeds)
-    what = f"{kind} by {', '.join(names)} under {', '.join(rules)}, {count} budgets and seeds"
+    budgets, seeds = len(getattr(a, kind)), len(a.seeds)
+    count = budgets * seeds
+    size = f"{budgets} budget{'s' * (budgets > 1)} x {seeds} seed{'s' * (seeds > 1)}"
+    what = f"{kind} by {', '.join(names)} under {', '.join(rules)}, {size}"
     if kind in ("ranks", "experts"):
         expect(a, f"{what}, {len(bench.task.train)} rows to train on each")
         return
     text = Text(samples=bench.samples, length=bench.length, batch=bench.batch_size)
     held = Text(samples=bench.windows.samples, length=bench.windows.length, batch=bench.batch_size)
     plans = count * (1 + len(names) * len(rules) * (2 if controls else 1))  # uniform and controls too
-    scores = [ALIASES.get(name, name) for name in names]
+    scores = [ALIASES.get(name, name) for name in names if not is_file(name)]
     expect(a, what, bench.model, comparing(text, held, scores, bench.method, seeds=len(a.seeds), plans=plans))
 
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from ..errors import LayerbudgetError
+
 if TYPE_CHECKING:
     from ..doctor.cost import Part, Text
 
@@ -56,9 +58,6 @@ def show_table(
         return
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
-    for name in head:
-        table.add_column(name, no_wrap=name in ("block", "plan"))  # cut names would all look alike
     rows = rows if isinstance(rows, Sequence) else list(rows)
     most = most_rows(a)
     left_out = len(rows) - most
@@ -67,8 +66,14 @@ def show_table(
         left_out = len(rows) - len(shown)
         told = f"... {left_out:,} more" + ("" if most == ROWS else ": --table")
         shown.insert(most // 2, (told, *[""] * (len(head) - 1)))
-    for row in shown:
-        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else f"{v:,}" if isinstance(v, int) else str(v) for v in row))
+    texts = [[f"{v:.4g}" if isinstance(v, float) else f"{v:,}" if isinstance(v, int) else str(v) for v in row] for row in shown]
+    table = Table(title=title, title_justify="left")
+    for place, name in enumerate(head):
+        whole = name == "block"  # these are names of one word; all others may be broken between words, and never inside one
+        words = [word for text in (name, *(row[place] for row in texts)) for word in ([text] if whole else text.split())]
+        table.add_column(name, no_wrap=whole, min_width=max(map(len, words), default=1))
+    for row in texts:
+        table.add_row(*row)
     a.console.print(table)
 
 
@@ -141,13 +146,19 @@ class DryRun(Exception):
 
 @contextlib.contextmanager
 def nothing_written(a: argparse.Namespace) -> Iterator[None]:
-    """Remove what a dry run has begun to write: folders for parts, which are made before the work."""
-    paths = [Path(path) for name in ("out", "resume") if (path := getattr(a, name, None))] if a.dry_run else []
+    """Remove what a dry run has begun to write, and empty folders of a run that was refused: both are made before the work."""
+    paths = [Path(path) for name in ("out", "resume") if (path := getattr(a, name, None))]
     new = [path for path in paths if not path.exists()]
     try:
         yield
-    finally:
+    except LayerbudgetError:
         for path in new:
+            for folder in [*sorted((p for p in path.rglob("*") if p.is_dir()), reverse=True), path]:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+        raise
+    finally:
+        for path in new if a.dry_run else ():
             if path.is_dir():
                 shutil.rmtree(path)
 

@@ -13,7 +13,7 @@ from ..errors import InvalidInput, LayerbudgetError
 from ..kinds import KINDS
 from ..plan import Plan
 from ..planning.rule import shuffled
-from ..records import digest
+from ..records import Block, digest
 from ..scores import Scores
 
 UNIFORM = "uniform"
@@ -24,8 +24,8 @@ _BOUNDS = ("max_sparsity", "min_sparsity", "max_rank", "min_rank", "multiple", "
 class Entry:
     """One plan of a comparison, at one budget and seed.
 
-    Its name is ``rule(score)``, ``rule(score, permuted)``, or the rule alone where it ignores the score, which is None then;
-    ``control`` is ``""``, ``uniform`` or ``permuted``.
+    Its name is ``rule(score)``, ``rule(score, permuted)``, or the rule alone where it ignores the score, which is None then. A
+    plan that was given has its own name. ``control`` is ``""``, ``uniform`` or ``permuted``.
     """
 
     name: str
@@ -37,7 +37,8 @@ class Entry:
     @property
     def decision(self) -> str:
         """Digest of what the model gets; equal decisions are measured once, whoever made them."""
-        return digest({"kind": self.plan.kind, "blocks": [(b.name, b.count) for b in self.plan.blocks]})
+        held = {"kind": self.plan.kind, "blocks": [(b.name, b.count) for b in self.plan.blocks]}
+        return digest({**held, "rows": self.plan.rows.digest} if self.plan.rows else held)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ def moved(scores: Scores, order: np.ndarray) -> Scores:
     return dataclasses.replace(scores, **tables, extra={})
 
 
-def planned(kind: str, scores: Scores, rule: str | Any, budget: float, options: Mapping[str, Any]) -> Plan:
+def planned(kind: str, scores: Scores | Sequence[Block], rule: str | Any, budget: float, options: Mapping[str, Any]) -> Plan:
     """One plan through the kind's own door; options that this rule does not read are left to those that do."""
     what = KINDS.find(kind)
     value = int(budget) if what.budget == "total" else budget
@@ -85,6 +86,46 @@ def ignores(kind: str, scores: Scores, rule: str | Any, budget: float, options: 
     return bool((first.counts == second.counts).all()) and len(set(scores.values().tolist())) > 1
 
 
+def misfit(plan: Plan, uniform: Plan) -> str:
+    """Why a plan cannot stand beside uniform; empty where both spend the same."""
+    (spends, unit), (asked, theirs) = ((p.budget["spent"], p.budget["unit"]) for p in (plan, uniform))
+    if unit == theirs and abs(spends - asked) <= 1e-3 * asked:
+        return ""
+    return f"It spends {spends:,.10g} {unit}; uniform spends {asked:,.10g} {theirs}."
+
+
+def check_request(
+    kind: str,
+    blocks: Sequence[Block],
+    rules: Sequence[str | Any],
+    budgets: Sequence[float],
+    options: Mapping[str, Any] | None = None,
+    plans: Mapping[str, Plan] | None = None,
+) -> None:
+    """Refuse rules that do not exist, options that none of them reads, and budgets that nothing meets, before any work."""
+    options = dict(options or {})
+    try:
+        chosen = [find_rule(kind, r) for r in rules]
+    except InvalidInput as error:
+        if kind != "sparsity" or "directional" not in rules:
+            raise
+        raise InvalidInput(
+            "The rule directional measures the model and reads no score.",
+            "A comparison takes its plan as a file.",
+            "Make it by layerbudget plan sparsity MODEL -o plan.json, and name plan.json under --scores.",
+        ) from error
+    for name in options:
+        if name not in _BOUNDS and not any(name in r.options for r in chosen):
+            raise InvalidInput(
+                f"No rule here reads {name}.", f"The rules are {', '.join(r.name for r in chosen)}.", "Leave it out."
+            )
+    uniform = [planned(kind, blocks, UNIFORM, budget, options) for budget in budgets]
+    for name, plan in (plans or {}).items():
+        problems = [problem for each in uniform if (problem := misfit(plan, each))]
+        if len(problems) == len(budgets):
+            raise InvalidInput(f"The plan {name} fits no budget here.", problems[0], "Plans are compared at the same budget.")
+
+
 def make_grid(
     kind: str,
     scores: Mapping[str, Scores],
@@ -94,19 +135,19 @@ def make_grid(
     seed: int = 0,
     controls: bool = True,
     options: Mapping[str, Any] | None = None,
+    blocks: Sequence[Block] = (),
+    plans: Mapping[str, Plan] | None = None,
 ) -> Grid:
     """Return every score under every rule at one budget, in the unit of the kind's door.
 
     A control of every pair that reads its score is the rule's own, or the rule on permuted scores. A rule gets those of the
-    ``options`` that it reads; one that no rule reads is refused.
+    ``options`` that it reads; one that no rule reads is refused. ``plans`` come as they are, where they spend what uniform
+    spends; the ``blocks`` are needed where there is no score.
     """
+    blocks = blocks or next(iter(scores.values())).blocks
+    check_request(kind, blocks, rules, [budget], options)
     chosen, options = [find_rule(kind, r) for r in rules], dict(options or {})
-    for name in options:
-        if name not in _BOUNDS and not any(name in r.options for r in chosen):
-            raise InvalidInput(
-                f"No rule here reads {name}.", f"The rules are {', '.join(r.name for r in chosen)}.", "Leave it out."
-            )
-    uniform = planned(kind, next(iter(scores.values())), UNIFORM, budget, options)
+    uniform = planned(kind, blocks, UNIFORM, budget, options)
     entries = {UNIFORM: Entry(name=UNIFORM, rule=UNIFORM, score=None, control=UNIFORM, plan=uniform)}
     impossible: dict[str, str] = {}
     ignoring: list[str] = []
@@ -133,6 +174,11 @@ def make_grid(
                 add(f"{rule.name}({score}, permuted)", score, control, "permuted")
             except LayerbudgetError as error:
                 impossible[f"{rule.name}({score})"] = str(error)
-    if len(entries) == 1 and impossible:
+    for name, plan in (plans or {}).items():
+        if problem := misfit(plan, uniform):
+            impossible[name] = problem
+        else:
+            entries[name] = Entry(name=name, rule=plan.rule, score=None, control="", plan=plan)
+    if len(entries) == 1 and impossible and not plans:
         raise InvalidInput(f"No score makes a plan under any rule: {next(iter(impossible.values()))}", "", "Choose others.")
     return Grid(entries=tuple(entries.values()), ignoring=tuple(ignoring), impossible=impossible)

@@ -14,27 +14,20 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InvalidInput, NotFound
+from ..errors import InvalidInput
 from ..evaluation.statistics import corrected, difference, holm, ranking
 from ..models.machine import versions
-from ..planning.rule import find_rule
+from ..plan import Plan
 from ..progress import Progress, Steps
-from ..records import Result, digest, dumps, made_by, write_text
+from ..records import Result, digest, dumps, made_by, to_jsonable, write_text
 from ..scores import Scores
 from ..sensitivity.estimators import ESTIMATORS
 from ..sensitivity.gain import score
-from ..sensitivity.importing import import_scores
 from ..storage.parts import Cells
 from .bench import Bench, counted
-from .grid import UNIFORM, Grid, make_grid
+from .grid import UNIFORM, Grid, check_request, make_grid
+from .names import METHODS, Given, by_name, read_given
 
-ALIASES: Mapping[str, str] = {
-    "gain": "fisher-gram",
-    "owl": "outlier-ratio",
-    "alphapruning": "spectral-tail",
-    "gradient": "gradient-norm",
-    "shortgpt": "block-influence",
-}
 _COST = ("forward", "backward", "seconds")
 _FREE = dict.fromkeys(_COST, 0.0)
 
@@ -64,16 +57,12 @@ class ScoreComparison(Result):
     complete: bool = False
 
 
-def _scored(
-    bench: Bench, cells: Cells, name: str, given: str | Scores | Mapping[str, float], seed: int
-) -> tuple[Scores, Mapping[str, float]] | None:
+def _scored(bench: Bench, cells: Cells, name: str, given: Given, seed: int) -> tuple[Scores, Mapping[str, float]] | None:
     """A score record of one seed and what it cost; ``None`` where the cell is left to another part."""
     if isinstance(given, Scores):
         return given, _FREE
     if isinstance(given, Mapping):
         return Scores.from_values(bench.blocks, given, estimator=name), _FREE
-    if Path(given).suffix in (".csv", ".json"):
-        return import_scores(given, bench.blocks, estimator=name), _FREE
     data = bench.data(seed) if ESTIMATORS.find(given).data else None
 
     def make() -> dict[str, Any]:
@@ -83,24 +72,29 @@ def _scored(
         return {"scores": record.to_dict(), **passes, "seconds": time.monotonic() - started}
 
     key = {"score": given, "options": {}, **bench.identity, "data": None if data is None else data.digest}
+    if (file := Path(given.rpartition(":")[0])).suffix == ".py":  # a function that was changed is measured again
+        key["file"] = digest(file.read_text(encoding="utf-8"))
     cell = cells.get({"what": "score", **key}, make)
     return None if cell is None else (Scores.from_dict(cell["scores"]), {k: cell[k] for k in _COST})
 
 
-def _check_names(kind: str, named: Mapping[str, Any], rules: Sequence[str | Callable[..., Any]]) -> None:
-    """Refuse scores and rules that do not exist, before the first of them is measured."""
-    for given in named.values():
-        if isinstance(given, str) and Path(given).suffix not in (".csv", ".json"):
-            ESTIMATORS.find(given)
-        elif isinstance(given, str) and not Path(given).is_file():
-            raise NotFound(f"There is no file {given}.", "", "Name an estimator, or a file of scores.")
-    for rule in rules:
-        find_rule(kind, rule)
+def check_all(
+    bench: Bench,
+    kind: str,
+    named: Mapping[str, Given],
+    rules: Sequence[str | Callable[..., Any]],
+    budgets: Sequence[float],
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, Given | Plan]:
+    """Return the scores with their files read, once all that can be refused before any work was checked."""
+    read = read_given(bench, kind, named)
+    check_request(kind, bench.blocks, rules, budgets, options, {n: p for n, p in read.items() if isinstance(p, Plan)})
+    return read
 
 
 def compare_scores(
     bench: Bench,
-    scores: Mapping[str, str | Scores | Mapping[str, float]] | Sequence[str],
+    scores: Mapping[str, Given] | Sequence[str],
     rules: Sequence[str | Callable[..., Any]],
     budgets: Sequence[float],
     *,
@@ -110,13 +104,15 @@ def compare_scores(
     options: Mapping[str, Any] | None = None,
     folder: Path | str | None = None,
     part: tuple[int, int] = (1, 1),
+    again: bool = False,
     progress: Progress | None = None,
 ) -> ScoreComparison:
     """Measure every score under every rule, beside uniform and permuted controls.
 
     Args:
         bench: A :class:`~layerbudget.comparison.bench.TextBench` or :class:`~layerbudget.comparison.bench.TaskBench`.
-        scores: By the name that they go by: estimators, files (.csv, .json), records or ``{block: value}``; or names alone.
+        scores: By the name that they go by: estimators, files (.csv, .json), records or ``{block: value}``; or a list of names
+            and files, see :func:`~layerbudget.comparison.names.by_name`. A file of a plan is measured as it is.
         rules: Names of rules, or functions of one's own.
         budgets: In the unit of the kind: global sparsities, mean ranks, totals of experts.
         kind: Kind of plan.
@@ -125,17 +121,23 @@ def compare_scores(
         options: Bounds of the plans and options of rules.
         folder: Keep finished cells here; a run that was stopped goes on.
         part: ``(i, n)``: measure every n-th missing cell only, so that n processes share the folder.
+        again: Measure nothing: the result of a finished run, from the cells in the folder.
         progress: Called with cells done and in total.
 
-    Tests against uniform and against the permuted control are Holm-corrected over the contenders of a budget.
+    Tests against uniform and against the permuted control are Holm-corrected over the contenders of a budget: p-values and
+    intervals become wider the more rows there are.
+
+    Raises:
+        AlreadyExists: ``again``, and a cell is not there.
     """
-    named = scores if isinstance(scores, Mapping) else {s: ALIASES.get(s, s) for s in scores}
-    named = {Path(n).stem if isinstance(v, str) and Path(v).suffix else n: v for n, v in named.items()}
+    named = scores if isinstance(scores, Mapping) else by_name(scores)
     for what, values in (("score", named), ("rule", rules), ("budget", budgets), ("seed", seeds)):
         if not len(values):
             raise InvalidInput(f"There is no {what} to compare.", "At least one is needed.", f"Name a {what}.")
-    _check_names(kind, named, rules)
-    cells = Cells(None if folder is None else Path(folder) / "cells", part)
+    read = check_all(bench, kind, named, rules, budgets, options)
+    plans = {name: given for name, given in read.items() if isinstance(given, Plan)}
+    measured = {name: given for name, given in read.items() if not isinstance(given, Plan)}
+    cells = Cells(None if folder is None else Path(folder) / "cells", part, complete=again)
     settings = {
         "scores": {n: Path(v).name if isinstance(v, str) else "given" for n, v in named.items()},
         "budgets": list(budgets),
@@ -146,9 +148,9 @@ def compare_scores(
     }
     result = ScoreComparison(kind=kind, unit=bench.unit, seeds=list(seeds), settings=settings, versions=versions())
     records: dict[int, dict[str, Scores]] = {seed: {} for seed in seeds}
-    spent: dict[str, list[Mapping[str, float]]] = {name: [] for name in named}
-    tick = Steps(progress, len(seeds) * len(named), "scores")
-    for seed, (name, given) in itertools.product(seeds, named.items()):
+    spent: dict[str, list[Mapping[str, float]]] = {name: [] for name in measured}
+    tick = Steps(progress, len(seeds) * len(measured), "scores")
+    for seed, (name, given) in itertools.product(seeds, measured.items()):
         found = _scored(bench, cells, name, given, seed)
         tick()
         if found is not None:
@@ -156,7 +158,7 @@ def compare_scores(
             spent[name].append(found[1])
     if cells.missing:
         return _unfinished(result, cells)
-    made = functools.partial(make_grid, kind, controls=controls, options=options)
+    made = functools.partial(make_grid, kind, controls=controls, options=options, blocks=bench.blocks, plans=plans)
     grids = {b: {seed: made(records[seed], rules, b, seed=seed) for seed in seeds} for b in budgets}
     total = sum(len(grid.entries) for by_seed in grids.values() for grid in by_seed.values())
     tables = _measured(bench, cells, grids, Steps(progress, total, "plans"))
@@ -256,7 +258,8 @@ def _sentences(result: ScoreComparison) -> list[str]:
             for r in b["rows"]
             if r["versus_permuted"] and r["versus_permuted"]["holm"] < 0.05 and r["versus_permuted"]["difference"] < 0
         ]
-        lines.append(f"Better than the same rule on permuted scores: {', '.join(matter) or 'none'}.")
+        if any(r["versus_permuted"] for r in b["rows"]):
+            lines.append(f"Better than the same rule on permuted scores: {', '.join(matter) or 'none'}.")
         best = b["rows"][0]
         lines.append(
             f"First is {best['name']} (in {best['first']:.0%} of the resamples; place {best['rank_low']:.0f} to "
@@ -268,6 +271,13 @@ def _sentences(result: ScoreComparison) -> list[str]:
         lines += [f"No plan: {name}: {reason}" for name, reason in b["impossible"].items()]
         if not b["equal_budget"]:
             lines.append(f"The plans do not spend the same: {b['spent'][0]:g} to {b['spent'][1]:g}.")
+    scores, rules = result.settings["scores"], result.settings["rules"]
+    for name, called in METHODS.items():
+        if name in scores and name not in rules:
+            each, every = " and ".join(f"{rule}({name})" for rule in rules), ",".join([*rules, name])
+            lines.append(f"{each} takes the score of {called} under another rule. {called} itself needs --rules {every}.")
+    if max(len(b["rows"]) for b in result.budgets) > 2:
+        lines.append("Intervals and p-values are corrected for the number of plans, so they change with the rows of the table.")
     if len(result.seeds) == 1:
         lines.append("One seed: the error counts held-out items only, not the draw of the calibration text.")
     free = [n for n, c in result.cost.items() if not c["forward"]]
@@ -307,6 +317,12 @@ def to_csv(result: ScoreComparison) -> str:
     table.writeheader()
     table.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
     return text.getvalue()
+
+
+def holds(result: ScoreComparison, record: Mapping[str, Any]) -> bool:
+    """Return whether the content of a ``comparison.json`` is this comparison."""
+    parts = ("kind", "seeds", "settings", "budgets")
+    return digest({n: to_jsonable(result[n]) for n in parts}) == digest({n: record.get(n) for n in parts})
 
 
 def leave(result: ScoreComparison, out: Path | str, *, overwrite: bool = False) -> Mapping[str, str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..canonical import digest, to_jsonable
-from ..errors import CorruptFile, InvalidInput, ModelMismatch
+from ..errors import AlreadyExists, CorruptFile, InvalidInput, ModelMismatch
 from . import folders, reading
 from .writing import check_writable, new_file, real, sweep, whole, write_text
 
@@ -149,13 +149,14 @@ class Cells:
     """The cells of a grid, each measured by one of several processes and found by all of them.
 
     They are kept in a folder, with ``None`` in memory. The process of ``part`` ``(i, n)`` measures every n-th cell, beginning
-    with the i-th (from 1). ``made`` counts cells that were measured here, ``kept`` those that were found.
+    with the i-th (from 1). ``made`` counts cells that were measured here, ``kept`` those that were found. Where they are said
+    to be ``complete``, none is measured.
     """
 
-    def __init__(self, folder: Path | str | None, part: tuple[int, int] = (1, 1)) -> None:
+    def __init__(self, folder: Path | str | None, part: tuple[int, int] = (1, 1), *, complete: bool = False) -> None:
         if not 1 <= part[0] <= part[1]:
             raise InvalidInput(f"The part is {part[0]}/{part[1]}.", "It is I/N with 1 <= I <= N.", "Write for example 1/4.")
-        self.part, self.made, self.kept = part, 0, 0
+        self.part, self.made, self.kept, self._complete = part, 0, 0, complete
         self._parts = Parts(folder, "cells", shared=True)
         self._turns: dict[str, int] = {}  # of keys that were missing when they were asked for first
         self._left: set[str] = set()
@@ -169,6 +170,8 @@ class Cells:
             self._memory[name] = json.loads(file.read_text(encoding="utf-8"))
         if name in self._memory:
             self.kept += 1
+        elif self._complete:
+            raise AlreadyExists("The finished run has no such cell.", "", "Choose another folder.")
         elif self._turns.setdefault(name, len(self._turns)) % self.part[1] != self.part[0] - 1:
             self._left.add(name)
             return None
