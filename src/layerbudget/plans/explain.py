@@ -113,7 +113,10 @@ def _on_types(plan: Plan, kinds: Sequence[str]) -> str:
     if len(names) == 1:
         return f"Every one has {names[0]}."
     ends = {names[0], names[-1]}
-    told = [f"{many[kind]} have {kind}{f' (one is {first[kind]})' if kind in ends else ''}" for kind in names]
+    told = []
+    for kind in names:
+        one = f" ({'' if many[kind] == 1 else 'one is '}{first[kind]})" if kind in ends else ""
+        told.append(f"{many[kind]} {'has' if many[kind] == 1 else 'have'} {kind}{one}")
     return f"From the largest format to the smallest: {', '.join(told)}."
 
 
