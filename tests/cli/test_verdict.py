@@ -134,6 +134,9 @@ def test_a_plan_of_ranks_that_is_advised_against_is_followed_by_uniform(tmp_path
             told += capsys.readouterr().out.splitlines()[-2:]
             words = shlex.split(told[-1])[2:]
         assert ("take uniform" in told[0], len(told)) == (uniform, 4 if uniform else 2)
+        assert main(["explain", "p.json"]) == 0
+        explained = capsys.readouterr().out.splitlines()
+        assert explained[-1] == told[0] and sum("than uniform ranks" in line for line in explained) == (noise < 0.9)
         assert "finetune" in words and ("this is uniform" in told[-2]) == uniform
         Path("uniform.json").unlink(missing_ok=True)
 

@@ -22,7 +22,9 @@ def test_the_rows_are_sums_of_the_increments_that_the_plans_take():
     rng = np.random.default_rng(0)
     rows = np.sort(rng.gamma(0.5, size=(5, 48)))[:, ::-1]
     floor = 0.3 * rows
-    found = rank_table(scores_of(rows, floor), 5000)
+    assert [row["rank"] for row in rank_table(scores_of(rows, floor), 5000)["rows"]] == [1, 2, 4, 8, 16, 32]
+    assert [row["rank"] for row in rank_table(scores_of(rows[:, :16]), 5000)["rows"]] == [1, 2, 4, 8, 16]
+    found = rank_table(scores_of(rows, floor), 5000, ranks=(1, 2, 4, 8, 16, 32, 64))
     assert [row["rank"] for row in found["rows"]] == [1, 2, 4, 8, 16, 32]
     assert list(found["left_out"]) == [64] and "more than the 48 ranks" in found["left_out"][64]
     for row in found["rows"]:

@@ -94,12 +94,13 @@ def run_plan(a: argparse.Namespace) -> dict[str, Any]:
             show_plan(a, part)
         if not a.table and "damage" in result.matrices[0]:
             say(a, "Why a matrix has its format: --table shows its damage, and what the next format would change.")
-    say(a, *result["sentences"])
+    ends = verdict(plan)
+    say(a, *(s for s in result["sentences"] if s[1:].rstrip(".") not in ends))  # what the verdict says is said once
     if result.matrices and (beside := standing(plan)):
         show_table(a, *beside)
     if plan.kind == "ranks" and scores is not None and "increments" in scores.extra:
         told["ranks"] = _how_much_rank(a, plan, scores, result)
-    say(a, verdict(plan))
+    say(a, ends)
     return told
 
 

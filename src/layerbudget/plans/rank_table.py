@@ -14,7 +14,6 @@ from ..records import Result
 from ..scores import Scores
 from .verdict import MOSTLY_NOISE, beside_uniform
 
-RANKS = (1, 2, 4, 8, 16, 32, 64)
 _ENOUGH = 0.05  # of the gain above its floor: what the next row must add
 _TERMS = ("min_rank", "max_rank", "multiple", "fixed", "damping")  # of a plan by-rank
 
@@ -41,7 +40,7 @@ def terms_of(plan: Plan) -> dict[str, Any]:
 
 
 def rank_table(
-    scores: Scores, tokens: int, *, ranks: Sequence[int] = RANKS, damping: float | None = None, **terms: Any
+    scores: Scores, tokens: int, *, ranks: Sequence[int] | None = None, damping: float | None = None, **terms: Any
 ) -> RankTable:
     """Expected gain of every mean rank on the scored text, before anything is trained.
 
@@ -51,7 +50,8 @@ def rank_table(
     Args:
         scores: Scores of ``rank-gain``.
         tokens: Completion tokens of the training rows: those that the loss counts.
-        ranks: Mean ranks to look at; those that no plan reaches are left out, and it is said why.
+        ranks: Mean ranks to look at, by default 1, 2, 4, ... up to the ranks that were measured; those that no plan reaches
+            are left out, and it is said why.
         damping: Which row of the scores.
         **terms: ``min_rank``, ``max_rank``, ``multiple``, ``fixed`` of the plans, see :func:`terms_of`.
 
@@ -60,7 +60,8 @@ def rank_table(
     """
     if tokens < 1:
         raise InvalidInput(f"tokens is {tokens}.", "At least one is learned.", "Give the completion tokens of the rows.")
-    increments_of(scores, damping)
+    most = max(map(len, increments_of(scores, damping)), default=0)
+    ranks = [2**n for n in range(most.bit_length())] if ranks is None else ranks
     own: dict[str, Any] = {**terms, **({} if damping is None else {"damping": damping})}
     price, rows, left_out = rank_parameters(scores.blocks), list[dict[str, Any]](), dict[int, str]()
     for rank in sorted(ranks):
