@@ -109,7 +109,7 @@ def _shrink(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     from ..decisions.shapes.program import layers_differ
     from ..decisions.shapes.save import check_exportable, check_gguf, save_gguf, save_smaller
     from ..decisions.sparsity.save import check_room
-    from ..doctor.cost import treating
+    from ..doctor.cost import Part, treating
     from ..execution.processes import is_main
     from ..report.page import runtime_box
 
@@ -123,7 +123,8 @@ def _shrink(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     model, tokenizer, data = load(a)
     check_room(model, a.out, plan=plan)
     check(model, plan)
-    expect(a, words_of("smaller shapes", data), model, treating("sparsegpt", text_of(data, a)))
+    text = text_of(data, a)
+    expect(a, words_of("smaller shapes", data), model, [*treating("sparsegpt", text), Part("refit", text, times=0.5)])
     before = sum(p.numel() for p in model.parameters())
     with progress_bar(a, "remove heads and widths, layers") as progress:
         done = dict(apply_shapes(model, plan, data, batch_size=batch_of(a, model, data), progress=progress))

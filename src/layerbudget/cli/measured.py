@@ -181,7 +181,7 @@ def add_shapes(kinds: Any, handler: Any) -> argparse.ArgumentParser:
 def plan_shapes(a: argparse.Namespace) -> Plan:
     """Return the plan of heads, widths and layers by the damage to a model, written."""
     from ..decisions.shapes.plan import plan_shapes
-    from ..doctor.cost import Part
+    from ..doctor.cost import shaping
 
     _begin(a)
     own, parts = options_for(a, plan_shapes), tuple(k.strip() for k in a.parts.split(","))
@@ -189,7 +189,7 @@ def plan_shapes(a: argparse.Namespace) -> Plan:
     if unread in own:
         raise InvalidInput(f"{unread} has no meaning for --parts {a.parts}.", "It would be ignored.", "Leave it out.")
     model, _, data = load(a)
-    expect(a, words_of("heads and widths", data), model, [Part("directional", text_of(data, a), a.passes)])
+    expect(a, words_of("heads and widths", data), model, shaping(text_of(data, a), a.passes))
     with progress_bar(a, "measuring heads and widths, passes") as progress:
         own |= {"kinds": parts, "batch_size": batch_of(a, model, data), "progress": progress}
         plan = plan_shapes(model, data, a.save, **own)

@@ -173,6 +173,7 @@ WORK: dict[str, Work] = SCORES | {
     "forward": Work(),
     "round": Work(solve=_numel(_ROUND)),
     "ggml": Work(0.0, solve=_numel(_GGML)),
+    "refit": Work(0.0, solve=_numel(0.0, 80.0)),  # four folds of the text, seven numbers of units
     "train": Work(3.0, "model"),
     "directional": Work(
         20.0, "layer", 1, lambda shape, text: 6.0 * shape.numel + 4.0 * text.tokens * shape.vocabulary, _numel(20 * _MASK)
@@ -209,6 +210,11 @@ def choosing(text: Text, check: Text | None, *, draws: int = 4, ggml: bool = Fal
     return [Part("directional", text, 1.0 + 2.0 * draws), *whole, *searched]
 
 
+def shaping(text: Text, passes: float) -> list[Part]:
+    """Parts of ``plan shapes``: its forwards and backwards, and at every point the refits of what stays."""
+    return [Part("directional", text, passes), Part("refit", text, times=max(1.0, passes / 7.0))]
+
+
 def training(text: Text, epochs: float, seeds: int, held_out: int) -> list[Part]:
     """Parts of ``finetune``: every row once per epoch, held-out rows after each seed."""
     judged = Part("forward", dataclasses.replace(text, samples=held_out), times=seeds)
@@ -237,7 +243,7 @@ def long_verbs(*, samples: int | None = None, length: int = 256, batch: int = 8,
         return Text(samples=samples or own, length=length, batch=batch)
 
     verbs = {f"score {name}": scoring(name, text(128)) for name in SCORES}
-    verbs |= {"plan sparsity": [Part("directional", text(16))], "plan shapes": [Part("directional", text(16), 46.0)]}
+    verbs |= {"plan sparsity": [Part("directional", text(16))], "plan shapes": shaping(text(16), 46.0)}
     verbs |= {"plan bits": choosing(text(32), text(16))}
     verbs |= {f"apply, {method}": treating(method, text(128)) for method in ("wanda", "sparsegpt", "rtn", "gptq")}
     verbs |= {"finetune": training(text(128), 1.0, 1, 0), "evaluate": [Part("forward", text(96))]}

@@ -190,7 +190,7 @@ def test_refusals():
     for budget, options, error, match in (
         ("90% flops", {}, InfeasibleBudget, "save at most"),
         ("10% flops", {"multiple": 0}, InvalidInput, "multiple is 0"),
-        ("20% flops", {"passes": 3}, InvalidInput, "With draws=. and strides=. .* forward equivalents are needed.*--passes"),
+        ("20% flops", {"passes": 3}, InvalidInput, "With draws=. and strides=., .* forward equivalents are needed.*--passes"),
         ("20% flops", {"depth": -1}, InvalidInput, "depth is 0 or more"),
     ):
         with pytest.raises(error, match=match):

@@ -237,7 +237,7 @@ def _check(draws: int, strides: int, trust: float, depth: int, passes: float, la
         )
     raise InvalidInput(
         f"{passes:g} forward equivalents are too few.",
-        f"With draws={draws} and strides={strides} {least:g} forward equivalents are needed, {last:g} of them for the end.",
+        f"With draws={draws} and strides={strides}, {least:g} forward equivalents are needed, {last:g} of them for the end.",
         f"Give more (--passes {least:g}; {PASSES:g} is usual), or take fewer draws or strides (--set strides=1).",
     )
 
