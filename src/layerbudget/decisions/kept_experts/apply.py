@@ -58,7 +58,7 @@ def keep_experts(model: nn.Module, plan: Plan) -> ExpertReceipt:
         **{name: {"before": before[name], "after": after[name]} for name in before},
         layers=layers,
         even=even,
-        loads="transformers, and what reads its checkpoints" if even else "layerbudget.load_model",
+        loads="transformers, and by what reads its checkpoints (vLLM, ...)" if even else "layerbudget.load_model",
     )
 
 
