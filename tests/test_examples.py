@@ -59,7 +59,7 @@ def test_the_notebook_stores_what_it_prints_and_a_figure_for_every_step(monkeypa
 
     assert printed(book) == printed(again) and "uniform has" in str(printed(book))
     drawn = sum("image/png" in o.get("data", ()) for cell in book["cells"] for o in cell.get("outputs", ()))
-    assert drawn == sum("draw(" in "".join(cell["source"]) for cell in book["cells"]) == 6
+    assert drawn == sum("draw(" in "".join(cell["source"]) for cell in book["cells"]) == 8
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

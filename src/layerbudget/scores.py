@@ -110,10 +110,11 @@ class Scores(BlockRecord):
             s = s.max() - s
         s = np.maximum(s, 0.0)
         if not s.sum() > 0:
+            remedy = "Use more samples, another damping or another estimator."
+            if "file" in self.extra or self.estimator == "imported":
+                remedy = "Add a constant to all, or use --rule owl, which reads only how scores differ."
             raise DegenerateScores(
-                f"All {len(s)} scores of {self.estimator} are zero or negative.",
-                "At least one must be positive.",
-                "Use more samples, another damping or another estimator.",
+                f"All {len(s)} scores of {self.estimator} are zero or negative.", "At least one must be positive.", remedy
             )
         s = s / s.max()
         s = s + smoothing * s.mean()

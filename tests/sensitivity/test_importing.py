@@ -105,3 +105,18 @@ def test_numbers_of_layers_are_names(tmp_path, capsys):
     words = ["score", str(tmp_path / "model"), "--import", str(tmp_path / "a.csv"), "-o", str(tmp_path / "s.json"), "--json"]
     assert main(words) == 0
     assert json.loads(capsys.readouterr().out)["gain"] == [[i + 0.5 for i in range(len(blocks))]]
+
+
+def test_scores_without_a_positive_number_are_sent_to_a_rule_that_reads_differences(tmp_path, capsys):
+    model, scores, out = zoo.mistral(), str(tmp_path / "s.json"), str(tmp_path / "plan.json")
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "a.csv").write_text("layer,score\n" + "".join(f"{i},{-i - 1}\n" for i in range(len(partition(model)))))
+    assert main(["score", str(tmp_path / "model"), "--import", str(tmp_path / "a.csv"), "-o", scores]) == 0
+    assert "No score is above zero" in (said := capsys.readouterr().out) and said.rstrip().endswith("--rule owl -o plan.json")
+    assert main(["plan", "sparsity", scores, "--sparsity", "60%", "-o", out]) == 2
+    assert "--rule owl" in (said := capsys.readouterr().err) and "more samples" not in said
+    assert main(["plan", "sparsity", scores, "--sparsity", "60%", "--rule", "owl", "-o", out, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["hyperparameters"]["sparsity"] == 0.6
+    with pytest.raises(SystemExit):
+        main(["plan", "sparsity", scores, "--sparsity", "much"])
+    assert "Did you mean" not in capsys.readouterr().err

@@ -239,3 +239,60 @@ def test_weights_of_four_hundred_decades_are_solved(rng):
         q = 10.0 ** rng.uniform(-200, 200, k)
         s = allocate(q, rng.random(k) + 0.1, 3.0 * k * rng.random(), upper=rng.random(k) * 9 + 4, spend="exactly")
         assert s.gap <= 1e-9 and s.kkt_residual <= 1e-9 and abs(s.slack) <= 1e-12 * s.budget
+
+
+def _stated(kind, solution, w, c, constants, units):
+    """The objective as notation.md states it, and its utility or penalty alone."""
+    price, scale = constants
+    if units == "relative":
+        price, scale = price / np.mean(c), scale / np.mean(w)
+    x = solution.value
+    if kind == "capacity":
+        earned = scale * (w * np.log1p(x)).sum()
+        return price * (c * x).sum() - earned, earned
+    hurt = scale * (w * x**2).sum()
+    return price * (c * (1 - x)).sum() + hurt, hurt
+
+
+@pytest.mark.parametrize("units", ["relative", "literal"])
+@pytest.mark.parametrize(
+    ("kind", "budget", "more", "status"),
+    [
+        ("capacity", 6.0, {"spend": "exactly"}, "binding"),
+        ("capacity", 6.0, {"alpha": 0.01}, "binding"),
+        ("capacity", 60.0, {}, None),  # slack, or nobody earns anything
+        ("capacity", 60.0, {"upper": 1.0, "alpha": 0.01}, "saturated"),
+        ("sparsity", 2.0, {"spend": "exactly"}, "binding"),
+        ("sparsity", 2.0, {"bits": 0.01}, "binding"),
+        ("sparsity", 0.5, {"bits": 0.01, "min_sparsity": 0.2}, "slack"),
+        ("sparsity", 0.5, {}, None),
+    ],
+)
+def test_multiplier_and_shadow_price_are_the_slopes_that_the_notation_states(kind, budget, more, status, units):
+    w, c = np.array([0.4, 0.3, 0.2, 0.1]), np.array([1.0, 2.0, 1.0, 1.0])
+    call = {"capacity": allocate, "sparsity": sparsify}[kind]
+    first, second = ("alpha", 0.5), ("gamma", 0.9)
+    if kind == "sparsity":
+        first, second = ("bits", 16.0), ("eta", 2.0)
+    constants = more.get(first[0], first[1]), more.get(*second)
+    step = 1e-5
+    found, up, down = (call(w, c, budget + h, units=units, **more) for h in (0.0, step, -step))
+    assert status is None or found.status == status
+    assert found.gap < 1e-12 and found.kkt_residual < 1e-9
+    (objective, alone), (objective_down, alone_down) = (_stated(kind, s, w, c, constants, units) for s in (up, down))
+    sign = -1 if kind == "capacity" else 1
+    assert (objective - objective_down) / (2 * step) == pytest.approx(sign * found.multiplier, abs=1e-6)
+    assert (alone - alone_down) / (2 * step) == pytest.approx(found.shadow_price, abs=1e-6)
+    assert (found.status == "binding") == (found.shadow_price > 0)
+
+
+def test_no_cap_is_proposed_that_is_refused():
+    for share, said in ((0.8, "Raise max_sparsity to at least 0.8"), (1.5, r"Prune less\.$")):
+        with pytest.raises(InfeasibleBudget, match=said) as found:
+            sparsify([1.0, 2.0], 1.0, sparsity=share)
+        assert share < 1 or "Raise" not in str(found.value)
+
+
+def test_the_example_of_the_notation():
+    s = allocate([0.4, 0.3, 0.2, 0.1], [1, 2, 1, 1], 6, spend="exactly")
+    assert (round(s.multiplier, 4), round(s.shadow_price, 4), round(s.shadow_price / 3.6, 4)) == (-0.0727, 0.3273, 0.0909)

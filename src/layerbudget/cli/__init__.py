@@ -32,7 +32,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         known = options_below(self) | options_below(_common())
-        strange = [w.partition("=")[0] for w in message.split() if w.startswith("--")]
+        strange = [w.partition("=")[0].rstrip(":") for w in message.split() if w.startswith("--")]
         meant = [m for w in strange if w not in known for m in difflib.get_close_matches(w, known, n=1, cutoff=0.75)]
         meant += [words for w in strange if w not in known for own, words in (_INSTEAD.get(w, ("", "")),) if own in known]
         super().error(f"{message}. Did you mean {', '.join(meant)}?" if meant else message)

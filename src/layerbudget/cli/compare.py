@@ -12,7 +12,7 @@ from ..errors import AlreadyExists, InvalidInput
 from ..registry import Option
 from ..storage import reading
 from .display import expect, progress_bar, say, say_next, show_table
-from .options import add, add_out, add_set, add_verb, given, load_model, load_tokenizer, refuse, settings
+from .options import add, add_out, add_set, add_verb, given, load_model, load_tokenizer, refuse, settings, share
 
 if TYPE_CHECKING:
     from ..comparison.run import ScoreComparison
@@ -40,7 +40,7 @@ def register(subparsers: Any) -> None:
     )
     p.add_argument("--rules", help="comma-separated rules of that kind of plan (default: mdl)")
     budget = p.add_mutually_exclusive_group(required=True)
-    budget.add_argument("--sparsity", type=float, nargs="+", help="global sparsities")
+    budget.add_argument("--sparsity", type=share, nargs="+", help="global sparsities")
     budget.add_argument("--ranks", type=float, nargs="+", help="mean ranks of LoRA adapters, trained on --task")
     budget.add_argument("--experts", type=int, nargs="+", help="totals of LoRA experts, trained on --task")
     add(p, "--seeds", help="of the calibration draw or the training (default: 0)")

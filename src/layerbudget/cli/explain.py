@@ -16,7 +16,21 @@ from ..plan import Plan
 from ..records import to_jsonable
 from .display import expect, most_rows, progress_bar, say, say_next, show_table, text_of, words_of
 from .files import need_scores
-from .options import COMMANDS, add, add_data, add_out, add_set, add_verb, batch_of, given, load, options_for, refuse, settings
+from .options import (
+    COMMANDS,
+    add,
+    add_data,
+    add_out,
+    add_set,
+    add_verb,
+    batch_of,
+    given,
+    load,
+    options_for,
+    refuse,
+    settings,
+    share,
+)
 
 _SECONDS = "files: only certify runs a model"
 QUESTIONS = ("plan", "diff", "sweep", "transfer", "certify")
@@ -58,7 +72,7 @@ def register(subparsers: Any) -> None:
     p.add_argument("source", metavar="SOURCE", help="scores.json that the plan is made from")
     p.add_argument("target", metavar="TARGET", help="scores.json of the task that it is used on")
     p.add_argument("--program", choices=("sparsity", "experts"), default="sparsity", help="what is planned (default: sparsity)")
-    p.add_argument("--sparsity", type=float, help="global sparsity of the sparsity program (default: 0.5)")
+    p.add_argument("--sparsity", type=share, help="global sparsity of the sparsity program (default: 0.5)")
     p.add_argument("--budget", help="budget of the experts program (default: 160 experts)")
     add_set(p, "a number of the program: max_sparsity, exponent, damping, smoothing, utility, penalty, ...")
     summary = "which pairs of blocks the gain orders for certain, and whether the loss agrees"

@@ -87,6 +87,15 @@ def add(parser: Any, *names: str, **changes: Any) -> None:
         parser.add_argument(name, **{**SHARED[name], **changes})
 
 
+def share(text: str) -> float:
+    """A share as it is typed: ``0.6`` or ``60%``.
+
+    >>> share("60%")
+    0.6
+    """
+    return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+
+
 def add_out(parser: Any, help: str, **more: Any) -> None:
     """Add ``--out``."""
     parser.add_argument("-o", "--out", help=help, **more)

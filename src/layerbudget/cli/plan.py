@@ -21,7 +21,7 @@ from ..scores import Scores
 from . import fit, kept, measured
 from .display import say, say_next, show_table
 from .files import load_scores, need_scores, read_curves, read_fixed, read_latency
-from .options import COMMANDS, DATA, PLACE, add, add_data, add_out, add_set, add_verb, given, options_for, refuse
+from .options import COMMANDS, DATA, PLACE, add, add_data, add_out, add_set, add_verb, given, options_for, refuse, share
 
 SCORES = "scores.json; or a .csv or .json table of name, score, d_in and d_out; for rules without scores a config.json"
 _SECONDS = "scores: planning from them takes seconds"
@@ -35,8 +35,12 @@ def register(subparsers: Any) -> None:
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     p = add_verb(kinds, "sparsity", run_sparsity, "a sparsity for every layer, matrix or group of rows")
     p.add_argument("source", metavar="MODEL|SCORES", help=f"a model, pruned and measured step by step; or {SCORES}")
-    p.add_argument("--sparsity", type=float, default=0.5, help="pruned share of all weights (default: 0.5)")
-    p.add_argument("--max-sparsity", type=float, help="cap of every block (default: 0.95; from scores 0.7, and room to move)")
+    p.add_argument("--sparsity", type=share, default=0.5, help="pruned share of all weights (default: 0.5)")
+    p.add_argument(
+        "--max-sparsity",
+        type=float,
+        help="cap of every block (default: 0.95; from scores 0.7, or --sparsity + 0.2 if that is more)",
+    )
     measured.add_sparsity(p)
     group = p.add_argument_group("from scores")
     _rule(group, "sparsity")

@@ -52,7 +52,10 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     if not a.json:
         _show(a, scores)
     say(a, f"Written to {path}.", *_sentences(scores))
-    kind = ("ranks", "--mean-rank", "8") if "increments" in scores.extra else ("sparsity", "--sparsity", "0.5")
+    kind: tuple[str, ...] = ("ranks", "--mean-rank", "8") if "increments" in scores.extra else ("sparsity", "--sparsity", "0.5")
+    if a.given and scores.orientation == "gain" and scores.values().max() <= 0:
+        say(a, "No score is above zero, which the default rule needs. Add a constant to all, or plan by how they differ:")
+        kind += ("--rule", "owl")
     say_next(a, "plan", kind[0], path, *kind[1:], "-o", "plan.json")
     return scores.to_dict()
 

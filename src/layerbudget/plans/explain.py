@@ -145,14 +145,24 @@ def _on_certificate(plan: Plan) -> list[str]:
     if "kkt_residual" in c:
         said.append(f"Duality gap {c['gap']:.1e}, KKT residual {c['kkt_residual']:.1e}: the continuous decision is optimal.")
     if c["status"] == "binding" and c.get("shadow_price"):
-        more = abs(c["multiplier"]) * 0.01 * abs(limit)
-        said.append(f"One percent more budget changes the objective by about {more:.3g}.")
+        said.append(_on_price(plan, 0.01 * abs(limit)))
     if c["at_lower"] or c["at_upper"]:
         said.append(f"{c['at_lower']} blocks sit at their floor and {c['at_upper']} at their cap.")
     given = plan.hyperparameters
     if inert := ["scores" if n == "weights" else n for n in c["inert"] if n == "weights" or given.get(n) is not None]:
         said.append(f"These settings cannot change this plan: {', '.join(inert)}.")
     return said
+
+
+def _on_price(plan: Plan, more: float) -> str:
+    """What a little more budget brings."""
+    c, given = plan.certificate, plan.hyperparameters
+    if plan.kind not in ("sparsity", "ranks", "experts"):
+        return f"One percent more budget lowers the objective by about {c['multiplier'] * more:.3g}."
+    zeros = plan.kind == "sparsity"
+    what, name, default = ("zeros raises the penalty", "eta", 2.0) if zeros else ("budget raises the utility", "gamma", 0.9)
+    scaled = "" if given.get("units") == "literal" else f" (its weights are scaled to mean {given.get(name) or default:g})"
+    return f"One percent more {what} by about {c['shadow_price'] * more:.3g}{scaled}."
 
 
 def _on_decision(plan: Plan) -> list[str]:

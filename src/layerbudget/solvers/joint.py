@@ -181,7 +181,7 @@ def _certified(
         status=status,
         multiplier=multiplier,
         multiplier_interval=interval,
-        shadow_price=p,
+        shadow_price=0.0 if slack else p,
         primal=primal,
         dual=dual,
         gap=abs(primal - dual) / size if size > 0 else 0.0,

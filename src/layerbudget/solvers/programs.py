@@ -235,7 +235,9 @@ def _sparsity_target(n: Vector, target: float, low: Vector, high: Vector, *, exa
             f"{target:g} parameters ({target / everything:.4g} of all) are to go and the caps allow {most:g} "
             f"({most / everything:.4g}).",
             f"The global sparsity must lie in [{least / everything:.4g}, {most / everything:.4g}].",
-            f"Raise max_sparsity to at least {target / everything:.4g}, or prune less.",
+            f"Raise max_sparsity to at least {target / everything:.4g}, or prune less."
+            if target <= everything
+            else "Prune less.",
         )
     if exactly and target < least * (1.0 - _ROUNDING):
         raise InfeasibleBudget(

@@ -86,6 +86,12 @@ class Program(NamedTuple):
         x = self.function.inverse(self.amount * p / self.scale)
         return np.minimum(np.maximum(x, self.low), self.high)
 
+    def cannot_bind(self) -> bool:
+        """Return whether the caps leave a part of the budget, or the floors alone prune more than is asked for."""
+        if self.sign < 0:
+            return self.target > float(np.dot(self.amount, self.high)) * (1.0 + 1e-12)
+        return self.target < float(np.dot(self.amount, self.low)) * (1.0 - 1e-12)
+
     def terms(self, x: Vector) -> Vector:
         """Return ``s h_k f(x_k)`` per block, shape ``(K,)``."""
         return self.sign * (self.function.value(x) * self.scale)
@@ -112,10 +118,14 @@ class Solution:
         value: The decision, shape ``(K,)``: capacity (base included) or sparsity.
         status: ``binding``, ``slack``, ``saturated`` or ``degenerate``; :attr:`message` says it in a sentence. An infeasible
             program never yields a solution: it raises :class:`layerbudget.errors.InfeasibleBudget`.
-        multiplier: lambda, utility (or penalty) per unit of budget; zero where the budget does not bind, and possibly
-            negative under ``spend='exactly'``.
+        multiplier: lambda, by which the minimum of the whole objective falls (allocation) or rises (sparsity) with one more
+            unit of budget; zero where the budget does not bind. Under ``spend='exactly'`` it is negative where the last unit
+            earns less than its price ``alpha`` (or hurts less than ``b``).
         multiplier_interval: All lambda that certify the same decision; one point unless it lies on a plateau.
-        shadow_price: ``alpha + lambda`` or ``b + lambda``: utility per unit of budget at the margin.
+        shadow_price: ``alpha + lambda`` or ``b + lambda``: by which the utility ``gamma sum w phi`` or the penalty
+            ``eta sum w psi`` alone rises with one more unit of budget; zero where the budget does not bind.
+            With ``units='relative'`` the weights are scaled to mean 1 here, and alpha and b are per mean cost or size:
+            :doc:`/notation` has an example.
         primal, dual: Objective at the decision, and the dual function at lambda, computed from lambda alone.
         gap: ``|primal - dual|`` relative to the sum of the absolute values of the objective's terms (and the price of a
             millionth of one unit everywhere).
@@ -161,6 +171,8 @@ class Solution:
     @property
     def message(self) -> str:
         """The status in a sentence, with the cheapest remedy where there is something to remedy."""
+        if self.status == "slack" and isinstance(self.program, Program) and self.program.cannot_bind():
+            return f"The floors alone prune {self.spent:.6g}, and {self.budget:.6g} was asked for. Lower min_sparsity."
         remedy = _REMEDIES.get((self.status, self.program.sign), "")
         return _STATUSES[self.status] + remedy.format(spent=self.spent, budget=self.budget, slack=self.slack)
 
@@ -188,6 +200,8 @@ def solve(program: Program) -> Solution:
         slack = not program.exact_budget and p_high < program.price
         if not program.exact_budget:
             p, p_low, p_high = (max(v, program.price) for v in (p, p_low, p_high))
+            if program.cannot_bind():  # of all prices that hold every block at its bound, the budget that is left allows one
+                slack, p, p_low, p_high = True, program.price, program.price, program.price
         best = program.at_price(p)
         x = best if filled is None or slack else filled
         return _certified(program, x, best, p, (p_low, p_high), slack=slack)
@@ -238,7 +252,7 @@ def _certified(program: Program, x: Vector, best: Vector, p: float, interval: tu
         status=status,
         multiplier=multiplier,
         multiplier_interval=(interval[0] - p0, interval[1] - p0),
-        shadow_price=p,
+        shadow_price=0.0 if slack else p,
         primal=primal,
         dual=dual,
         gap=abs(primal - dual) / size if size > 0.0 else 0.0,
