@@ -1,5 +1,6 @@
 """What a terminal shows: whole words, plans as pictures, the first second of a long run; and the hub, at once."""
 
+import argparse
 import io
 import json
 import re
@@ -8,6 +9,7 @@ from rich.console import Console
 from tests import zoo
 
 from layerbudget.cli import main
+from layerbudget.cli.display import show_table
 from layerbudget.report.tables import plan_grid
 
 
@@ -34,3 +36,16 @@ def test_ranks_are_shown_as_a_picture(saved_model, tmp_path, capsys):
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert len(shown.splitlines()) < 20
+
+
+def test_a_narrow_table_cuts_nothing():
+    head = ("plan", "nats per token", "against uniform", "interval", "Holm p", "places", "first")
+    row = ("mdl(fisher-gram, permuted)", "13.7487", "+0.1451", "[-0.1028, +0.2425]", "0.109", "10-11", "92%")
+    for width in (40, 80, 200):
+        console = Console(file=io.StringIO(), width=width, soft_wrap=True)
+        show_table(argparse.Namespace(json=False, console=console), "sparsity 0.5", head, [row])
+        said = console.file.getvalue()
+        assert "\u2026" not in said
+        for word in " ".join((*head, *row)).split():
+            assert word in said, (width, word)
+        assert width < 80 or max(map(len, said.splitlines())) <= width

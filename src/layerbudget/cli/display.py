@@ -67,14 +67,24 @@ def show_table(
         told = f"... {left_out:,} more" + ("" if most == ROWS else ": --table")
         shown.insert(most // 2, (told, *[""] * (len(head) - 1)))
     texts = [[f"{v:.4g}" if isinstance(v, float) else f"{v:,}" if isinstance(v, int) else str(v) for v in row] for row in shown]
+    columns = [(name, *(row[place] for row in texts)) for place, name in enumerate(head)]
     table = Table(title=title, title_justify="left")
-    for place, name in enumerate(head):
-        whole = name == "block"  # these are names of one word; all others may be broken between words, and never inside one
-        words = [word for text in (name, *(row[place] for row in texts)) for word in ([text] if whole else text.split())]
-        table.add_column(name, no_wrap=whole, min_width=max(map(len, words), default=1))
+    for name, width in zip(head, _widths(columns, a.console.width - 3 * len(head) - 1), strict=True):
+        table.add_column(name, min_width=width, max_width=width)
     for row in texts:
         table.add_row(*row)
     a.console.print(table)
+
+
+def _widths(columns: Sequence[Sequence[str]], room: int) -> list[int]:
+    """Width of every column: lines are broken between words where the room is short, and never inside one."""
+    whole = [max(map(len, column)) for column in columns]
+    least = [max((len(word) for text in column for word in text.split()), default=1) for column in columns]
+    widths, spare = list(least), max(0, room - sum(least))
+    for place in sorted(range(len(columns)), key=lambda i: whole[i] - least[i]):
+        more = min(spare, whole[place] - least[place])
+        widths[place], spare = widths[place] + more, spare - more
+    return widths
 
 
 def say_share(a: argparse.Namespace, model: Any, blocks: Sequence[Any]) -> None:
