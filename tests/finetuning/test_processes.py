@@ -135,6 +135,7 @@ def test_an_epoch_is_the_order_of_one_process_and_then_rows_that_teach_nothing()
         assert sorted(expected) == list(range(11)) and list(shared) == [*expected, 11] and len(shared) == 12
 
 
+@pytest.mark.slow
 def test_two_processes_train_the_adapter_of_one_with_shared_weights_too_and_refuse_what_they_cannot_share(speaker, tmp_path):
     """The refusals, DDP and FSDP in one start; there is one batch of held-out rows, which one process runs for both."""
     rows = ("--data", str(speaker / "rows.jsonl"))

@@ -86,6 +86,7 @@ def test_pruning_and_kappa(tiny):
     assert {r["published"] for r in study.rows if r["plan"] == "kappa 4"} == {33.136, 48.63, 48.83}
 
 
+@pytest.mark.slow
 def test_experts_and_drift(tiny):
     found = experts_run.run_experts(**tiny)
     assert [r["task"] for r in found.rows] == ["CoLA", "CommonsenseQA", "Average"]

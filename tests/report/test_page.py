@@ -276,7 +276,7 @@ const out = document.createElement('pre'); out.id = 'found'; out.textContent = J
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no headless browser is installed (Debian: chromium)")
-@pytest.mark.parametrize("width", [1200, 420])
+@pytest.mark.parametrize("width", [1200, pytest.param(420, marks=pytest.mark.slow)])
 def test_in_a_browser_the_slider_moves_the_bars_and_nothing_is_reported(folders, width):
     for name in ("demo", "ranks", "tuned", "scores", "fit", "walked", "kept"):
         page = write_report(folders / name, folders / f"{name}.html", overwrite=True)

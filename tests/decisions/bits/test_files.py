@@ -198,7 +198,11 @@ def test_llama_cpp_computes_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("formats", "bits"), [(("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"), 4.6), (("IQ2_XS", "IQ3_S", "IQ4_XS", "MXFP4"), 3.6)]
+    ("formats", "bits"),
+    [
+        (("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"), 4.6),
+        pytest.param(("IQ2_XS", "IQ3_S", "IQ4_XS", "MXFP4"), 3.6, marks=pytest.mark.slow),
+    ],
 )
 def test_the_types_that_people_download(tmp_path, formats, bits):
     """Rows that 256 divides: K, IQ and FP4 types, codes by error feedback; transformers reads the rounded model."""
