@@ -279,6 +279,29 @@ def test_an_importance_matrix_and_a_source_that_is_quantised(tmp_path, converted
         requantise(source, plan, tmp_path / "no.gguf", method="weighted")
 
 
+def test_an_importance_matrix_that_lacks_what_a_type_needs_is_refused_before_anything_is_written(tmp_path):
+    model = build("llama", hidden_size=256, intermediate_size=256, num_attention_heads=4, num_key_value_heads=4, head_dim=64)
+    source, plan = tmp_path / "source.gguf", planned(model, ["Q8_0"])
+    write_bits(model, plan, tmp_path / "folder")
+    (tmp_path / "folder" / "model.gguf").rename(source)
+    formats = {m: "IQ2_XXS" if m.endswith("up_proj") else f for m, f in plan.extra["formats"].items()}
+    coarse = dataclasses.replace(plan, extra={**plan.extra, "formats": formats})
+    writer = gguf.GGUFWriter(tmp_path / "imatrix.gguf", "imatrix")
+    writer.add_type("imatrix")
+    for name in ("blk.0.attn_q.weight", "blk.0.ffn_up.weight"):
+        writer.add_tensor(f"{name}.in_sum2", np.ones((1, 256), np.float32))
+        writer.add_tensor(f"{name}.counts", np.float32([[1]]))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelMismatch, match=r"nothing for 2 tensors whose types need it, first blk.1.ffn_up.weight \(IQ2_XXS"):
+        requantise(source, coarse, tmp_path / "out.gguf", imatrix=str(tmp_path / "imatrix.gguf"))
+    with pytest.raises(InvalidInput, match="IQ2_XXS is rounded with an importance matrix only"):
+        requantise(source, coarse, tmp_path / "out.gguf", method="rtn")
+    assert not (tmp_path / "out.gguf").exists()
+
+
 @pytest.mark.parametrize("share", [0.0, 0.0005, 0.02, 0.5, 0.999])
 def test_a_file_that_is_cut_off_is_refused(tmp_path, converted, share):
     whole = (converted / "llama.gguf").read_bytes()

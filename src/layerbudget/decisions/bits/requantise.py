@@ -221,14 +221,17 @@ class _Work:
         self._check_values()
         for name, kind in self.kinds.items():
             find_format(kind.name).check(name, int(self.tensors[name].shape[0]))
-        if self.importances is None:
-            blind = next((k.name for k in self.kinds.values() if find_format(k.name).needs_inputs), None)
-            if blind:
-                raise InvalidInput(
-                    f"{blind} is rounded with an importance matrix only.", "", "Use --method weighted --set imatrix=FILE."
-                )
-        elif not set(self.importances) & set(self.kinds):
+        blind = [n for n, k in self.kinds.items() if find_format(k.name).needs_inputs and n not in (self.importances or ())]
+        if self.importances is None and blind:
+            kind = self.kinds[blind[0]].name
+            raise InvalidInput(
+                f"{kind} is rounded with an importance matrix only.", "", "Use --method weighted --set imatrix=FILE."
+            )
+        if self.importances is not None and not set(self.importances) & set(self.kinds):
             raise ModelMismatch("The importance matrix names none of the file's tensors.", "", "Make one of this model.")
+        if blind:
+            told = f"The importance matrix has nothing for {len(blind)} tensors whose types need it, first {blind[0]}"
+            raise ModelMismatch(f"{told} ({self.kinds[blind[0]].name}).", "", "Make one of this model.")
 
     def _check_values(self) -> None:
         """Refuse a file whose embedding is another one than the plan's model had; one that was quantised is near enough."""
