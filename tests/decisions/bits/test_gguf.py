@@ -328,7 +328,8 @@ def test_a_plan_of_another_model_is_refused(tmp_path, converted, capsys):
 def test_a_file_of_another_model_of_the_same_sizes_is_refused_by_its_values(tmp_path, converted):
     other = build("llama")
     with torch.no_grad():
-        other.model.embed_tokens.weight.copy_(other.model.embed_tokens.weight.flip(0))
+        weight = other.model.embed_tokens.weight  # as of a model that began with the same numbers: cosine .95
+        weight.add_(weight.flip(0), alpha=0.3)
     with pytest.raises(ModelMismatch, match="another model.*its embedding holds other values"):
         requantise(converted / "llama.gguf", planned(other, ["Q8_0"]), tmp_path / "out.gguf")
     assert not list(tmp_path.iterdir())

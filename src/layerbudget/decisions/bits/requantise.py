@@ -35,7 +35,9 @@ from .program import formats_of_plan
 from .table import signature_at
 
 _ROWS = 1 << 22  # weights that are rounded at a time
-_ALIKE, _TINY = 0.8, 1e-30  # cosine between some values of two embeddings: of one model .95 or more, even in two bits
+# Least cosine between some values of two embeddings of one model: in 16 or 32 bits, and where the file was quantised before.
+_EQUAL, _ALIKE, _TINY = 0.9999, 0.9, 1e-30
+_PLAIN = ("F32", "F16", "BF16", "F64")
 _UINT32 = 4  # GGUF's number for a value of 32 bits
 
 
@@ -243,7 +245,7 @@ class _Work:
         rows = self._read(np.stack([tensor.data[i] for i, _ in at]), tensor.tensor_type)
         found = rows[np.arange(len(at)), [j for _, j in at]]
         alike = float(np.dot(found, expected)) / max(float(np.linalg.norm(found) * np.linalg.norm(expected)), _TINY)
-        if alike < _ALIKE:
+        if alike < (_EQUAL if tensor.tensor_type.name in _PLAIN else _ALIKE):
             raise self._other("its embedding holds other values")
 
     def _other(self, why: str) -> ModelMismatch:
@@ -285,8 +287,7 @@ class _Work:
 
     def _read(self, rows: np.ndarray, kind: Any) -> np.ndarray:
         """Rows as numbers; a type that is no plain number is read back by ggml."""
-        plain = kind.name in ("F32", "F16", "BF16", "F64")
-        found = self.gguf.dequantize(rows, kind) if plain else ggml.dequantise(rows, kind.name)
+        found = self.gguf.dequantize(rows, kind) if kind.name in _PLAIN else ggml.dequantise(rows, kind.name)
         if not np.isfinite(found).all():
             raise CoverageError(f"{self.held.path} holds numbers that are not finite.", "", "Convert the model again.")
         return np.asarray(found, dtype=np.float32)
@@ -333,7 +334,7 @@ class _Work:
     def _notes(self) -> list[str]:
         """Notes for the user: types that were quantised before, and tensors without importances."""
         before = [self.tensors[n].tensor_type.name for n, k in self.kinds.items() if self.tensors[n].tensor_type != k]
-        again = sorted({k for k in before if k not in ("F32", "F16", "BF16", "F64")})
+        again = sorted({k for k in before if k not in _PLAIN})
         notes = []
         if again:
             notes.append(
