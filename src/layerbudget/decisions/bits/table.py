@@ -200,7 +200,7 @@ class Table:
 
     @property
     def kept(self) -> dict[str, Any]:
-        """What records hold where it is there: matrices that stay in 16 bits, and the signature of the model."""
+        """Matrices that stay in 16 bits and the signature of the model, for records; what is not there is left out."""
         found: dict[str, Any] = {"unwritten": dict(self.unwritten)} if self.unwritten else {}
         return found | ({"signature": list(self.signature)} if self.signature else {})
 
