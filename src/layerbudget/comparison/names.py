@@ -1,4 +1,4 @@
-"""What a comparison compares, by the name that it goes by: estimators, files of scores, plans."""
+"""Scores and plans of a comparison, by the name that they go by: estimators, files of scores, plans."""
 
 from __future__ import annotations
 

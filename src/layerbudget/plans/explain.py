@@ -155,7 +155,7 @@ def _on_certificate(plan: Plan) -> list[str]:
 
 
 def _on_price(plan: Plan, more: float) -> str:
-    """What a little more budget brings."""
+    """A sentence on the gain of one percent more budget."""
     c, given = plan.certificate, plan.hyperparameters
     if plan.kind not in ("sparsity", "ranks", "experts"):
         return f"One percent more budget lowers the objective by about {c['multiplier'] * more:.3g}."
