@@ -93,7 +93,7 @@ def run_plan(a: argparse.Namespace) -> dict[str, Any]:
     from ..decisions.joint.recipe import bits_of
     from ..plans.explain import explain_plan
     from ..plans.verdict import standing, verdict
-    from .plan import show_plan, show_reasons
+    from .shown import show_plan, show_reasons
 
     refuse(a, ("dry_run",), _SECONDS)
     if a.tokens is not None and a.scores is None:
