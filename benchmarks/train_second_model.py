@@ -137,7 +137,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--books", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=6.0, help="of processor time")
+    parser.add_argument("--minutes", type=float, default=6.0, help="of processor time, where no steps are given")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--architecture", choices=ARCHITECTURES, default="mistral")
@@ -146,7 +146,7 @@ def main():
     parser.add_argument("--large", action="store_true", help="256 wide and 4,096 tokens instead of 128 and 2,048")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--peak", type=float, default=3e-3, help="learning rate after the warm-up")
-    parser.add_argument("--steps", type=int, default=0, help="stop after so many (to time them)")
+    parser.add_argument("--steps", type=int, default=0, help="stop after so many: a model that can be made again")
     parser.add_argument("--single", action="store_true", help="fp32 instead of bf16 autocast")
     a = parser.parse_args()
     torch.manual_seed(0)
@@ -164,8 +164,8 @@ def main():
     optimiser = torch.optim.AdamW(model.parameters(), lr=a.peak, betas=(0.9, 0.95), weight_decay=0.05)
     started, step, done = time.process_time(), 0, 0.0
     generator = torch.Generator().manual_seed(1)
-    while done < 1 and (not a.steps or step < a.steps):
-        done = (time.process_time() - started) / (60 * a.minutes)
+    while done < 1:
+        done = (step + 1) / a.steps if a.steps else (time.process_time() - started) / (60 * a.minutes)
         for group in optimiser.param_groups:
             group["lr"] = a.peak * min(1.0, (step + 1) / 50) * (0.05 + 0.95 * (1 + math.cos(math.pi * min(done, 1))) / 2)
         at = torch.randint(0, len(stream) - a.length, (a.batch,), generator=generator)
