@@ -148,13 +148,16 @@ def test_settings_are_listed_whatever_else_is_missing(tmp_path, monkeypatch, cap
     """Where the answer depends on what is missing, that is asked for; nothing is written."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "scores.json").write_text("kept")
-    for words, named in (("plan ranks", "min_rank"), ("finetune", "alpha_policy"), ("score", "damping_unit")):
+    for words, named in (
+        ("plan ranks", "min_rank"), ("finetune", "alpha_policy"), ("score", "damping_unit"), ("plan bits", "draws"),
+        ("plan sparsity", "trust"), ("plan fit", "draws"), ("plan cache", "draws"),
+    ):  # fmt: skip
         with pytest.raises(SystemExit) as stop:
             main([*words.split(), "--set", "help"])
         assert stop.value.code == 0 and named in capsys.readouterr().out
     with pytest.raises(SystemExit) as stop:
-        main(["plan", "bits", "--set=help"])
-    assert stop.value.code == 2 and "arguments are required: MODEL|SCORES" in capsys.readouterr().err
+        main(["apply", "demo", "--set=help"])
+    assert stop.value.code == 2 and "arguments are required: PLAN" in capsys.readouterr().err
     assert [f.name for f in tmp_path.iterdir()] == ["scores.json"] and (tmp_path / "scores.json").read_text() == "kept"
     zoo.scores([3.0, 1.0]).save(tmp_path / "s.json")
     assert main(["plan", "ranks", "s.json", "--mean-rank", "1", "--set", "largest=3"]) == 2

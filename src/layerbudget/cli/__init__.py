@@ -24,6 +24,7 @@ LONG = ("demo", "score", "plan", "apply", "finetune", "evaluate", "compare", "ex
 
 
 # Options that a verb does not have, and how it says the same.
+_ANY = {"source": "demo", "context": "1024"}  # what stands for an argument that is missing beside --set help
 _INSTEAD = {"--exclude": ("--fix", "--fix 'BLOCK=0', which leaves out the blocks of a name or regular expression")}
 
 
@@ -121,9 +122,12 @@ def parse(argv: Sequence[str], *, whole: bool = True) -> argparse.Namespace:
     for leaf in () if whole else leaves_below(parser):
         for action in leaf._actions:
             action.required = False
+            if action.dest in _ANY and str(action.metavar).startswith(("MODEL|", "TOKENS")):
+                action.default = _ANY[action.dest]
         for group in leaf._mutually_exclusive_groups:
             group.required = False
     found, strange = parser.parse_known_args(words, common)
+    found.overwrite = found.overwrite or not whole  # nothing is written then
     if strange:
         getattr(found, "leaf", parser).error(f"unrecognized arguments: {' '.join(strange)}")
     return found

@@ -123,13 +123,13 @@ def plan_bits(a: argparse.Namespace) -> Plan:
 
     _begin(a)
     limits = limits_of(a)
+    beside = {"check": Option(name="check", type=int, default=16)}
+    own = options_for(a, plan_bits, rounding_damage, formats_table, beside) | limits
     Limits(**limits).check()
     a.formats = a.formats.split(",") if a.formats else None
     a.family = a.family or (PACKED if a.like is None else GGUF)
     for name in a.formats or ():
         find_runtime(a.runtime, a.family).check(find_format(name, a.family))
-    beside = {"check": Option(name="check", type=int, default=16)}
-    own = options_for(a, plan_bits, rounding_damage, formats_table, beside) | limits
     count = own.pop("check", 16)
     if count < 0:
         raise InvalidInput(f"check is {count}.", "It is a number of sequences; 0 checks nothing.", "Leave it out.")
