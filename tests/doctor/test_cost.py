@@ -97,6 +97,14 @@ def test_timing_leaves_the_random_numbers_alone():
     assert torch.equal(torch.rand(4), wanted)
 
 
+def test_only_a_model_with_experts_has_a_price_for_keeping_some():
+    for name, has in (("llama", False), ("qwen3-moe", True)):
+        shape = shape_in_memory(zoo.tiny(name))
+        assert ("plan kept-experts" in long_verbs(experts=shape.experts)) is has
+    parts = long_verbs(samples=4, batch=4, experts=True)["plan kept-experts"]
+    assert price("plan kept-experts", parts, shape, TOKEN, 16 << 30).forwards == 45.0  # 1 + 2 x 4 draws, and 36 with masks
+
+
 def test_the_doctor_prices_every_long_verb(saved_model, capsys):
     assert main(["doctor", str(saved_model("llama")), *SMALL, "--json"]) == 0
     found = {f["verb"]: f for f in json.loads(capsys.readouterr().out)["forecast"]}

@@ -152,7 +152,8 @@ def _priced(a: argparse.Namespace, place: tuple[Any, ...], title: str, refused: 
 
     from ..doctor.cost import duration, long_verbs, price
 
-    verbs = long_verbs(samples=a.samples, length=a.length or 256, batch=a.batch_size or 8, demo=a.model == "demo")
+    own = {"samples": a.samples, "length": a.length or 256, "batch": a.batch_size or 8}
+    verbs = long_verbs(**own, demo=a.model == "demo", experts=place[0].experts)
     title = f"what the long verbs take {title}; finetune: one epoch"
     head = ("verb", "text", "how", "memory", "time", "forwards", "fits")
     table, found = Table(*head, box=None, pad_edge=False, title=title, title_justify="left"), []

@@ -17,7 +17,6 @@ from .display import end_dry_run, expect, progress_bar, say, say_next, text_of, 
 from .files import need_scores, on_text
 from .options import DATA, add_data, add_set, add_verb, batch_of, load, one_process, options_for, refuse
 
-_TRIED = 36.0  # forwards with experts masked: the plan, its rivals, and the forecast by halves of the text
 _TYPES = {"types": Option(name="types", type=str, default=None)}
 
 
@@ -38,7 +37,7 @@ def add(kinds: Any, handler: Any) -> argparse.ArgumentParser:
 def plan(a: argparse.Namespace) -> Plan:
     """Return the plan by the damage to a model, written."""
     from ..decisions.kept_experts.plan import plan_kept_experts
-    from ..doctor.cost import Part
+    from ..doctor.cost import removing
     from ..execution.processes import is_main
 
     a.model, a.out = a.source, a.out or "plan.json"
@@ -48,8 +47,7 @@ def plan(a: argparse.Namespace) -> Plan:
         own["types"] = need_scores(str(own["types"]))
     keep = None if a.keep is None else float(a.keep) if _is_number(a.keep) else a.keep
     model, _, data = load(a)
-    forwards = 1.0 + 2.0 * own.get("draws", 4) + _TRIED
-    expect(a, words_of("experts", data), model, [Part("directional", text_of(data, a), forwards)])
+    expect(a, words_of("experts", data), model, removing(text_of(data, a), draws=own.get("draws", 4)))
     with progress_bar(a, "looking at experts") as progress:
         own |= {"batch_size": batch_of(a, model, data), "progress": progress}
         found = plan_kept_experts(model, data, keep, **own)

@@ -58,6 +58,11 @@ class Shape:
         return list({shared.get(n := m.name.rsplit(".", 1)[-1], n): m.d_in for m in self.matrices}.values())
 
     @property
+    def experts(self) -> bool:
+        """Whether a router chooses among matrices of one layer."""
+        return any(m.copies > 1 or ".experts." in m.name for m in self.matrices)
+
+    @property
     def products(self) -> int:
         """Multiplications of one token's forward."""
         return self.layers * self.numel + self.hidden * self.vocabulary
@@ -215,6 +220,11 @@ def shaping(text: Text, passes: float) -> list[Part]:
     return [Part("directional", text, passes), Part("refit", text, times=max(1.0, passes / 7.0))]
 
 
+def removing(text: Text, *, draws: int = 4) -> list[Part]:
+    """Parts of ``plan kept-experts``: one look, and forwards with experts masked: the plan, its rivals, halves of the text."""
+    return [Part("directional", text, 1.0 + 2.0 * draws + 36.0)]
+
+
 def training(text: Text, epochs: float, seeds: int, held_out: int) -> list[Part]:
     """Parts of ``finetune``: every row once per epoch, held-out rows after each seed."""
     judged = Part("forward", dataclasses.replace(text, samples=held_out), times=seeds)
@@ -236,8 +246,13 @@ def demonstrating() -> list[Part]:
     return [*scoring("fisher-gram", text), search, *treated, measured]
 
 
-def long_verbs(*, samples: int | None = None, length: int = 256, batch: int = 8, demo: bool = False) -> dict[str, list[Part]]:
-    """Parts of every long verb by what users type, each at its own default sizes or at those given."""
+def long_verbs(
+    *, samples: int | None = None, length: int = 256, batch: int = 8, demo: bool = False, experts: bool = False
+) -> dict[str, list[Part]]:
+    """Parts of every long verb by what users type, each at its own default sizes or at those given.
+
+    ``plan kept-experts`` is among them for a model that has ``experts``.
+    """
 
     def text(own: int) -> Text:
         return Text(samples=samples or own, length=length, batch=batch)
@@ -245,6 +260,7 @@ def long_verbs(*, samples: int | None = None, length: int = 256, batch: int = 8,
     verbs = {f"score {name}": scoring(name, text(128)) for name in SCORES}
     verbs |= {"plan sparsity": [Part("directional", text(16))], "plan shapes": shaping(text(16), 46.0)}
     verbs |= {"plan bits": choosing(text(32), text(16))}
+    verbs |= {"plan kept-experts": removing(text(16))} if experts else {}
     verbs |= {f"apply, {method}": treating(method, text(128)) for method in ("wanda", "sparsegpt", "rtn", "gptq")}
     verbs |= {"finetune": training(text(128), 1.0, 1, 0), "evaluate": [Part("forward", text(96))]}
     verbs["compare --scores fisher-gram"] = comparing(text(64), text(96), ["fisher-gram"], "wanda", seeds=1, plans=3)
