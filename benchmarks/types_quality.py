@@ -65,13 +65,12 @@ SAID = {
 }
 ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
 MODELS = (
-    "Models: `train_second_model.py --large --python --wikitext FOLDER --minutes 5 --batch 8 --length 160 --architecture NAME`, five "
-    "minutes of one core each: half a million tokens or less, held-out perplexity 762 (llama), 695 (qwen3), 712 (gemma3_text) and 394 "
+    "Models: `train_second_model.py --large --python --wikitext FOLDER --batch 8 --length 160 --steps 400 --architecture NAME`, four to "
+    "seven minutes of one core each: half a million tokens, held-out perplexity 494 (llama), 357 (qwen3), 371 (gemma3_text) and 359 "
     "(qwen3_moe) of 4,096 tokens. They are hardly trained: they show how scores compare where embedding and head matter most, not what "
-    "a large model loses. Their inputs have few directions, which helps feedback more than it would in a large model. smollm2 is "
-    "SmolLM2-135M-Instruct from its Q4_1 file, moved off that grid by uniform noise of half a step; rows of 576 take no K types; "
-    "WikiText-2, 8 calibration sequences, 12 windows.\n\n"
-    "`directional, every type` is along the errors of every type (`--set whole=true`); `directional` is the default, along five types (smollm2: along three others), "
+    "a large model loses. Their inputs have few directions, which helps feedback more than it would in a large model. A real model, "
+    "SmolLM2-135M, is in types_quality-smollm2.md.\n\n"
+    "`directional, every type` is along the errors of every type (`--set whole=true`); `directional` is the default, along five types, "
     "the rest from 16 sampled rows. Joint is the Fisher form along the sum of all changes of a plan.\n"
 )
 

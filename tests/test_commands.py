@@ -35,6 +35,7 @@ ELSEWHERE = {
     "layerbudget evaluate pruned --perplexity wikitext2": "wikitext2 comes from the hub",
     "lm_eval --model hf --model_args pretrained=pruned --tasks arc_easy": "arc_easy comes from the hub",
     "vllm serve MODEL --enable-lora --lora-modules mine=adapters/seed-0/adapter --max-lora-rank N": "needs vLLM",
+    "vllm serve fitted $(cat fitted/cache.txt)": "needs vLLM",
 }  # fmt: skip
 GIVEN = {"docs/serving.md": "README.md"}  # a page that goes on where another one ended
 DIR = {
@@ -43,7 +44,7 @@ DIR = {
     "docs/smaller-matrices.md": "smaller",
 }  # what a page calls DIR; elsewhere a folder with files of tasks
 POSITIONS = dict.fromkeys(
-    ("docs/cache.md", "docs/fit.md", "docs/skill.md"), 32768
+    ("README.md", "docs/cache.md", "docs/fit.md", "docs/skill.md", "docs/start.md"), 32768
 )  # of the model, where a page speaks of long contexts
 HEADS = {
     "docs/fit.md": 2,

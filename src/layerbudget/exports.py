@@ -19,7 +19,7 @@ import yaml
 
 from .decisions.bits.export import auto_round, llama_cpp, mlx
 from .decisions.bits.reasons import reasons
-from .decisions.cache.export import llama_cache, modelopt_cache, vllm_cache
+from .decisions.cache.export import llama_cache, modelopt_cache, vllm_cache, vllm_options
 from .decisions.fit.program import parts_of
 from .errors import InvalidInput, MissingDependency, NotFound
 from .plan import Plan
@@ -38,7 +38,13 @@ class Export:
     kinds: tuple[str, ...] = ()  #: kinds of plan that it writes, all where it is empty
     file: str = "plan.txt"  #: name of the file where none is given
     summary: str = ""  #: a line for the help
-    use: str = ""  #: how the file is used, a sentence with {file}
+    use: str = ""  #: how the file is used, a sentence with {file} and {options}
+    options: Callable[[Plan], str] | None = None  #: options of a command that the sentence names
+
+    def sentence(self, plan: Plan, path: object) -> str:
+        """Return how the file is used."""
+        options = "" if self.options is None else self.options(self._part(plan)).strip()
+        return self.use.format(file=path, options=options).strip()
 
     def text(self, plan: Plan, given: Mapping[str, Any]) -> str:
         """Return the content of the file.
@@ -46,6 +52,11 @@ class Export:
         Raises:
             InvalidInput: A kind of plan that it does not write, or an option that it does not read.
         """
+        plan = self._part(plan)
+        return self.call(plan, **resolve_options(f"The format {self.name}", options_of(self.call), given))
+
+    def _part(self, plan: Plan) -> Plan:
+        """The plan that is written, or its part of the kind that is."""
         parts = parts_of(plan)
         plan = next((p for kind, p in parts.items() if kind in self.kinds), plan)
         if self.kinds and plan.kind not in self.kinds:
@@ -55,7 +66,7 @@ class Export:
                 f"It writes {' and '.join(self.kinds)}.",
                 f"For this plan there are {', '.join(fitting)}.",
             )
-        return self.call(plan, **resolve_options(f"The format {self.name}", options_of(self.call), given))
+        return plan
 
 
 EXPORTS: Registry[Export] = Registry("export format", group="layerbudget.exports")
@@ -238,9 +249,10 @@ export(
 export(
     "vllm-cache",
     kinds=("cache",),
-    file="cache.json",
+    file="vllm-cache.json",
     summary="vLLM's layers without an fp8 cache",
-    use="vllm serve MODEL --kv-cache-dtype fp8 --kv-cache-dtype-skip-layers takes the list in {file}.",
+    use="Serve so: vllm serve MODEL {options}",
+    options=vllm_options,
 )(vllm_cache)
 export(
     "modelopt-cache",

@@ -221,5 +221,5 @@ def _quiet_libraries() -> None:
     for name in ("torch", "transformers", "peft", "accelerate", "datasets", "bitsandbytes"):  # of their own insides
         for category in (FutureWarning, DeprecationWarning, UserWarning):
             warnings.filterwarnings("ignore", module=rf"{name}(\.|$)", category=category)
-    for name in ("transformers", "datasets", "huggingface_hub", "httpx", "filelock"):
+    for name in ("transformers", "datasets", "huggingface_hub", "httpx", "filelock", "compressed_tensors"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -107,14 +107,14 @@ def _unloaded(a: argparse.Namespace) -> dict[str, Any]:
     machine, where = free_bytes(device), "this machine"
     if a.card:
         machine, where = read_bytes(a.card, "A card", "24 GiB"), a.card
-    more = {"fits": _fits(a, config, machine)} if a.context else {}
     shape = shape_of_config(config, dtype)
+    more = {"fits": _fits(a, config, machine, shape.experts)} if a.context else {}
     title = f"in {where}, {str(dtype).removeprefix('torch.')}, as fast as this machine's {device.type}; no weights were read"
     forecast = _priced(a, (shape, time_token(shape, dtype, device), machine), title, {})
     return {"model": a.model, "layers": shape.layers, "weights": shape.weights, **more, "forecast": forecast, "exit_code": 0}
 
 
-def _fits(a: argparse.Namespace, config: Any, memory: int) -> list[dict[str, Any]]:
+def _fits(a: argparse.Namespace, config: Any, memory: int, experts: bool) -> list[dict[str, Any]]:
     """Show what fits the memory at the context."""
     from ..decisions.bits.memory import read_context
     from ..doctor.fits import what_fits
@@ -123,10 +123,14 @@ def _fits(a: argparse.Namespace, config: Any, memory: int) -> list[dict[str, Any
     head, shown = ("cache", "its GiB", "GiB for weights", "bits per weight", "largest mix"), []
     for r in rows:
         sizes = (f"{r[n] / 2**30:.2f}" for n in ("cache_bytes", "left"))
-        shown.append((r["cache"], *sizes, r["bits"] or "none", r["mix"] or "none"))
+        shown.append((r["cache"], *sizes, r["bits"] or "none", r["mix"] or ("-" if r["cache"] == "fp8" else "none")))
     show_table(a, f"what fits {a.card} at {context} tokens, beside buffers", head, shown)
+    mixes = [r["mix"] for r in rows if r["mix"]]
     if any(r["bits"] for r in rows):
         say(a, f"layerbudget plan fit MODEL --memory '{a.card}' --context {a.context} chooses both together.")
+    elif mixes:
+        fewer = " Or keep fewer experts (plan kept-experts)." if experts else ""
+        say(a, f"Only a mix fits: layerbudget plan bits MODEL --like {mixes[-1]} has its bytes, for less damage.{fewer}")
     else:
         say(a, f"Nothing fits {a.card} at {context} tokens: take a shorter context or a larger card.")
     return rows

@@ -122,14 +122,15 @@ def plan_bits(a: argparse.Namespace) -> Plan:
     from ..models.offload import mapped
 
     _begin(a)
-    limits = limits_of(a)
-    beside = {"check": Option(name="check", type=int, default=16)}
+    a.formats = a.formats.split(",") if a.formats else None
+    if a.family is None:
+        a.family = RUNTIMES[a.runtime].family if a.runtime else PACKED if a.like is None else GGUF
+    limits, beside = limits_of(a), {"check": Option(name="check", type=int, default=16)}
     own = options_for(a, plan_bits, rounding_damage, formats_table, beside) | limits
     Limits(**limits).check()
-    a.formats = a.formats.split(",") if a.formats else None
-    a.family = a.family or (PACKED if a.like is None else GGUF)
+    runtime = find_runtime(a.runtime, a.family)
     for name in a.formats or ():
-        find_runtime(a.runtime, a.family).check(find_format(name, a.family))
+        runtime.check(find_format(name, a.family))
     count = own.pop("check", 16)
     if count < 0:
         raise InvalidInput(f"check is {count}.", "It is a number of sequences; 0 checks nothing.", "Leave it out.")

@@ -24,6 +24,7 @@ from .options import COMMANDS, DATA, PLACE, add, add_data, add_out, add_set, add
 from .shown import show_plan
 
 SCORES = "scores.json; or a .csv or .json table of name, score, d_in and d_out; for rules without scores a config.json"
+_CACHES = {"vllm": ("--to", "vllm-cache"), "llama.cpp": ("--to", "llama-cache")}  # where a plan of the cache goes
 _SECONDS = "scores: planning from them takes seconds"
 _MEASURING = ("family", "runtime", "formats", "by", "method", "unwritten", "save_scores", "resume", "set")
 
@@ -230,6 +231,9 @@ def _say_what_follows(a: argparse.Namespace, plan: Plan) -> None:
     if not a.out:
         say(a, "Nothing is written: -o plan.json keeps the plan.")
         return
+    if plan.kind == "cache" and plan.extra["runtime"] == "transformers":
+        say(a, f"Next, in Python: layerbudget.apply_plan(model, layerbudget.Plan.load({a.out!r})) is a cache for generate.")
+        return
     if plan.kind == "ranks" and advises_uniform(plan):
         size = ("--budget", a.budget) if a.mean_rank is None else ("--mean-rank", f"{a.mean_rank:g}")
         say_next(a, "plan", "ranks", a.source, "--rule", "uniform", *size, "-o", "uniform.json")
@@ -237,4 +241,5 @@ def _say_what_follows(a: argparse.Namespace, plan: Plan) -> None:
     model = str(getattr(a, "model", None) or plan.model.get("id") or "MODEL")
     more = {"apply": (model, a.out, "-o", "DIR"), "finetune": (model, a.out, "--data", "FILE", "-o", "DIR"), "export": (a.out,)}
     given = plan.hyperparameters.get("imatrix")
-    say_next(a, command, *more[command], *(["--set", f"imatrix={given}"] if given and command == "apply" else []))
+    beside = ["--set", f"imatrix={given}"] if given and command == "apply" else []
+    say_next(a, command, *more[command], *(_CACHES[plan.extra["runtime"]] if plan.kind == "cache" else beside))

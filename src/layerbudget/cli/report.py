@@ -63,7 +63,7 @@ def run_export(a: argparse.Namespace) -> dict[str, Any]:
     own, out = settings(a, chosen.call), a.out or chosen.file
     check_output(out, overwrite=a.overwrite)
     path = write_text(out, chosen.text(plan, own), overwrite=a.overwrite)
-    say(a, f"The plan of {plan.kind} (rule {plan.rule}) is written to {path}. {chosen.use.format(file=path)}".strip())
+    say(a, f"The plan of {plan.kind} (rule {plan.rule}) is written to {path}. {chosen.sentence(plan, path)}".strip())
     return {"format": chosen.name, "kind": plan.kind, "output": str(path)}
 
 

@@ -263,7 +263,7 @@ def long_verbs(
     verbs |= {"plan kept-experts": removing(text(16))} if experts else {}
     verbs |= {f"apply, {method}": treating(method, text(128)) for method in ("wanda", "sparsegpt", "rtn", "gptq")}
     verbs |= {"finetune": training(text(128), 1.0, 1, 0), "evaluate": [Part("forward", text(96))]}
-    verbs["compare --scores fisher-gram"] = comparing(text(64), text(96), ["fisher-gram"], "wanda", seeds=1, plans=3)
+    verbs["compare"] = comparing(text(64), text(96), ["fisher-gram"], "wanda", seeds=1, plans=3)
     return {**verbs, "demo": demonstrating()} if demo else verbs
 
 

@@ -1,4 +1,4 @@
-"""Bits of the weights that fit a memory at a context beside a cache in 16, 8 and 4 bits, from the configuration alone."""
+"""Bits of the weights that fit a memory at a context beside caches of several formats, from the configuration alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..compressors.formats import GGUF, find_format
+from ..compressors.formats import GGUF, PACKED, find_format
 from ..decisions.bits.blocks import formats_table
 from ..decisions.bits.memory import cache_of
 from ..decisions.bits.mixes import MIXES
@@ -16,15 +16,15 @@ from ..errors import InvalidInput
 from ..models.blocks import text_config
 from ..models.loading import auto_class
 
-CACHES = ("F16", "Q8_0", "Q4_0")
+CACHES = (("F16", GGUF), ("Q8_0", GGUF), ("Q4_0", GGUF), ("fp8", PACKED))  # of llama.cpp, and vLLM's
 
 
 def what_fits(config: Any, memory: int, context: int) -> list[dict[str, Any]]:
     """Rows of what a memory leaves for the weights at a context, one for every format of the cache; nothing is loaded.
 
     A row has the ``cache`` with its ``cache_bytes``, the bytes that are ``left`` for weights, their mean ``bits`` (16 at most;
-    0 where the smallest formats do not fit), and the largest ``mix`` of llama.cpp that fits. A GGUF file's tensors are counted,
-    its metadata and vocabulary, some MB, are not.
+    0 where the smallest formats of the runtime do not fit), and the largest ``mix`` of llama.cpp that fits. A file's tensors
+    are counted, its metadata and vocabulary, some MB, are not. With an fp8 cache, vLLM's, embedding and head stay in 16 bits.
 
     Raises:
         InvalidInput: A model without a cache that is counted here, or a context beyond its positions.
@@ -37,11 +37,16 @@ def what_fits(config: Any, memory: int, context: int) -> list[dict[str, Any]]:
         raise InvalidInput(what, f"The model reads at most {known.positions}.", "Ask for fewer.")
     with torch.device("meta"):
         model = auto_class(config).from_config(config)
-    table, rows = formats_table(model, family=GGUF, method="weighted", unwritten="plan"), []
-    sizes = {} if table.llama is None else {mix: mix_of(table, mix)[0] for mix in MIXES}
-    for name in CACHES:
-        form = find_format(name, GGUF)
-        held = known.held(context) * form.block_bytes // (2 * (form.group or 1))
+    tables = {
+        GGUF: formats_table(model, family=GGUF, method="weighted", unwritten="plan"),
+        PACKED: formats_table(model, family=PACKED, runtime="vllm", unwritten="plan"),
+    }
+    llama, rows = tables[GGUF], []
+    mixes = {} if llama.llama is None else {mix: mix_of(llama, mix)[0] for mix in MIXES}
+    for name, family in CACHES:
+        form, table, sizes = find_format(name, family), tables[family], mixes if family == GGUF else {}
+        block, numbers = (form.block_bytes, form.group or 1) if family == GGUF else (1, 1)  # fp8: a byte for a number
+        held = known.held(context) * block // (2 * numbers)
         left = memory - held - known.state - known.buffers(context) - table.fixed
         inside = [mix for mix, size in sizes.items() if size <= left]
         row = {"cache": name, "cache_bytes": held, "left": max(left, 0), "bits": _bits(table, left)}

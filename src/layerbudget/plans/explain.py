@@ -23,7 +23,7 @@ from ..kinds import KINDS
 from ..plan import Plan
 from ..records import Result
 from ..scores import Scores
-from .verdict import MOSTLY_NOISE, advises_uniform, beside_uniform, of_noise
+from .verdict import ENDS, MOSTLY_NOISE, advises_uniform, beside_uniform, of_noise
 
 NEARLY_UNIFORM = 0.05  # standard deviation over mean
 
@@ -235,7 +235,7 @@ def _on_unwritten(plan: Plan) -> list[str]:
 def _on_formats(plan: Plan) -> list[str]:
     """Prediction of a plan of bits or of a cache, changes that noise leaves open, and the check of the whole plan."""
     e, said = plan.extra, []
-    names = {"ends": "ends (first and last layers, embedding and head in larger formats)"}
+    names = {"ends": f"ends ({ENDS[plan.kind == 'cache']})"}
     apart = {plan.rule, *(["mix"] if plan.kind == "bits" else [])}
     rows = [f"{names.get(n, n)} {r['predicted']:.4g}" for n, r in e["baselines"].items() if n not in apart]
     others = f" Predicted of choices without a program, within the same limit: {', '.join(rows)}." if rows else ""

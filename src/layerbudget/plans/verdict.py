@@ -60,6 +60,13 @@ def of_noise(noise: float) -> str:
     return f"Noise alone would give {noise:.0%} of this gain: two halves of the text disagree by that much."
 
 
+# What the rule ends is, of matrices and of a cache.
+ENDS = (
+    "first and last layers, embedding and head in larger formats",
+    "first and last layers in a larger format, and further ones as the bytes allow",
+)
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
@@ -99,9 +106,9 @@ def standing(plan: Plan) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]] |
         rows.append((names.get(name, name), *bytes_of, f"{kl:.3g}", *changes))
     passes = passes_of(plan)
     took = f"; planning took {passes:.0f} forward equivalents" if passes else ""
-    legend = ". ends: first and last layers, embedding and head in larger formats" if "ends" in damage else ""
+    legend = f". ends: {ENDS[plan.kind == 'cache']}" if "ends" in damage else ""
     mix = [str(plan.extra.get("mix"))] if len(against) > 1 else []
-    uniform = _ALIKE if plan.kind in ("kept-experts", "shapes") else names[base] if base == "uniform-cache" else "uniform"
+    uniform = _ALIKE if plan.kind in ("kept-experts", "shapes") else names[base] if plan.kind == "fit" else "uniform"
     column = ("measured" if plan.extra.get("check") else "predicted") if typed else "nats per token"
     head = ("plan", *(["bytes"] if size else []), column)
     told = f"damage in nats per token, {on}" if typed else f"damage {on}"
@@ -137,7 +144,9 @@ def _measured(plan: Plan) -> tuple[str, dict[str, tuple[float, float]], str] | N
     if plan.kind in ("bits", "cache", "fit"):
         size = "" if plan.kind == "bits" else f" in {plan.budget['spent']:,.0f} bytes"
         on = f"measured on held-out text{size}" if e.get("check") else f"predicted{size}"
-        return on, _checked(plan), "uniform-cache" if plan.kind == "fit" else "uniform"
+        rows = _checked(plan)
+        alone = "uniform-cache" if "uniform-cache" in rows else "mix"
+        return on, rows, alone if plan.kind == "fit" else "uniform"
     if plan.kind in ("kept-experts", "shapes") and (found := e.get("beside")):
         alike = not layers_differ(plan) if plan.kind == "shapes" else len(set(plan.counts.tolist())) == 1
         names = (plan.rule, "layers that differ") if alike else (_ALIKE, plan.rule)
@@ -233,17 +242,17 @@ def _on_kept(plan: Plan) -> str:
         typed = f". With their types the file takes {said['bytes']:,} bytes"
     even = "" if alike else ". Layers keep different numbers: --even plans the same for all"
     kept = f"{int(plan.counts.sum())} of {total} experts stay"
-    return f"{kept} for {e['measured']:.3g} nats per token{_beside(plan, alike)}{even}{typed}."
+    return f"{kept} for {e['measured']:.3g} nats per token, measured with the others masked{_beside(plan, alike)}{even}{typed}."
 
 
 def _on_shapes(plan: Plan) -> str:
     e, b = plan.extra, plan.budget
     differ, uneven = ". Every runtime loads the result", layers_differ(plan)
     if uneven:
-        only = "" if layers_differ(plan, ("heads",)) else " and vLLM (--format nemotron-nas)"
-        differ = (
-            f". Layers differ: only llama.cpp (apply --format gguf){only} loads the result; --even plans one for every runtime"
-        )
+        load = ["llama.cpp (apply --format gguf)"]
+        load += [] if layers_differ(plan, ("heads",)) else ["vLLM (apply --format nemotron-nas)"]
+        who = f"{' and '.join(load)} load{'s' if len(load) == 1 else ''} the result"
+        differ = f". Layers differ: only {who}; --even plans one for every runtime"
     return (
         f"{_percent(b['spent'] / b['base'])} of the layers' {b['unit']} go for {e['measured']:.3g} nats per token, cut and "
         f"refitted{_beside(plan, not uneven)}{differ}."

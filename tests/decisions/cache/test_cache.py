@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shlex
 
 import numpy as np
 import pytest
@@ -251,15 +252,21 @@ def _mamba():
     return transformers.MambaForCausalLM(config).eval()
 
 
-def test_the_command_plans_and_names(tmp_path, capsys):
+def test_the_command_plans_and_names(tmp_path, capsys, monkeypatch):
     out, text = str(tmp_path / "cache.json"), tmp_path / "text.txt"
     text.write_text("It was a bright day and the clocks were late. " * 40)
     small = ["--data", str(text), "--samples", "2", "--length", "16", "--quiet"]
     given = ["--context", "128", "--bits", "9", "--runtime", "vllm", *small]
     assert main(["plan", "cache", "demo", *given, "--set", "check=1", "--set", "draws=1", "-o", out]) == 0
     assert Plan.load(out).extra["context"] == 128
-    assert main(["export", out, "--to", "vllm-cache", "-o", str(tmp_path / "words.json")]) == 0
-    assert json.loads((tmp_path / "words.json").read_text())["kv_cache_dtype"] == "fp8"
-    capsys.readouterr()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"Next: layerbudget export {out} --to vllm-cache"
+    monkeypatch.chdir(tmp_path)  # the command that follows writes beside the plan, not over it
+    assert main(shlex.split(last)[2:]) == 0
+    words = json.loads((tmp_path / "vllm-cache.json").read_text())
+    assert words["kv_cache_dtype"] == "fp8" and words["kv_cache_dtype_skip_layers"]
+    skipped = " ".join(words["kv_cache_dtype_skip_layers"])
+    options = f"--kv-cache-dtype fp8 --kv-cache-dtype-skip-layers {skipped} --max-model-len 128 --max-num-seqs 1"
+    assert f"vllm serve MODEL {options}" in " ".join(capsys.readouterr().out.split())
     assert main(["plan", "cache", "demo", "--context", "128", "--bits", "1", *small, "-o", str(tmp_path / "no.json")]) == 2
     assert "are too few" in " ".join(capsys.readouterr().err.split()) and not (tmp_path / "no.json").exists()

@@ -45,7 +45,8 @@ def model_card(plan: Plan, receipt: QuantisationReceipt) -> str:
 
 def _use(plan: Plan, receipt: QuantisationReceipt) -> str:
     """The command that runs it; with the options of the cache that was planned with it."""
-    options = " $(cat cache.txt)" if plan.hyperparameters.get("fit") and receipt.family == "gguf" else ""
+    served = receipt.family == "gguf" or plan.extra.get("runtime") == "vllm"
+    options = " $(cat cache.txt)" if plan.hyperparameters.get("fit") and served else ""
     return f"{_USE[receipt.family]}{options}"
 
 

@@ -98,7 +98,10 @@ class Limits:
             limit = read_bytes(str(self.budget), "A budget", "1.2 GiB") - table.beside
         least, given = int(table.smallest.sum()), max(limit, 0)
         if limit < least:
-            measured = "measure the model with smaller ones (--formats, --method weighted)"
+            how = "--formats, --method weighted" if table.family == GGUF else "--formats"
+            measured = f"measure the model with smaller ones ({how})"
+            if table.runtime == "vllm":
+                measured = "plan for a runtime that reads smaller ones (--runtime transformers or llama.cpp)"
             others = "forbid and keep less" if self.forbid or self.keep else measured
             others = "plan for a shorter context" if table.family == CACHE else others
             beside = f", {least + table.beside:,} with what stays as it is" if table.beside else ""

@@ -17,6 +17,16 @@ def vllm_cache(plan: Plan) -> str:
     return json.dumps({"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": skipped}, indent=1) + "\n"
 
 
+def vllm_options(plan: Plan) -> str:
+    """Return the options of ``vllm serve`` for the cache: its type, the layers that keep 16 bits, context and sequences."""
+    kinds = {b.name: _format(plan, b.modules[0]) for b in _blocks(plan, "vllm")}
+    skipped = [_LAYER.findall(name)[-1] for name, kind in kinds.items() if kind == "bf16"]
+    apart = ["--kv-cache-dtype-skip-layers", *skipped] if skipped else []
+    types = ["--kv-cache-dtype", "fp8", *apart] if len(skipped) < len(kinds) else []
+    size = ["--max-model-len", str(plan.extra["context"]), "--max-num-seqs", str(plan.extra["batch"])]
+    return " ".join([*types, *size]) + "\n"
+
+
 def modelopt_cache(plan: Plan) -> str:
     """Return ModelOpt's ``kv_cache_quantized_layers`` as JSON: the attention modules whose cache has 8 bits."""
     held = {f"{b.name}.self_attn": {"quant_algo": "FP8"} for b in _blocks(plan, "vllm") if _format(plan, b.modules[0]) == "fp8"}

@@ -27,7 +27,7 @@ from ..bits.apply import QuantisationReceipt, apply_bits, write_bits
 from ..bits.plan import check_record, empty_table, measured_formats, refuse_measuring
 from ..bits.sensitivity import DenseOutput
 from ..cache.cache import PlannedCache, caching, planned_cache, rounding
-from ..cache.export import llama_cache
+from ..cache.export import llama_cache, vllm_options
 from ..cache.plan import cache_space
 from ..cache.sensitivity import cache_damage
 from .program import Fit, Fitted, Terms, split_fit
@@ -202,7 +202,7 @@ def write_fit(
 ) -> QuantisationReceipt:
     """Write the weights of a fit as :func:`~layerbudget.decisions.bits.apply.write_bits` does, and beside them the cache.
 
-    ``cache.json`` is the plan of the cache; for llama.cpp ``cache.txt`` has its options.
+    ``cache.json`` is the plan of the cache; for llama.cpp and vLLM ``cache.txt`` has the options of their servers.
     """
     weights, cache = split_fit(plan)
     return write_bits(model, weights, out_dir, data, beside=files_of(cache), **options)
@@ -210,5 +210,5 @@ def write_fit(
 
 def files_of(cache: Plan) -> dict[str, str]:
     """Return the files of a plan of the cache, by name."""
-    more = {"cache.txt": llama_cache(cache)} if cache.extra["runtime"] == "llama.cpp" else {}
-    return {"cache.json": dumps(cache.to_dict()), **more}
+    options = {"llama.cpp": llama_cache, "vllm": vllm_options}.get(cache.extra["runtime"])
+    return {"cache.json": dumps(cache.to_dict()), **({"cache.txt": options(cache)} if options else {})}
