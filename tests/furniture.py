@@ -23,7 +23,7 @@ def furnish(place: Path, positions: int = 64, heads: int = 4) -> None:
     tokenizer.save_pretrained(place / "MODEL")
     save_gguf(model.float(), tokenizer, place / "F16")
     (place / "F16" / "model.gguf").rename(place / "model-f16.gguf")
-    mixture = zoo.build("qwen3-moe", vocab_size=len(tokenizer))
+    mixture = zoo.build("qwen3-moe", vocab_size=len(tokenizer), max_position_embeddings=positions, head_dim=64 // heads)
     mixture.save_pretrained(place / "MIXTURE")
     tokenizer.save_pretrained(place / "MIXTURE")
     rows = [{"prompt": f"Say {i}:", "completion": f" it is {i * i} of {i}"} for i in range(40)]

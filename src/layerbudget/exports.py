@@ -20,7 +20,7 @@ import yaml
 from .decisions.bits.export import auto_round, llama_cpp, mlx
 from .decisions.bits.reasons import reasons
 from .decisions.cache.export import llama_cache, modelopt_cache, vllm_cache, vllm_options
-from .decisions.fit.program import parts_of
+from .decisions.fit.parts import parts_of
 from .errors import InvalidInput, MissingDependency, NotFound
 from .plan import Plan
 from .registry import Registry, options_of, resolve_options

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..compressors.base import QUANTISERS, TREATMENTS
 from ..compressors.formats import GGUF, NEMOTRON
+from ..errors import InvalidInput
 from ..registry import options_of
 from . import kept
 from .display import announce, expect, progress_bar, say, say_next, say_share, text_of, words_of
@@ -143,8 +144,8 @@ def _quantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     """Round, write, recount from the file."""
     from ..decisions.bits.apply import write_bits
     from ..decisions.bits.program import formats_of_plan
-    from ..decisions.fit.plan import files_of
-    from ..decisions.fit.program import parts_of
+    from ..decisions.fit.parts import parts_of
+    from ..decisions.fit.plan import files_of, without_experts
     from ..decisions.joint.recipe import bits_of
     from ..decisions.sparsity.save import BESIDE
     from ..doctor.cost import Part, treating
@@ -152,10 +153,13 @@ def _quantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
 
     one_process("Models are quantised")
     refuse(a, ("pattern",), f"a plan of kind {plan.kind}")
-    parts = parts_of(bits_of(plan))
+    made, parts = plan, parts_of(bits_of(plan))
     plan, cache = parts["bits"], parts.get("cache")
     formats_of_plan(plan)
     if a.model.endswith(".gguf"):
+        if "kept-experts" in parts:
+            what = "This plan lets experts go, and the types of a GGUF file are all that changes here."
+            raise InvalidInput(what, "", "Apply it to the checkpoint that it was made for.")
         result = _requantise(a, plan)
         say(a, *([] if cache is None else [f"The cache: layerbudget export {a.plan} --to llama-cache"]))
         return result
@@ -169,6 +173,7 @@ def _quantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
         _read_its_text(a, plan)
     a.dtype = a.dtype or "float32"  # grids of formats are finer than what checkpoints hold
     model, tokenizer, data = load(a, data=not blind)
+    plan = without_experts(model, parts)
     rest = max(0, sum(p.numel() for p in model.parameters()) - int(plan.numel.sum()))
     size = BESIDE + int(plan.counts.sum()) + 2 * rest  # what the plan counted, the rest in two bytes each, and a tokenizer
     check_space(dict.fromkeys(filter(None, (a.out, a.resume)), size))
@@ -176,8 +181,11 @@ def _quantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     expect(a, words_of(a.method, data), model, [*treating(a.method, text_of(data, a)), *searched])
     with progress_bar(a, f"quantise by {a.method}") as progress:
         own |= {"tokenizer": tokenizer, "batch_size": batch_of(a, model, data), "progress": progress}
-        receipt = write_bits(model, plan, a.out, data, beside=None if cache is None else files_of(cache), **own)
-    return _say_receipt(a, plan, receipt)
+        receipt = write_bits(model, plan, a.out, data, beside=None if cache is None else files_of(parts), **own)
+    if "kept-experts" in parts:
+        e = made.extra["experts"]
+        say(a, f"{e['left']} of {e['of']} experts stay in every layer; experts.json says which.")
+    return _say_receipt(a, made if made.kind == "fit" else plan, receipt)
 
 
 def _requantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def register(subparsers: Any) -> None:
 
 def run_plan(a: argparse.Namespace) -> dict[str, Any]:
     """Say what a plan does."""
-    from ..decisions.fit.program import parts_of
+    from ..decisions.fit.parts import parts_of
     from ..decisions.joint.recipe import bits_of
     from ..plans.explain import explain_plan
     from ..plans.verdict import standing, verdict

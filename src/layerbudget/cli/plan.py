@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..decisions.apply import find_rule, rules_of
-from ..decisions.fit.program import parts_of
+from ..decisions.fit.parts import parts_of
 from ..errors import InvalidInput
 from ..kinds import KINDS
 from ..plan import Plan

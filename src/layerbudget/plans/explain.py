@@ -12,8 +12,8 @@ import numpy as np
 
 from ..compressors.formats import GGUF
 from ..decisions.bits.reasons import reasons, types_of_blocks
-from ..decisions.fit.program import sentences as of_fit
-from ..decisions.fit.program import shares
+from ..decisions.fit.parts import sentences as of_fit
+from ..decisions.fit.parts import shares
 from ..decisions.joint.recipe import sentences as of_recipe
 from ..decisions.kept_experts.program import bend
 from ..decisions.kept_experts.program import sentences as of_kept

@@ -218,6 +218,7 @@ def _names(plan: Plan) -> dict[str, str]:
         "mix": f"llama.cpp's {mix}" if mix in MIXES else f"the weights as {mix}",
         "uniform": "uniform",
         "uniform-cache": "one format for the cache",
+        "all-experts": "all experts",
     }
 
 

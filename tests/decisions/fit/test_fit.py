@@ -19,8 +19,9 @@ from layerbudget.decisions.bits.apply import apply_bits
 from layerbudget.decisions.bits.memory import cache_of
 from layerbudget.decisions.bits.sensitivity import DenseOutput, mean_and_error
 from layerbudget.decisions.cache.cache import caching, layer_formats, rounding
-from layerbudget.decisions.fit.plan import plan_fit, split_fit, write_fit
-from layerbudget.decisions.fit.program import GIB, RULES, Fitted, Terms, fit_of
+from layerbudget.decisions.fit.parts import split_fit
+from layerbudget.decisions.fit.plan import plan_fit, write_fit
+from layerbudget.decisions.fit.program import GIB, RULES, Fitted, Terms, fits_of
 from layerbudget.errors import CoverageError, InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
 from layerbudget.exports import EXPORTS
 from layerbudget.plan import Plan
@@ -37,7 +38,7 @@ BUFFERS = 512 * 4 * 256  # of up to 256 tokens: the mask, which is more than 96 
 def test_one_program_is_the_best_of_all_choices(seed, context, batch):
     """Every choice of four matrices and four parts of the cache, 6,561 of them, by loops."""
     scores = zoo.fit_scores(seed)
-    fit, _ = fit_of(scores, Terms(memory="1 GiB", context=context, batch=batch))
+    (fit,) = fits_of(scores, Terms(memory="1 GiB", context=context, batch=batch))
     table = fit.table
     size = [table.size[i][table.has[i]].tolist() for i in range(8)]
     damage = [table.damage[i][table.has[i]].tolist() for i in range(8)]

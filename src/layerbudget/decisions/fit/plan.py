@@ -1,12 +1,14 @@
 """A plan of weights and cache under one memory: measure both, decide once, and check the plan as a whole.
 
 The check rounds weights and cache at once and runs held-out text, for the plan and for two that decide one part after the
-other: one format for the whole cache beside planned weights, and a mix of llama.cpp (or one format) beside a planned cache. The
-plan *is* one of those where that is better.
+other: one format for the whole cache beside planned weights, and a mix of llama.cpp (or one format) beside a planned cache.
+Where experts may go, those are masked, and the best plan with all of them is checked too. The plan *is* one of those where
+that is better.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +19,9 @@ import numpy as np
 from ...compressors.formats import RUNTIMES
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InvalidInput
+from ...kinds import check_kind
+from ...models.blocks import describe
+from ...models.experts import find_experts, masked
 from ...models.offload import mapped
 from ...plan import Plan
 from ...progress import Progress, say
@@ -26,11 +31,16 @@ from ...storage.parts import Parts
 from ..bits.apply import QuantisationReceipt, apply_bits, write_bits
 from ..bits.plan import check_record, empty_table, measured_formats, refuse_measuring
 from ..bits.sensitivity import DenseOutput
+from ..bits.table import Table
 from ..cache.cache import PlannedCache, caching, planned_cache, rounding
 from ..cache.export import llama_cache, vllm_options
 from ..cache.plan import cache_space
 from ..cache.sensitivity import cache_damage
-from .program import Fit, Fitted, Terms, split_fit
+from ..cache.space import CacheSpace
+from ..kept_experts.apply import keep_experts
+from .parts import parts_of
+from .program import KIND, Fit, Fitted, Pick, Terms, smallest
+from .removal import measure_removal, smaller_tables
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,6 +56,7 @@ def plan_fit(
     batch: int = 1,
     runtime: str = "llama.cpp",
     cache: Sequence[str] | None = None,
+    experts: bool = False,
     forbid: Sequence[str] = (),
     keep: Mapping[str, str] | None = None,
     tokenizer: Any = None,
@@ -71,10 +82,11 @@ def plan_fit(
         batch: Sequences at a time.
         runtime: ``llama.cpp`` (a GGUF file; one type for all keys, one for all values), ``transformers`` or ``vllm``.
         cache: Formats of the cache to choose among; by default all of the runtime. Sixteen bits are always among them.
+        experts: Whether experts may go where that costs less than lower formats; every layer keeps the same number.
         forbid: Formats of the weights that are not used, or classes of slow ones: ``slow-cpu``, ``slow-gpu``.
         keep: Formats of some matrices, by regular expressions that are searched in their names.
         tokenizer: The one that goes into a GGUF file: its vocabulary counts.
-        rule: ``choices`` (the exact program), ``uniform-cache`` or ``mix``.
+        rule: ``choices`` (the exact program), ``uniform-cache`` or ``mix``; with ``experts`` also ``all-experts``.
         draws: Labels drawn for every token.
         seed: Of these draws.
         batch_size: Sequences per forward; the damage of the cache is measured one sequence at a time.
@@ -91,8 +103,9 @@ def plan_fit(
         InfeasibleBudget: A memory below the smallest plan; said before anything is measured.
         CoverageError: A streamed model.
         InvalidInput: A model without a cache, or a context beyond the model's.
+        UnknownStructure: With ``experts``, a model without them.
     """
-    terms = Terms(memory=memory, context=context, batch=batch, forbid=forbid, keep=keep or {}, cache=cache)
+    terms = Terms(memory=memory, context=context, batch=batch, forbid=forbid, keep=keep or {}, cache=cache, experts=experts)
     terms.check(rule)
     if isinstance(source, Scores):
         refuse_measuring(data, check, resume, save_scores, tokenizer, options)
@@ -104,17 +117,20 @@ def plan_fit(
     if runtime not in RUNTIMES:
         raise InvalidInput(f"There is no runtime {runtime!r}.", f"There are {', '.join(RUNTIMES)}.", "Choose one of those.")
     options |= {"unwritten": unwritten, "runtime": runtime, "family": RUNTIMES[runtime].family}
-    empty, space = ready(source, terms, tokenizer, options)
-    measuring = {"draws": draws, "seed": seed, "batch_size": batch_size, **options}
-    parts, scores = measured_formats(source, data, check, resume, empty.weights.head, measuring, progress)
+    tables, space = ready(source, terms, tokenizer, options)
+    given = {"draws": draws, "seed": seed, "batch_size": batch_size}
+    head = next(iter(tables.values())).head
+    parts, scores = measured_formats(source, data, check, resume, head, {**given, **options}, progress)
 
     def measure_cache() -> Any:
         """The damage of every format of the cache."""
         damage, rest, passes = cache_damage(source, data, space, draws, seed, 1, progress)
         return {"damage": damage.tolist(), "rest": rest.tolist(), "passes": passes}
 
-    held = {**space.record(), **parts.json(f"cache-{digest(space.record())}", measure_cache)}
-    scores = dataclasses.replace(scores, extra={**scores.extra, "cache": held})
+    held = {"cache": {**space.record(), **parts.json(f"cache-{digest(space.record())}", measure_cache)}}
+    if experts:
+        held["experts"] = parts.json("experts", lambda: measure_removal(source, data, tables, **given, progress=progress))
+    scores = dataclasses.replace(scores, extra={**scores.extra, **held})
     scores = Scores.from_dict(to_jsonable(scores.to_dict()))  # as it is read from a file
     if save_scores is not None:
         scores.save(save_scores, overwrite=overwrite)
@@ -122,15 +138,22 @@ def plan_fit(
     return found.plan(rule) if check is None else _checked(source, found, rule, data, check, batch_size, parts, progress)
 
 
-def ready(model: nn.Module, terms: Terms, tokenizer: Any, options: Mapping[str, Any]) -> tuple[Fit, Any]:
-    """Return what is to be decided, and the space of the cache, before anything is measured; what cannot fit is refused."""
+def ready(model: nn.Module, terms: Terms, tokenizer: Any, options: Mapping[str, Any]) -> tuple[dict[int, Table], CacheSpace]:
+    """Return what is to be decided before anything is measured: formats of the weights, and the space of the cache.
+
+    The formats come by the number of experts that stay, all of them first; where none may go that number is 0. What cannot fit
+    is refused.
+    """
     if mapped(model) is not None:
         what = "The gradients of keys and values run through the whole model, and the weights of a streamed one stay in files."
         raise CoverageError(what, "", "Use --no-stream.")
     space = cache_space(model, terms.tokens, terms.batch, str(options["runtime"]), terms.cache)
-    fit = Fit.of(empty_table(model, tokenizer, options), space, terms)
-    fit.limit(terms.bytes)
-    return fit, space
+    if terms.experts:
+        tables = smaller_tables(model, tokenizer, options)
+    else:
+        tables = {0: empty_table(model, tokenizer, options)}
+    smallest([Fit.of(table, space, terms) for table in tables.values()]).limit(terms.bytes)
+    return tables, space
 
 
 def _checked(
@@ -145,17 +168,18 @@ def _checked(
 ) -> Plan:
     """The plan of a rule with the check of all on held-out tokens, or the one that beat it, which then says so."""
     say(progress, "plans as a whole")
-    dense, choices = DenseOutput(model, check, batch_size), found.decision.choices
+    dense, picks = DenseOutput(model, check, batch_size), found.picks
 
     def measure() -> Any:
         """Rows of all choices."""
-        rows = joint_rows(model, dense, found.fit, choices, data, found.scores.extra["choices"].get("imatrix"))
+        rows = joint_rows(model, dense, picks, data, found.scores.extra["choices"].get("imatrix"))
         return {name: each.tolist() for name, each in rows.items()}
 
-    kept = parts.json(f"check-{digest({n: c.tolist() for n, c in choices.items()})}", measure)
+    key = {n: [p.chosen.tolist(), *([] if p.fit.fewer is None else [p.fit.fewer.left])] for n, p in picks.items()}
+    kept = parts.json(f"check-{digest(key)}", measure)
     rows = {name: np.array(each, dtype=np.float64) for name, each in kept.items()}
-    spent = {n: t["spent"] + found.fit.beside for n, t in found.decision.totals.items()}
-    same = [n for n, c in choices.items() if np.array_equal(c, choices[rule])]
+    spent = {n: p.spent for n, p in picks.items()}
+    same = [n for n, p in picks.items() if p.same(picks[rule])]
     record = check_record(model, dense, rule, rows, spent, same)
     plan = found.plan(record["taken"])
     return dataclasses.replace(plan, extra={**plan.extra, "check": record, "asked": rule})
@@ -164,25 +188,29 @@ def _checked(
 def joint_rows(
     model: nn.Module,
     dense: DenseOutput,
-    fit: Fit,
-    choices: Mapping[str, np.ndarray],
+    picks: Mapping[str, Pick],
     data: CalibrationSet,
     imatrix: str | None = None,
 ) -> dict[str, np.ndarray]:
     """Rows of several choices, as :meth:`DenseOutput.rows` gives them, with weights and cache rounded at once.
 
-    Weights that several choices share are rounded once.
+    Experts that go are masked in the routers. Weights that several choices share are rounded once.
     """
     found: dict[str, np.ndarray] = {}
     text, own = (data, {}) if imatrix is None else (None, {"imatrix": imatrix})
-    by_weights: dict[bytes, list[str]] = {}
-    for name, chosen in choices.items():
-        by_weights.setdefault(fit.apart(chosen)[0].tobytes(), []).append(name)
+    by_weights: dict[Any, list[str]] = {}
+    for name, pick in picks.items():
+        left = None if pick.fit.fewer is None else pick.fit.fewer.left
+        by_weights.setdefault((left, pick.fit.apart(pick.chosen)[0].tobytes()), []).append(name)
     for names in by_weights.values():
-        weights = fit.weights.formats_of(fit.apart(choices[names[0]])[0])
-        caches = (caching(model, rounding(fit.space.by_layer(fit.apart(choices[n])[1]))) for n in names)
-        found |= dict(zip(names, dense.rows_within(model, weights, caches, text, fit.weights.method, **own), strict=True))
-    return {n: found[n] for n in choices}
+        fit = picks[names[0]].fit
+        weights = fit.weights.formats_of(fit.apart(picks[names[0]].chosen)[0])
+        caches = (caching(model, rounding(fit.space.by_layer(fit.apart(picks[n].chosen)[1]))) for n in names)
+        fewer = contextlib.nullcontext() if fit.fewer is None else masked(find_experts(model), fit.fewer.own["kept"])
+        with fewer:
+            rows = dense.rows_within(model, weights, caches, text, fit.weights.method, **own)
+        found |= dict(zip(names, rows, strict=True))
+    return {n: found[n] for n in picks}
 
 
 def apply_fit(model: nn.Module, plan: Plan, data: CalibrationSet | None = None, **options: Any) -> PlannedCache:
@@ -191,10 +219,19 @@ def apply_fit(model: nn.Module, plan: Plan, data: CalibrationSet | None = None, 
     The cache is for ``model.generate(past_key_values=...)``. Further arguments are those of
     :func:`~layerbudget.decisions.bits.apply.apply_bits`.
     """
-    weights, cache = split_fit(plan)
-    held = planned_cache(model, cache)
-    apply_bits(model, weights, data, **options)
+    check_kind(plan.kind, (KIND,), "is no fit of weights and cache")
+    parts = parts_of(plan)
+    held = planned_cache(model, parts["cache"])
+    apply_bits(model, without_experts(model, parts), data, **options)
     return held
+
+
+def without_experts(model: nn.Module, parts: Mapping[str, Plan]) -> Plan:
+    """Remove the experts that a fit lets go, in place, and return the plan of bits of what is left."""
+    if "kept-experts" not in parts:
+        return parts["bits"]
+    keep_experts(model, parts["kept-experts"])
+    return dataclasses.replace(parts["bits"], model=describe(model))
 
 
 def write_fit(
@@ -202,13 +239,18 @@ def write_fit(
 ) -> QuantisationReceipt:
     """Write the weights of a fit as :func:`~layerbudget.decisions.bits.apply.write_bits` does, and beside them the cache.
 
-    ``cache.json`` is the plan of the cache; for llama.cpp and vLLM ``cache.txt`` has the options of their servers.
+    ``cache.json`` is the plan of the cache; for llama.cpp and vLLM ``cache.txt`` has the options of their servers. Experts that
+    the fit lets go are removed from the model first; ``experts.json`` is their plan.
     """
-    weights, cache = split_fit(plan)
-    return write_bits(model, weights, out_dir, data, beside=files_of(cache), **options)
+    check_kind(plan.kind, (KIND,), "is no fit of weights and cache")
+    parts = parts_of(plan)
+    return write_bits(model, without_experts(model, parts), out_dir, data, beside=files_of(parts), **options)
 
 
-def files_of(cache: Plan) -> dict[str, str]:
-    """Return the files of a plan of the cache, by name."""
+def files_of(parts: Mapping[str, Plan]) -> dict[str, str]:
+    """Return the files beside the weights of a fit, by name."""
+    cache = parts["cache"]
     options = {"llama.cpp": llama_cache, "vllm": vllm_options}.get(cache.extra["runtime"])
-    return {"cache.json": dumps(cache.to_dict()), **({"cache.txt": options(cache)} if options else {})}
+    more = {"cache.txt": options(cache)} if options else {}
+    more |= {"experts.json": dumps(parts["kept-experts"].to_dict())} if "kept-experts" in parts else {}
+    return {"cache.json": dumps(cache.to_dict()), **more}

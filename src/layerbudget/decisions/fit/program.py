@@ -1,13 +1,22 @@
-"""Weights and cache under one memory: one exact program with one price per byte, its curve, and its two plans. No torch.
+r"""Weights and cache under one memory: one exact program with one price per byte, its curve, and its plans. No torch.
 
 The blocks of the weights and those of the cache stand in one table. Their damages are in one unit, nats per token, and add up
 to first order: each is measured at the dense model. Of the memory, what no format changes goes first: the other tensors and the
 metadata of the file, states of fixed size, and the buffers of a forward.
+
+Where experts may go, every layer keeps n of them, and the program is solved for every n that was measured::
+
+    minimise   D(n) + sum_i R_i(f_i) + sum_k C_k(g_k)    over n, types f of the weights and formats g of the cache
+    subject to F(n) + sum_i s_i(f_i, n) + sum_k t_k(g_k)  <=  B,
+
+``D`` the damage of the removal, ``R`` and ``C`` those of rounding weights and cache; ``F`` the bytes that no format changes,
+``s`` and ``t`` those of matrices and cache. For a given n this is the program above; the best n is the best of all.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +27,7 @@ from ...errors import InfeasibleBudget, InvalidInput
 from ...plan import Plan
 from ...records import to_jsonable
 from ...scores import Scores
-from ...solvers.choices import choose
+from ...solvers.choices import Choice, choose
 from ..bits.memory import Cache, read_context
 from ..bits.mixes import MIXES
 from ..bits.program import (
@@ -36,9 +45,10 @@ from ..bits.program import (
 )
 from ..bits.table import Table
 from ..cache.space import CacheSpace
+from .fewer import Fewer, numbers_of, with_experts
 
 KIND = "fit"
-UNIFORM, MIX = "uniform-cache", "mix"
+UNIFORM, MIX, ALL = "uniform-cache", "mix", "all-experts"
 RULES = ("choices", UNIFORM, MIX)
 GIB = 1 << 30
 
@@ -53,6 +63,7 @@ class Terms:
         batch: Sequences at a time.
         forbid, keep: Formats of the weights; see :class:`~layerbudget.decisions.bits.program.Limits`.
         cache: Formats of the cache to choose among, besides 16 bits; all that were measured where it is None.
+        experts: Whether experts may go, the same number in every layer.
     """
 
     memory: str
@@ -61,6 +72,7 @@ class Terms:
     forbid: Sequence[str] = ()
     keep: Mapping[str, str] = dataclasses.field(default_factory=dict)
     cache: Sequence[str] | None = None
+    experts: bool = False
 
     @property
     def limits(self) -> Limits:
@@ -79,8 +91,8 @@ class Terms:
 
     def check(self, rule: str) -> None:
         """Refuse what no model can make possible."""
-        if rule not in RULES:
-            raise InvalidInput(f"There is no rule {rule!r} here.", f"There are {', '.join(RULES)}.", "Choose one of those.")
+        if rule not in (rules := (*RULES, *([ALL] if self.experts else []))):
+            raise InvalidInput(f"There is no rule {rule!r} here.", f"There are {', '.join(rules)}.", "Choose one of those.")
         if self.tokens and self.bytes and self.batch < 1:
             raise InvalidInput(f"batch is {self.batch}.", "It is a number of sequences.", "Use 1 or more.")
         self.limits.check_formats()
@@ -94,16 +106,24 @@ class Fit:
         weights: Bytes and damages of matrices, those formats gone that may not be used.
         space, cache: What may be decided about the cache, with its bytes and damages.
         known: What other memory depends on.
+        fewer: How many experts stay, where experts may go.
     """
 
     weights: Table
     space: CacheSpace
     cache: Table
     known: Cache
+    fewer: Fewer | None = None
 
     @classmethod
     def of(
-        cls, weights: Table, space: CacheSpace, terms: Terms, damage: np.ndarray | None = None, rest: np.ndarray | None = None
+        cls,
+        weights: Table,
+        space: CacheSpace,
+        terms: Terms,
+        damage: np.ndarray | None = None,
+        rest: np.ndarray | None = None,
+        fewer: Fewer | None = None,
     ) -> Fit:
         """Return what is to be decided; without damages of the cache they are zero.
 
@@ -121,7 +141,7 @@ class Fit:
         if terms.cache is not None:
             wanted = np.array([n in terms.cache for n in cache.formats[:-1]] + [True])
             cache = dataclasses.replace(cache, damage=np.where(wanted, cache.damage, np.inf))
-        return cls(weights=terms.limits.restrict(weights), space=space, cache=cache, known=weights.cache)
+        return cls(weights=terms.limits.restrict(weights), space=space, cache=cache, known=weights.cache, fewer=fewer)
 
     @property
     def state(self) -> int:
@@ -138,10 +158,11 @@ class Fit:
         """Bytes that no format changes."""
         return self.weights.beside + self.state + self.buffers
 
-    @property
+    @functools.cached_property
     def table(self) -> Table:
-        """All blocks."""
-        return self.weights.stacked(self.cache)
+        """All blocks: matrices, the cache, and where experts may go one of no bytes that has the damage of those gone."""
+        both = self.weights.stacked(self.cache)
+        return both if self.fewer is None else both.stacked(self.fewer.block(self.weights))
 
     def at(self, context: int) -> Fit:
         """Return the same at another context."""
@@ -172,12 +193,19 @@ class Fit:
 
     def joined(self, weights: np.ndarray, cache: np.ndarray) -> np.ndarray:
         """Return a choice of all blocks from one of each part."""
-        return np.concatenate([weights, len(self.weights.formats) + cache])
+        first = len(self.weights.formats)
+        gone = [] if self.fewer is None else [first + len(self.cache.formats)]
+        return np.concatenate([weights, first + cache, np.array(gone, dtype=np.int64)])
 
     def apart(self, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the choices of the weights and of the cache."""
         count = len(self.weights.blocks)
-        return chosen[:count], chosen[count:] - len(self.weights.formats)
+        return chosen[:count], chosen[count : count + len(self.cache.blocks)] - len(self.weights.formats)
+
+    @functools.cached_property
+    def lightest(self) -> float:
+        """Damage that no choice of formats is below."""
+        return float(self.table.damage.min(axis=1).sum())
 
     def uniform_caches(self, limit: int) -> dict[str, np.ndarray]:
         """Return the best weights beside one format for the whole cache, by that format, where both fit."""
@@ -211,169 +239,200 @@ class Fit:
         beside = {"rest of the file": self.weights.beside, "states": self.state, "buffers": self.buffers}
         return found | {name: {"bytes": size} for name, size in beside.items() if size}
 
-    def curve(self, count: int = CURVE) -> list[dict[str, Any]]:
-        """Return the best plans of several memories, from the smallest to 16 bits for everything, evenly in ratio."""
-        table = self.table
-        low, high = int(table.smallest.sum()), int(np.where(table.has, table.size, 0).max(axis=1).sum())
-        return [self.point(int(limit)) for limit in np.geomspace(low, high, count).round()]
+    def best(self, memory: int) -> Choice:
+        """Return the choice of the least damage in a memory."""
+        return choose(self.table.damage, self.table.size, memory - self.beside)
 
-    def point(self, limit: int) -> dict[str, Any]:
-        """Return the best plan of so many bytes for formats, in numbers."""
-        table = self.table
-        found = choose(table.damage, table.size, limit)
-        own = table.totals(found.chosen)
-        row = {"memory": limit + self.beside, "predicted": own["predicted"], "price": found.price * GIB}
+    def shown(self, chosen: np.ndarray) -> tuple[tuple[Table, np.ndarray], ...]:
+        """Return the tables whose blocks a plan has, each with its choice."""
+        weights, cache = self.apart(chosen)
+        return (self.weights, weights), (self.cache, cache)
+
+    def row(self, found: Choice) -> dict[str, Any]:
+        """Return a choice in numbers."""
+        own = self.table.totals(found.chosen)
+        row = {"memory": found.budget + self.beside, "predicted": own["predicted"], "price": found.price * GIB}
         row |= {f"{n}_{key}": p[key] for n, p in self.parts(found.chosen).items() for key in ("bytes", "bits") if key in p}
-        return row | ({"values": bits_of(table, found.chosen)} if len(table.blocks) <= SHOWN else {})
+        row |= {} if self.fewer is None else {"experts": self.fewer.left}
+        few = len(self.weights.blocks) + len(self.cache.blocks) <= SHOWN
+        return row | ({"values": [v for t, c in self.shown(found.chosen) for v in bits_of(t, c)]} if few else {})
 
 
-def fit_of(scores: Scores, terms: Terms) -> tuple[Fit, dict[str, Any]]:
-    """Return what was measured, at a context, with the record of the cache."""
+def fits_of(scores: Scores, terms: Terms) -> list[Fit]:
+    """Return what was measured, at a context: one fit for every number of experts, all of them first."""
     held = scores.extra.get("cache")
     if not isinstance(held, Mapping):
         what = "These scores say nothing of the cache."
         raise InvalidInput(what, "A fit needs the damage of its formats.", "Measure it: layerbudget plan fit MODEL.")
     space = CacheSpace.read(held, terms.tokens, terms.batch)
     damage, rest = (np.array(held[k], dtype=np.float64) for k in ("damage", "rest"))
-    return Fit.of(Table.of(scores), space, terms, damage, rest), dict(held)
+    table = Table.of(scores)
+    if not terms.experts:
+        return [Fit.of(table, space, terms, damage, rest)]
+    return [Fit.of(with_experts(table, each), space, terms, damage, rest, each) for each in numbers_of(scores)]
+
+
+def smallest(fits: Sequence[Fit]) -> Fit:
+    """Return the fit with the smallest plan."""
+    return min(fits, key=lambda fit: fit.least)
+
+
+def best_of(fits: Sequence[Fit], memory: int) -> tuple[Fit, Choice]:
+    """Return the fit with the best plan of a memory, and that choice; the smallest plan of them must fit.
+
+    A fit whose lightest plan has more damage than another one's best is not solved.
+    """
+    able = [fit for fit in fits if fit.least <= memory] or [smallest(fits)]
+    first, *others = sorted(able, key=lambda fit: fit.lightest)
+    fit, found = first, first.best(memory)
+    bound = found.lower_bound
+    for other in others:
+        if other.lightest < found.damage:
+            tried = other.best(memory)
+            bound = min(bound, tried.lower_bound)
+            fit, found = (other, tried) if tried.damage < found.damage else (fit, found)
+    if len(fits) == 1:
+        return fit, found
+    status = "bounded" if bound < found.damage * (1 - 1e-12) else found.status
+    among = f" and with any of {len(fits)} numbers of experts"
+    return fit, dataclasses.replace(found, lower_bound=min(bound, found.damage), status=status, among=among)
+
+
+def curve(fits: Sequence[Fit], count: int = CURVE) -> list[dict[str, Any]]:
+    """Return the best plans of several memories, from the smallest to 16 bits for everything, evenly in ratio."""
+    whole = fits[0]
+    low = smallest(fits).least - whole.beside
+    high = int(np.where(whole.table.has, whole.table.size, 0).max(axis=1).sum())
+    return [point(fits, int(limit) + whole.beside) for limit in np.geomspace(low, high, count).round()]
+
+
+def point(fits: Sequence[Fit], memory: int) -> dict[str, Any]:
+    """Return the best plan of a memory in numbers."""
+    fit, found = best_of(fits, memory)
+    return fit.row(found)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pick:
+    """What a rule decides: the formats of all blocks of a fit.
+
+    Attributes:
+        name: The format or mix of a rule without a program.
+    """
+
+    fit: Fit
+    chosen: np.ndarray
+    name: str = ""
+
+    @property
+    def totals(self) -> dict[str, Any]:
+        """Damage and bytes, of which those count that formats change."""
+        return self.fit.table.totals(self.chosen)
+
+    @property
+    def spent(self) -> int:
+        """Bytes of memory."""
+        return int(self.totals["spent"]) + self.fit.beside
+
+    def same(self, other: Pick) -> bool:
+        """Whether both have the same formats and as many experts."""
+        return self.fit.fewer == other.fit.fewer and np.array_equal(self.chosen, other.chosen)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """The decision of a fit, from which the plan of every rule follows."""
+    """The decision of a fit, from which the plan of every rule follows.
+
+    Attributes:
+        fits: By number of experts; one where none may go.
+        fit, limit: The program's, and the bytes that its formats may take.
+        picks: What every rule decides.
+        decision: The program's choice with its certificate, beside the damages of all picks.
+        caches: Totals of every uniform cache.
+    """
 
     scores: Scores
     terms: Terms
+    fits: Sequence[Fit]
     fit: Fit
-    decision: Decision
     limit: int
-    named: Mapping[str, str]  # the format or mix of rules without a program
-    caches: Mapping[str, dict[str, Any]]  # totals of every uniform cache
+    picks: Mapping[str, Pick]
+    decision: Decision
+    caches: Mapping[str, dict[str, Any]]
 
     @classmethod
     def of(cls, scores: Scores, terms: Terms) -> Fitted:
         """Return the decision under some terms."""
-        fit, _ = fit_of(scores, terms)
-        table, limit = fit.table, fit.limit(terms.bytes)
-        others: dict[str, np.ndarray] = {}
-        named: dict[str, str] = {}
-        plans = {UNIFORM: fit.uniform_caches(limit), MIX: fit.mixes(limit)}
-        for rule, found in plans.items():
-            if found:
-                named[rule] = min(found, key=lambda n: table.totals(found[n])["predicted"])
-                others[rule] = found[named[rule]]
-        decision = Decision.of(table, limit, others)
-        caches = {n: table.totals(c) for n, c in plans[UNIFORM].items()}
-        return cls(scores=scores, terms=terms, fit=fit, decision=decision, limit=limit, named=named, caches=caches)
+        fits = fits_of(scores, terms)
+        smallest(fits).limit(terms.bytes)
+        fit, found = best_of(fits, terms.bytes)
+        picks = {"choices": Pick(fit=fit, chosen=found.chosen)}
+        if terms.experts and fits[0].least <= terms.bytes:
+            picks[ALL] = Pick(fit=fits[0], chosen=best_of(fits[:1], terms.bytes)[1].chosen)
+        able = [each for each in fits if each.least <= terms.bytes]
+        caches = [_picks(each, each.uniform_caches(each.limit(terms.bytes))) for each in able]
+        mixes = [_picks(each, each.mixes(each.limit(terms.bytes))) for each in able]
+        for rule, plans in ((UNIFORM, caches), (MIX, mixes)):
+            if some := [pick for each in plans for pick in each]:
+                picks[rule] = min(some, key=lambda pick: pick.totals["predicted"])
+        decision = Decision(
+            table=fit.table,
+            choices={rule: pick.chosen for rule, pick in picks.items()},
+            totals={rule: pick.totals for rule, pick in picks.items()},
+            found=found,
+        )
+        own = next(each for each, whose in zip(caches, able, strict=True) if whose is fit)
+        return cls(
+            scores=scores,
+            terms=terms,
+            fits=fits,
+            fit=fit,
+            limit=fit.limit(terms.bytes),
+            picks=picks,
+            decision=decision,
+            caches={pick.name: pick.totals for pick in own},
+        )
 
     def plan(self, rule: str) -> Plan:
         """Return the plan of a rule."""
-        fit, table = self.fit, self.decision.table
-        if rule not in self.decision.choices:
+        if rule not in self.picks:
             what = f"No plan of the rule {rule} fits {self.terms.bytes:,} bytes."
             raise InvalidInput(what, "Its formats were not measured, or take more.", "Raise the memory, or use --rule choices.")
-        chosen = self.decision.choices[rule]
+        pick = self.picks[rule]
+        fit, chosen = pick.fit, pick.chosen
         weights, cache = fit.apart(chosen)
-        more = fit.point(self.limit + GIB)
+        decision = dataclasses.replace(self.decision, table=fit.table)
+        formats = {m: f for t, c in fit.shown(chosen) for m, f in t.formats_of(c).items()}
+        more = point(self.fits, self.terms.bytes + GIB)
         extra = {
             **extra_of(fit.weights, weights),
-            **self.decision.record(rule),
+            **decision.record(rule),
             **few_tokens(fit.weights, self.scores),
-            "formats": table.formats_of(chosen),
+            "formats": formats,
             **fit.space.terms(self.scores.extra["cache"]["group"]),
             "parts": fit.parts(chosen),
             "part_errors": {"weights": fit.weights.error_of(weights), "cache": fit.cache.error_of(cache)},
             "cache_formats": fit.cache.formats_of(cache),
-            "named": dict(self.named),
+            "named": {name: each.name for name, each in self.picks.items() if each.name},
             "uniform_caches": dict(self.caches),
             "more": {"bytes": GIB, "predicted": more["predicted"]},
-            "curve": fit.curve(),
+            "curve": curve(self.fits),
             "asked": rule,
         }
+        extra |= {} if fit.fewer is None else {"experts": fit.fewer.record(fit.weights, weights)}
         terms = {k: v for k, v in dataclasses.asdict(self.terms).items() if v} | imatrix_of(self.scores)
         return Plan(
             kind=KIND,
             rule=rule,
             model=self.scores.model,
-            blocks=plan_blocks(table, chosen),
+            blocks=tuple(b for t, c in fit.shown(chosen) for b in plan_blocks(t, c)),
             hyperparameters=to_jsonable({**terms, "rule": rule, "method": fit.weights.method, "runtime": fit.weights.runtime}),
-            budget={"unit": "bytes", "limit": self.terms.bytes, "spent": self.decision.totals[rule]["spent"] + fit.beside},
+            budget={"unit": "bytes", "limit": self.terms.bytes, "spent": pick.spent},
             certificate=self.decision.certificate(rule),
             scores_digest=self.scores.digest,
             extra=extra,
         )
 
 
-def split_fit(plan: Plan) -> tuple[Plan, Plan]:
-    """The plan of bits and the plan of the cache in a fit, each as if it had been made alone."""
-    if plan.kind != KIND:
-        raise InvalidInput(f"A plan of kind {plan.kind} is no fit.", "", "Make one: layerbudget plan fit MODEL.")
-    e = plan.extra
-    kept = set(e["cache_formats"])
-    parts = []
-    for name, own in (("weights", False), ("cache", True)):
-        blocks = tuple(b for b in plan.blocks if (b.modules[0] in kept) == own)
-        formats = {m: e["formats"][m] for b in blocks for m in b.modules}
-        spent = int(sum(b.count for b in blocks))
-        file = {} if own else {"file": spent + e["fixed_bytes"]}
-        said = {"formats": formats, "predicted_error": e["part_errors"][name], "baselines": {}, "near_ties": []}
-        said |= {k: e["parts"][name][k] for k in ("bits", "predicted")}
-        names = (
-            ("runtime", "context", "batch", "group")
-            if own
-            else ("runtime", "family", "method", "fixed_bytes", "head_bytes", "signature")
-        )
-        parts.append(
-            dataclasses.replace(
-                plan,
-                kind="cache" if own else "bits",
-                blocks=blocks,
-                budget={"unit": "bytes", "limit": spent, "spent": spent, **file},
-                hyperparameters={"bits": None, "budget": f"{file.get('file', spent)} bytes", "rule": plan.rule, "fit": True},
-                certificate={},
-                extra={**said, **{k: e[k] for k in ("runtime", *names) if k in e}},
-            )
-        )
-    return parts[0], parts[1]
-
-
-def parts_of(plan: Plan) -> dict[str, Plan]:
-    """Return the plans in a plan, by kind: of a fit two, of any other itself."""
-    return {p.kind: p for p in split_fit(plan)} if plan.kind == KIND else {plan.kind: plan}
-
-
-def shares(plan: Plan) -> list[str]:
-    """Sentences that say what each part got, and what more memory would bring."""
-    e, parts = plan.extra, plan.extra["parts"]
-    w, c = parts["weights"], parts["cache"]
-    beside = ", ".join(f"{p['bytes']:,.0f} {name}" for name, p in parts.items() if name not in ("weights", "cache"))
-    said = [
-        f"For {e['runtime']} at {e['context']} tokens x {e['batch']}: weights {w['bytes']:,.0f} bytes ({w['bits']:.3f} bits "
-        f"per weight, {w['predicted']:.4g} nats per token), cache {c['bytes']:,.0f} bytes ({c['bits']:.3f} bits per number, "
-        f"{c['predicted']:.4g} nats), {beside}."
-    ]
-    if plan.certificate:
-        price, unit = plan.certificate["price"] * GIB, "GiB"
-        if plan.budget["limit"] < GIB:
-            price, unit = price / 1024, "MiB"
-        said.append(
-            f"At the margin one {unit} is worth {price:.3g} nats; with one GiB more the best plan would lose "
-            f"{e['more']['predicted']:.4g} in all."
-        )
-    return said
-
-
-def sentences(plan: Plan) -> list[str]:
-    """Sentences that say what a fit decides and what it rests on."""
-    e = plan.extra
-    damage = f"{e['predicted']:.4g} +- {e['predicted_error']:.1g} nats per token{_others(plan)}"
-    check = [e["check"]["verdict"]] if "check" in e else []
-    return [*shares(plan), f"Damages of single blocks add up to {damage}.", *check]
-
-
-def _others(plan: Plan) -> str:
-    """The totals of rules without a joint program, in brackets."""
-    e = plan.extra
-    words = {UNIFORM: "one format for the cache ({})", MIX: "the weights as {}", "choices": "the program"}
-    rows = [f"{words[n].format(e['named'].get(n))} {r['predicted']:.4g}" for n, r in e["baselines"].items() if n != plan.rule]
-    return f" ({'; '.join(rows)})" if rows else ""
+def _picks(fit: Fit, plans: Mapping[str, np.ndarray]) -> list[Pick]:
+    return [Pick(fit=fit, chosen=chosen, name=name) for name, chosen in plans.items()]

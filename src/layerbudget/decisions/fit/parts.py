@@ -1,0 +1,90 @@
+"""The plans in a plan of weights and cache, and what it says in sentences. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ...errors import InvalidInput
+from ...plan import Plan
+from .fewer import goes, plan_of_experts
+from .fewer import sentences as of_experts
+from .program import ALL, GIB, KIND, MIX, UNIFORM
+
+
+def split_fit(plan: Plan) -> tuple[Plan, Plan]:
+    """The plan of bits and the plan of the cache in a fit, each as if it had been made alone."""
+    if plan.kind != KIND:
+        raise InvalidInput(f"A plan of kind {plan.kind} is no fit.", "", "Make one: layerbudget plan fit MODEL.")
+    e = plan.extra
+    kept = set(e["cache_formats"])
+    parts = []
+    for name, own in (("weights", False), ("cache", True)):
+        blocks = tuple(b for b in plan.blocks if (b.modules[0] in kept) == own)
+        formats = {m: e["formats"][m] for b in blocks for m in b.modules}
+        spent = int(sum(b.count for b in blocks))
+        file = {} if own else {"file": spent + e["fixed_bytes"]}
+        said = {"formats": formats, "predicted_error": e["part_errors"][name], "baselines": {}, "near_ties": []}
+        said |= {k: e["parts"][name][k] for k in ("bits", "predicted")}
+        names = (
+            ("runtime", "context", "batch", "group")
+            if own
+            else ("runtime", "family", "method", "fixed_bytes", "head_bytes", "signature")
+        )
+        parts.append(
+            dataclasses.replace(
+                plan,
+                kind="cache" if own else "bits",
+                blocks=blocks,
+                budget={"unit": "bytes", "limit": spent, "spent": spent, **file},
+                hyperparameters={"bits": None, "budget": f"{file.get('file', spent)} bytes", "rule": plan.rule, "fit": True},
+                certificate={},
+                extra={**said, **{k: e[k] for k in ("runtime", *names) if k in e}},
+            )
+        )
+    return parts[0], parts[1]
+
+
+def parts_of(plan: Plan) -> dict[str, Plan]:
+    """Return the plans in a plan, by kind: of a fit two, or three where experts go, of any other itself."""
+    if plan.kind != KIND:
+        return {plan.kind: plan}
+    experts = [plan_of_experts(plan)] if goes(plan) else []
+    return {p.kind: p for p in (*split_fit(plan), *experts)}
+
+
+def shares(plan: Plan) -> list[str]:
+    """Sentences that say what each part got, and what more memory would bring."""
+    e, parts = plan.extra, plan.extra["parts"]
+    w, c = parts["weights"], parts["cache"]
+    beside = ", ".join(f"{p['bytes']:,.0f} {name}" for name, p in parts.items() if name not in ("weights", "cache"))
+    said = [
+        f"For {e['runtime']} at {e['context']} tokens x {e['batch']}: weights {w['bytes']:,.0f} bytes ({w['bits']:.3f} bits "
+        f"per weight, {w['predicted']:.4g} nats per token), cache {c['bytes']:,.0f} bytes ({c['bits']:.3f} bits per number, "
+        f"{c['predicted']:.4g} nats), {beside}.",
+        *of_experts(plan),
+    ]
+    if plan.certificate:
+        price, unit = plan.certificate["price"] * GIB, "GiB"
+        if plan.budget["limit"] < GIB:
+            price, unit = price / 1024, "MiB"
+        said.append(
+            f"At the margin one {unit} is worth {price:.3g} nats; with one GiB more the best plan would lose "
+            f"{e['more']['predicted']:.4g} in all."
+        )
+    return said
+
+
+def sentences(plan: Plan) -> list[str]:
+    """Sentences that say what a fit decides and what it rests on."""
+    e = plan.extra
+    damage = f"{e['predicted']:.4g} +- {e['predicted_error']:.1g} nats per token{_others(plan)}"
+    check = [e["check"]["verdict"]] if "check" in e else []
+    return [*shares(plan), f"Damages of single blocks add up to {damage}.", *check]
+
+
+def _others(plan: Plan) -> str:
+    """The totals of rules without a joint program, in brackets."""
+    e = plan.extra
+    words = {UNIFORM: "one format for the cache ({})", MIX: "the weights as {}", "choices": "the program", ALL: "all experts"}
+    rows = [f"{words[n].format(e['named'].get(n))} {r['predicted']:.4g}" for n, r in e["baselines"].items() if n != plan.rule]
+    return f" ({'; '.join(rows)})" if rows else ""
