@@ -183,6 +183,18 @@ def test_the_check_masks_what_applying_removes(measured):
     assert plan.extra["check"]["rows"][plan.rule]["kl"] == min(r["kl"] for r in plan.extra["check"]["rows"].values())
 
 
+@pytest.mark.parametrize("method", ["weighted", "gptq"])
+def test_the_inputs_of_a_quantiser_are_those_without_the_experts_that_go(measured, method):
+    """The check lets the quantiser read its text through masked routers; applying lets it read the smaller model."""
+    model, data, held, own, _, _ = measured
+    plan = plan_fit(model, data, held, **own, draws=1, formats=["Q4_0", "Q8_0"], method=method)
+    dense, small = DenseOutput(model, held), build()
+    apply_fit(small, plan, data)
+    with caching(small, rounding(layer_formats(build(), parts_of(plan)["cache"]))):
+        kl = mean_and_error(dense.rows(small)[:, :2])[0]
+    assert plan.extra["experts"]["left"] < 8 and plan.extra["check"]["rows"][plan.rule]["kl"] == pytest.approx(kl, rel=1e-4)
+
+
 def test_what_was_measured_serves_other_memories_and_pages(measured, tmp_path):
     _, _, _, own, plan, path = measured
     scores = Scores.load(path)
