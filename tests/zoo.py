@@ -122,6 +122,11 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "moe_layer_start_index": 1,
         },
     ),
+    "zaya": (
+        "ZayaConfig",
+        CAUSAL,
+        {**GROUPED, **HEADS, "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 24, "router_hidden_size": 16},
+    ),
     "bert": ("BertConfig", MASKED, PLAIN),
     "bert-classifier": ("BertConfig", CLASSES, PLAIN),
     "roberta-classifier": ("RobertaConfig", CLASSES, PLAIN),

@@ -16,7 +16,7 @@ from layerbudget.models.blocks import layers
 
 NAMES = [
     "llama", "llama-tied", "mistral", "mistral-sliding", "gemma", "gemma2", "gemma3", "qwen2", "qwen3", "phi3", "opt", "gpt2",
-    "gpt-neox", "olmo2", "starcoder2", "mixtral", "phimoe", "gpt-oss", "llama4", "nemotron-h",
+    "gpt-neox", "olmo2", "starcoder2", "mixtral", "phimoe", "gpt-oss", "llama4", "nemotron-h", "zaya",
     "bert", "roberta-classifier",
 ]  # fmt: skip
 
@@ -40,7 +40,9 @@ def test_walk_gives_every_block_the_inputs_that_the_model_gives_it(name, padded)
         walk.capture()
         for i in range(len(walk)):
             stored = torch.cat([walk.store.get(b) for b in range(walk.batches)])
-            torch.testing.assert_close(stored, seen[i], rtol=1e-5, atol=1e-5)
+            if name != "zaya" or i == 0:  # behind its first layer the states of the router before stand beside the hidden ones
+                assert stored.shape == seen[i].shape
+            torch.testing.assert_close(stored[..., : seen[i].shape[-1]], seen[i], rtol=1e-5, atol=1e-5)
             restarted = torch.cat([walk.tail(i, b).logits for b in range(walk.batches)])
             torch.testing.assert_close(restarted, logits, rtol=1e-4, atol=1e-4)
             if i + 1 < len(walk):

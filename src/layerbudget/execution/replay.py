@@ -4,6 +4,9 @@ No layer is ever called with hand-made arguments. To begin at layer k with some 
 the layers before k replaced by identities and the hidden states put in front of layer k; to end behind layer j, a private
 exception leaves it there. Masks, position embeddings, sliding windows and cache flags are therefore whatever this model and
 this version of transformers pass; what is repeated per call is the embedding lookup and the mask, no layer.
+
+What a layer hands to the next one beside its hidden states (ZAYA's routers read the state of the router before) stands behind
+them in the same tensor, ``(B, T, d + more)``.
 """
 
 from __future__ import annotations
@@ -71,7 +74,9 @@ class Replay:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.layers = layers(model)
-        self.rest: tuple[Any, ...] | None = None  # what a layer returns behind its hidden states: Nones, or a bare tensor
+        # Dtype and width of the hidden states that a layer returns, then of what it hands on beside them (None: it does not);
+        # empty where it returns a bare tensor.
+        self.parts: list[tuple[torch.dtype, int] | None] = []
 
     def probe(self, inputs: Inputs) -> None:
         """See what a layer returns, on a piece of one sequence."""
@@ -89,11 +94,34 @@ class Replay:
             handle.remove()
         if not seen:
             raise CoverageError(f"{type(self.model).__name__} did not call {self.layers[0][0]}.", "", "Report the model.")
-        self.rest = (None,) * (len(seen[0]) - 1) if isinstance(seen[0], tuple | list) else None
+        self.parts = []
+        if isinstance(seen[0], tuple | list):
+            like = seen[0][0].shape[:2]
+            alike = (
+                isinstance(t, torch.Tensor) and t.ndim == 3 and t.shape[:2] == like and t.is_floating_point() for t in seen[0]
+            )
+            self.parts = [(t.dtype, t.shape[-1]) if fits else None for t, fits in zip(seen[0], alike, strict=True)]
 
-    def _output(self, hidden: torch.Tensor) -> Any:
-        """Hidden states as a layer returns them."""
-        return hidden if self.rest is None else (hidden, *self.rest)
+    @property
+    def hands_more(self) -> bool:
+        """Whether a layer hands on more than hidden states."""
+        return sum(part is not None for part in self.parts) > 1
+
+    def state(self, output: Any) -> torch.Tensor:
+        """What is handed on, in one tensor."""
+        if not self.hands_more:
+            return _first(output)
+        return torch.cat([t for t, part in zip(output, self.parts, strict=True) if part], dim=-1)
+
+    def _output(self, state: torch.Tensor) -> Any:
+        """What is handed on as a layer returns it; nothing stands beside the hidden states in front of the first layer."""
+        if not self.parts:
+            return state
+        widths = [part[1] for part in self.parts if part]
+        if not self.hands_more or state.shape[-1] != sum(widths):
+            return (state, *(None for _ in self.parts[1:]))
+        handed = iter(state.split(widths, dim=-1))
+        return tuple(next(handed).to(part[0]) if part else None for part in self.parts)
 
     def _identity(self, *arguments: Any, **keywords: Any) -> Any:
         return self._output(_hidden_of(arguments, keywords))
@@ -101,18 +129,18 @@ class Replay:
     _identity.skips = True  # type: ignore[attr-defined]  # a streamed layer need not come for it
 
     @contextlib.contextmanager
-    def begin(self, index: int, hidden: torch.Tensor) -> Iterator[None]:
-        """Make the model's forward begin at layer ``index`` with these hidden states; behind the last one: at the head."""
+    def begin(self, index: int, state: torch.Tensor) -> Iterator[None]:
+        """Make the model's forward begin at layer ``index`` with what :meth:`run` gave; behind the last one: at the head."""
         patches: dict[nn.Module, Callable[..., Any]] = {layer: self._identity for _, layer in self.layers[:index]}
-        if index == len(self.layers):
+        if index:
 
             def give(*arguments: Any, **keywords: Any) -> Any:
-                return self._output(hidden.to(_hidden_of(arguments, keywords).device))
+                return self._output(state.to(_hidden_of(arguments, keywords).device))
 
             give.skips = True  # type: ignore[attr-defined]
-            patches[self.layers[-1][1]] = give
-        else:
-            own = self.layers[index][1].forward
+            patches[self.layers[index - 1][1]] = give
+        if index < len(self.layers):
+            own, hidden = self.layers[index][1].forward, _first(self._output(state))
 
             def inject(*arguments: Any, **keywords: Any) -> Any:
                 given = hidden.to(_hidden_of(arguments, keywords).device)
@@ -126,10 +154,10 @@ class Replay:
 
     @contextlib.contextmanager
     def end(self, index: int) -> Iterator[None]:
-        """End the model's forward behind layer ``index``; :meth:`run` gives the hidden states."""
+        """End the model's forward behind layer ``index``; :meth:`run` gives what it hands on."""
 
         def leave(module: nn.Module, arguments: Any, output: Any) -> None:
-            raise StopForward(_first(output))
+            raise StopForward(self.state(output))
 
         handle = self.layers[index][1].register_forward_hook(leave)
         try:
@@ -138,7 +166,7 @@ class Replay:
             handle.remove()
 
     def run(self, inputs: Inputs) -> Any:
-        """Hidden states where :meth:`end` ends the forward, or what a hook ended it with."""
+        """What is handed on where :meth:`end` ends the forward, or what a hook ended it with."""
         try:
             self.model(**inputs)
         except StopForward as stop:
@@ -157,13 +185,15 @@ class Replay:
 
 
 @contextlib.contextmanager
-def recorded(stack: Sequence[nn.Module]) -> Iterator[dict[int, tuple[torch.Tensor, torch.Tensor]]]:
-    """Hidden states before and behind every layer, ``(B, T, d)`` by its index, once the model has run."""
+def recorded(
+    stack: Sequence[nn.Module], state: Callable[[Any], torch.Tensor] = _first
+) -> Iterator[dict[int, tuple[torch.Tensor, torch.Tensor]]]:
+    """Hidden states before every layer and ``state`` of its output, ``(B, T, d)`` by its index, once the model has run."""
     found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def listen(i: int) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
-            found[i] = _hidden_of(arguments, keywords), _first(output)
+            found[i] = _hidden_of(arguments, keywords), state(output)
 
         return hook
 
@@ -211,7 +241,7 @@ def _unfaithful(replay: Replay, batch: Batch) -> str:
         for i in range(len(replay.layers)):
             with replay.begin(i, hidden), replay.end(i):
                 found = replay.run(tiny)
-            if found is None or found.shape != hidden.shape:
+            if found is None or _first(replay._output(found)).shape != _first(replay._output(hidden)).shape:
                 return f"{replay.layers[i][0]} changes the shape of its hidden states"
             hidden = found
         with replay.begin(len(replay.layers), hidden):

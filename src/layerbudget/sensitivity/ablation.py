@@ -52,7 +52,7 @@ def _replay(model: nn.Module) -> Replay | None:
 def _increases(model: nn.Module, batch: Batch, blocks: Sequence[Block], replay: Replay | None) -> np.ndarray:
     """Loss increase per block and sequence, ``(K, B)``."""
     stack = replay.layers if replay else []
-    with recorded([layer for _, layer in stack]) as states:
+    with recorded([layer for _, layer in stack], replay.state) if replay else recorded([]) as states:
         clean = sequence_losses(logits_of(model, batch), batch.targets)
     rows = []
     for block in blocks:
@@ -63,7 +63,8 @@ def _increases(model: nn.Module, batch: Batch, blocks: Sequence[Block], replay: 
             if not whole:
                 patches.enter_context(_without(model, block))
             if replay is not None:  # the layers below are as they were; a layer that is left out passes its input on
-                patches.enter_context(replay.begin(start + whole, states[start][0]))
+                handed = states[start - 1][1] if replay.hands_more and start else states[start][0]
+                patches.enter_context(replay.begin(start + whole, handed))
             rows.append(sequence_losses(logits_of(model, batch), batch.targets) - clean)
     return torch.stack(rows).cpu().numpy()
 
