@@ -20,8 +20,8 @@ from ...errors import BadModel, CorruptFile, CoverageError
 from ...models.blocks import config_of, layers, pretrained, weight_of
 from ...models.loading import load_model
 from ...models.machine import SHARE, free_bytes
-from ...records import Block, stacks
-from .saved_names import Part, as_saved, experts_of, pattern, quiet
+from ...records import Block
+from .saved_names import Part, as_saved, experts_of, names_of, pattern, quiet
 
 SHARD = 1 << 29  # bytes of one file; one tensor may be larger
 ENTRY = 128  # bytes of a tensor in a file's header beside the name of its matrix, at most
@@ -42,13 +42,18 @@ class PackedWriter:
         need_packing()
         self.model, self.formats, self.folder = model, {n: find_format(f) for n, f in formats.items()}, folder
         self.modules = dict(model.named_modules())
-        small = [n for n in stacks(formats) if not self.formats[n].plain]
-        self.experts = experts_of(model, list(formats)) if runtime == "vllm" and small else {}
-        # Stacks of experts keep the names that they have in the model: beside packed layers transformers 5.23 does not find
-        # the experts one by one, which is how it would save them. So do all other matrices that stay in 16 bits.
-        full = {id(p): n for n, p in model.named_parameters()}
-        kept = (n for n in formats if n not in self.experts and (self.formats[n].plain or n not in self.modules))
-        self.fused = {n: full[id(weight_of(model, n)[1])] for n in kept}
+        self.others = [n for n, m in self.modules.items() if isinstance(m, nn.Linear) and n not in self.formats]
+        self.experts: dict[str, tuple[Part, ...]] = {}
+        self.saved, self.fused = dict[str, str](), dict[str, str]()
+        if runtime == "vllm":  # it reads the names of the first checkpoints, as transformers saves them
+            self.experts = experts_of(model, list(formats))
+            self.saved = names_of(model, [n for n in (*formats, *self.others) if n not in self.experts])
+        else:
+            # Stacks of experts keep the names that they have in the model: beside packed layers transformers 5.23 does not find
+            # the experts one by one, which is how it would save them. So do all other matrices that stay in 16 bits.
+            full = {id(p): n for n, p in model.named_parameters()}
+            kept = (n for n in formats if self.formats[n].plain or n not in self.modules)
+            self.fused = {n: full[id(weight_of(model, n)[1])] for n in kept}
         self.layers = tuple(f"{name}." for name, _ in layers(model))
         self.pending: dict[str, torch.Tensor] = {}
         self.shards: list[list[str]] = []
@@ -80,7 +85,7 @@ class PackedWriter:
 
     def _parts(self, name: str) -> tuple[Part, ...]:
         """Parts of a matrix in the file: itself, or the experts of a stack."""
-        return self.experts.get(name, (Part(name=name),))
+        return self.experts.get(name, (Part(name=self.saved.get(name, name)),))
 
     def restore(self, names: Collection[str], tensors: Mapping[str, torch.Tensor]) -> None:
         """Put matrices that were written before into the model again."""
@@ -93,7 +98,8 @@ class PackedWriter:
     def names(self) -> dict[str, list[str]]:
         """Return the names in the file of every planned matrix's weights; those that are not there count nothing."""
         kinds = ("weight", *PARTS)
-        apart = {n: [f"{part.name}.{kind}" for part in self._parts(n) for kind in kinds] for n in self.formats}
+        each = {n: [part.name for part in self._parts(n)] for n in self.formats}
+        apart = {n: [*parts, *(f"{part}.{kind}" for part in parts for kind in kinds)] for n, parts in each.items()}
         return apart | {n: [stored] for n, stored in self.fused.items()}
 
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -126,8 +132,7 @@ class PackedWriter:
         if count > 1:
             index = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(where.items()))}
             (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-        others = [n for n, m in self.modules.items() if isinstance(m, nn.Linear) and n not in self.formats]
-        record = self.config | {"quantization_config": self._quantization_config(others), "dtype": "bfloat16"}
+        record = self.config | {"quantization_config": self._quantization_config(), "dtype": "bfloat16"}
         record["architectures"] = [type(self.model).__name__]
         text = json.dumps(record, indent=1, allow_nan=False) + "\n"
         (self.folder / "config.json").write_text(text, encoding="utf-8")
@@ -136,11 +141,15 @@ class PackedWriter:
         notes = [] if all(f.symmetric for f in self.formats.values()) else [ZERO_POINTS]
         return notes if alike else [*notes, EXPERTS]
 
-    def _quantization_config(self, others: Sequence[str]) -> dict[str, Any]:
-        """The entry ``quantization_config`` of ``config.json``: one group per format, matrices by their names in the file."""
+    def _quantization_config(self) -> dict[str, Any]:
+        """The entry ``quantization_config`` of ``config.json``: one group per format, matrices by their names in the file.
+
+        Those that have another name in transformers have both.
+        """
         groups: dict[Format, list[str]] = {}
         for name, form in self.formats.items():
-            groups.setdefault(form, []).extend(dict.fromkeys(pattern(part.name) for part in self._parts(name)))
+            own = [name] if name in self.saved else []
+            groups.setdefault(form, []).extend(dict.fromkeys(pattern(n) for n in (*own, *(p.name for p in self._parts(name)))))
         plain = [p for form, patterns in groups.items() if form.plain for p in patterns if r"\d+" in p]
         groups = {form: patterns for form, patterns in groups.items() if not form.plain}
         idle = {"input_activations": None, "output_activations": None}
@@ -149,12 +158,13 @@ class PackedWriter:
             for i, (form, patterns) in enumerate(groups.items())
         }
         packings = {form.packing for form in groups} or {"pack-quantized"}
-        whole = [n for n, f in self.formats.items() if f.plain and n not in self.experts]
+        whole = [*self.others, *(n for n, f in self.formats.items() if f.plain and n not in self.experts)]
+        whole += [self.saved[n] for n in whole if n in self.saved]
         return {
             "quant_method": "compressed-tensors",
             "format": packings.pop() if len(packings) == 1 else "mixed-precision",
             "quantization_status": "compressed",
-            "ignore": sorted({*whole, *plain, *others}),
+            "ignore": sorted({*whole, *plain}),
             "config_groups": config_groups,
         }
 
@@ -225,7 +235,8 @@ def header_bytes(model: nn.Module, blocks: Sequence[Block], runtime: str) -> int
     """Bytes that the headers of a folder's files take at most: which tensors a matrix has depends on its format."""
     planned, state = [m.name for b in blocks for m in b.modules], pretrained(model).state_dict()
     apart = experts_of(model, planned) if runtime == "vllm" else {}
-    parts = [part.name for n in planned for part in apart.get(n, (Part(name=n),))]
+    saved = names_of(model, [n for n in planned if n not in apart]) if runtime == "vllm" else {}
+    parts = [part.name for n in planned for part in apart.get(n, (Part(name=saved.get(n, n)),))]
     files = 1 + sum(t.numel() for t in state.values()) * 4 // SHARD  # half full at least
     return sum(len(n.encode()) + ENTRY for n in [*(len(PARTS) - 1) * parts, *state]) + files * ENTRY
 

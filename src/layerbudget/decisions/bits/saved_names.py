@@ -69,6 +69,18 @@ def experts_of(model: nn.Module, names: Sequence[str]) -> dict[str, tuple[Part, 
     return {n: tuple(sorted(found[n], key=lambda p: (p.copy, p.run))) for n in names if complete.get(n)}
 
 
+def names_of(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
+    """Return the names in the checkpoint of matrices that are saved whole, of those that have another one there."""
+    modules, found, held = dict(model.named_modules()), dict[int, list[str]](), dict[str, torch.Tensor]()
+    for i, name in enumerate(names):
+        shape = (_ROWS,) * weight_of(model, name)[1].ndim
+        held[f"{name}.weight" if name in modules else name] = torch.full(shape, i, dtype=torch.float64)
+    for saved, numbers in as_saved(model, held).items():
+        if numbers.numel() == _ROWS**numbers.ndim and bool((numbers == numbers.flatten()[0]).all()):
+            found.setdefault(int(numbers.flatten()[0]), []).append(saved.removesuffix(".weight"))
+    return {names[i]: saved[0] for i, saved in found.items() if len(saved) == 1 and saved[0] != names[i]}
+
+
 def pattern(module: str) -> str:
     """Return a regular expression of compressed-tensors for a module; for one of an expert, of all experts of its layer."""
     expert = _EXPERT.fullmatch(module)
