@@ -9,7 +9,8 @@ from tests import zoo
 from layerbudget.cli import main
 from layerbudget.errors import InvalidInput
 from layerbudget.finetuning.adapters import classifier_loader
-from layerbudget.models.loading import describe_place, load_model
+from layerbudget.models.blocks import partition
+from layerbudget.models.loading import blocks_from_config, describe_place, load_model
 from layerbudget.models.offload import mapped
 
 
@@ -149,3 +150,10 @@ def test_the_matrix_that_the_scan_of_mamba_multiplies_by_itself_is_left_out_and_
     model = transformers.MambaForCausalLM(config).eval()
     assert any("dt_proj" in name for name in left_out(model, partition(model)))
     assert len(score(model, zoo.tokens(3, 8), partition(model, "linear")).names) == 2 * 3  # in, x and out
+
+
+def test_infinite_numbers_of_a_configuration_are_read(tmp_path):
+    model = zoo.tiny("nemotron-h")
+    model.config.save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    assert [b.name for b in blocks_from_config(tmp_path)] == [b.name for b in partition(model)]

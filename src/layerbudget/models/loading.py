@@ -129,10 +129,19 @@ def blocks_from_config(config: Mapping[str, Any] | Path | str, *, by: str = "lay
         config = _read_config(Path(config) / "config.json" if Path(config).is_dir() else Path(config))
     kind = config.get("model_type") or ("mixtral" if config.get("num_local_experts") else "llama")
     with foreign("The configuration does not read", "It is a transformers config.json.", "Point to a model folder."):
-        made = AutoConfig.for_model(**{**config, "model_type": kind})
+        made = AutoConfig.for_model(**{**_with_floats(config), "model_type": kind})
         auto = auto_class(made)
         with torch.device("meta"):
             return partition(auto.from_config(made), by)
+
+
+def _with_floats(value: Any) -> Any:
+    """A configuration with infinite numbers in the place of the words that transformers writes for them."""
+    if isinstance(value, Mapping):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {name: _with_floats(each) for name, each in value.items()}
+    return [_with_floats(each) for each in value] if isinstance(value, list) else value
 
 
 @contextlib.contextmanager
