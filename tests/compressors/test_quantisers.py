@@ -219,3 +219,12 @@ def test_a_missing_package_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ImportError, match=r"Install layerbudget\[bits\]"):
         find_quantiser("rtn").apply(weight(), None, Level(format="Q4_0"))
+
+
+def test_a_weight_beside_the_middle_of_two_steps_goes_to_the_nearer_one():
+    form = find_format("w8-g32")
+    groups = torch.zeros(1, 1, 32)
+    groups[..., 0] = 127.5 * 2.0**-10
+    d = float(grid_of(groups, form).d)
+    groups[..., 1] = 25.499996 * d  # beside 128 steps float32 has no place for the last digits
+    assert float(grid_of(groups, form).round(groups)[..., 1]) == 25 * d

@@ -62,9 +62,9 @@ class Grid:
 
     def nearest(self, weight: torch.Tensor) -> torch.Tensor:
         """The nearest ``q``, as float."""
-        q = (weight - self.base).div_(self.d)
-        if self.mantissa is None:
-            return q.round_().clamp_(0, self.top)
+        q = weight / self.d
+        if self.mantissa is None:  # base is a whole number of steps: rounded first, no digit of the weight is lost beside it
+            return q.round_().sub_(self.base / self.d).clamp_(0, self.top)
         q.clamp_(-self.top, self.top)
         step = _power_below(q).clamp_(min=2.0**self.least).mul_(2.0**-self.mantissa)
         return q.div_(step).round_().mul_(step)  # ties to even, as the formats do it
