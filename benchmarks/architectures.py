@@ -86,6 +86,7 @@ PARTLY_ROTATED = {
     "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 1e4, "partial_rotary_factor": 0.25}
 }
 VIDEO = {"video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CAUSAL, MASKED = "AutoModelForCausalLM", "AutoModelForMaskedLM"
 CLASSES, PAIRS, IMAGES = "AutoModelForSequenceClassification", "AutoModelForSeq2SeqLM", "AutoModelForImageTextToText"
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -171,8 +172,9 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mamba2": ("Mamba2Config", CAUSAL, {**BASE, **STATES, **SSM2}),
     "nemotron": ("NemotronConfig", CAUSAL, {**BASE, **HEAD}),
     "nemotron_h": ("NemotronHConfig", CAUSAL, {
-        **BASE, **HEAD, "hybrid_override_pattern": "M*-M", "num_hidden_layers": 4, "mamba_num_heads": 4, "mamba_head_dim": 16,
-        "ssm_state_size": 8, "n_groups": 1, "chunk_size": 16}),
+        **BASE, **HEAD, "hybrid_override_pattern": "M*-E", "num_hidden_layers": 4, "mamba_num_heads": 4, "mamba_head_dim": 16,
+        "ssm_state_size": 8, "n_groups": 1, "chunk_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+        "topk_group": 1, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32}),
     "jamba": ("JambaConfig", CAUSAL, {
         **BASE, "num_experts": 4, "num_experts_per_tok": 2, "attn_layer_period": 2, "attn_layer_offset": 1,
         "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False}),
@@ -253,8 +255,13 @@ CELLS: dict[str, tuple[str | None, str]] = {
 }  # fmt: skip
 
 
-def tiny(name: str) -> Any:
-    """A random model of a family."""
+def mixtures() -> list[str]:
+    """Families whose models have routed experts."""
+    return [name for name, (_, _, given) in FAMILIES.items() if {"experts", *COUNTS} & {*given, *given.get("text_config", {})}]
+
+
+def tiny(name: str, experts: int | None = None) -> Any:
+    """A random model of a family, with so many experts in a layer where that is given."""
     config_name, auto, given = FAMILIES[name]
     fields = dict(given)
     torch.manual_seed(0)
@@ -262,6 +269,10 @@ def tiny(name: str) -> Any:
     if "experts" in fields:
         names = {f.name for f in dataclasses.fields(kind)} | set(kind.attribute_map)
         fields = {k: v for k, v in EXPERTS.items() if k in names} | fields["experts"]
+    if experts is not None:
+        text = {**fields.get("text_config", fields)}
+        text |= {k: experts for k in COUNTS if k in text}
+        fields = fields | {"text_config": text} if "text_config" in fields else text
     model = getattr(transformers, auto).from_config(kind(**fields)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
