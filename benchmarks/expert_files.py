@@ -232,7 +232,7 @@ def same_file(file: Path, wanted: Mapping[str, tuple[str, np.ndarray]], formats:
 
 
 _PLAN_GGUF = (
-    f"plan bits {{m}} --format gguf --formats {GGUF_TYPES} --keep gate_up_proj=Q4_0 --bits 8 --set check=0 TEXT -o {{w}}/"
+    f"plan bits {{m}} --format gguf --formats {GGUF_TYPES} --keep experts.*up_proj=Q4_0 --bits 8 --set check=0 TEXT -o {{w}}/"
 )
 
 
@@ -257,7 +257,7 @@ def in_16_bits(family: Family, arch: str, file: Path) -> None:
     layers = 1 + max(int(n) for n in re.findall(r"layers\.(\d+)\.", " ".join(saved)))
     names = gguf.get_tensor_name_map(kinds[arch], layers)
     tensors = {n: numbers for n, (_, numbers) in cut_by_hand(family.kind, model).items()}
-    for name, tensor in saved.items():
+    for name, tensor in {**model.state_dict(), **saved}.items():  # Kimi Linear's dense layer is saved under a name of experts
         short = re.sub(r"^(model\.language_model|language_model\.model)\.", "model.", name).removeprefix("language_model.")
         known = names.get_name(short, try_suffixes=(".weight", ".bias"))
         if known and ".experts." not in name:

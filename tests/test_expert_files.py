@@ -13,6 +13,7 @@ pytest.importorskip("compressed_tensors")
         ("gpt_oss", ["masks", "experts"]),  # biases, gate and up by turns, inputs first
         ("zaya", ["masks"]),  # a router reads the state of the router before
         ("granitemoe", ["GGUF"]),
+        ("nemotron_h", ["types"]),  # no gate, and names of its own
         ("hy_v3", ["vLLM", "loaded"]),  # other names in its checkpoint
     ],
 )

@@ -263,6 +263,8 @@ _ALIASES = (  # names of transformers, and names that the package knows
     (re.compile(r"^language_model\.(?=model\.|lm_head)"), ""),  # Llama 4
     (re.compile(r"\.block_sparse_moe\.experts\."), ".mlp.experts."),
     (re.compile(r"\.block_sparse_moe\.router$"), ".block_sparse_moe.router.layer"),
+    (re.compile(r"\.mixer\.experts\."), ".mlp.experts."),  # Nemotron-H
+    (re.compile(r"\.self_attn\.forget_gate\."), ".self_attn."),  # Kimi Linear
     (re.compile(r"\.experts\.\d+\."), ".experts."),
     (re.compile(r"^model\.layers\.(\d+)\.mixer\."), r"backbone.layers.\1.mixer."),
 )
