@@ -343,5 +343,7 @@ class _Work:
             )
         bare = [n for n in self.kinds if self.importances is not None and n not in self.importances]
         if bare:
-            notes.append(f"{len(bare)} tensors have no importances and are rounded to nearest: {', '.join(bare[:3])}.")
+            notes.append(
+                f"Without importances, and so rounded to nearest: {len(bare)} of the tensors, first {', '.join(bare[:3])}."
+            )
         return notes
