@@ -36,7 +36,7 @@ from layerbudget.data.calibration import CalibrationSet
 from layerbudget.decisions.bits.apply import quantiser_of
 from layerbudget.decisions.bits.blocks import formats_table
 from layerbudget.decisions.bits.gguf import unpermute
-from layerbudget.decisions.bits.imatrix import entries, write_imatrix
+from layerbudget.decisions.bits.imatrix import counted, entries, write_imatrix
 from layerbudget.decisions.bits.program import uniform
 from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.decisions.bits.table import Table
@@ -212,6 +212,8 @@ class Bench:
             return [v.half().float() for v in self.dense[name]]
         if (name, kind, method) not in self._made:
             treating, own, made = self.treating[method], self.moments[method].get(name), []
+            if own and method == "weighted":  # experts that no token reached count alike, as in llama-quantize and apply
+                own = counted(own, self.modules[name].d_in)
             for i, view in enumerate(self.dense[name]):
                 prepared = treating.prepared(own and own[i], self._prepared)
                 made.append(quantiser_of(method).quantise(view, prepared, Level(format=kind)).data)
