@@ -220,7 +220,12 @@ def test_bad_input_with_experts_is_one_sentence_before_anything_is_measured(monk
         (build(), {"context": 65}, InvalidInput, "reads at most 64"),
         (build(), {"memory": "100 KB"}, InfeasibleBudget, "The smallest plan takes.*No context fits"),
         (zoo.build("bert"), {}, InvalidInput, "keeps no keys and values"),
-        (zoo.build("nemotron-h"), {"unwritten": "plan", "cache": []}, InvalidInput, "apply writes no file.*kept-experts"),
+        (
+            zoo.build("granite-moe"),
+            {"unwritten": "plan", "runtime": "vllm"},
+            InvalidInput,
+            "apply writes no file.*kept-experts",
+        ),
     ):
         with pytest.raises(error, match=said):
             plan_fit(model, data, **{**own, **changes})
