@@ -160,7 +160,7 @@ class Fit:
 
     @functools.cached_property
     def table(self) -> Table:
-        """All blocks: matrices, the cache, and where experts may go one of no bytes that has the damage of those gone."""
+        """The blocks of matrices and cache, and where experts may go one of no bytes that has the damage of those gone."""
         both = self.weights.stacked(self.cache)
         return both if self.fewer is None else both.stacked(self.fewer.block(self.weights))
 
