@@ -30,6 +30,7 @@ class Kind:
     predicts: bool = False  #: whether plans say the damage that they expect (``extra["predicted"]``, nats)
     apply: Call | None = None  #: gives a model what a plan of it says
     command: str = ""  #: the command that such a plan is for
+    bytes_of: str = ""  #: of what its bytes are, where its budget is bytes ("the planned matrices")
 
 
 KINDS: Registry[Kind] = Registry("kind of plan", group="layerbudget.kinds")
@@ -42,6 +43,7 @@ _KEPT = "the experts that stay in every layer: fewer experts, the same routing"
 _BITS = "a format for every weight matrix, in whole bytes"
 _CACHE = "a format for the keys and values of every layer, in whole bytes; export names it to runtimes"
 _FIT = "formats of the weights and of the cache under one memory; apply writes the weights, and the cache's plan beside them"
+_MATRICES, _CACHED, _MEMORY = "the planned matrices", "the cache", "file, cache and buffers"
 _JOINT = "one byte budget for pruning and adapting; split_joint gives the two plans"
 for _kind in (
     Kind("sparsity", "sparsity", _PRUNED, "a sparsity for every block", harms=True, budget="sparsity", command="apply"),
@@ -49,10 +51,10 @@ for _kind in (
     Kind("experts", "experts", "experts of every matrix", "LoRA experts for every block", budget="total", command="finetune"),
     Kind("ranks", "rank", "rank of every matrix", "a LoRA rank for every block", budget="mean_rank", command="finetune"),
     Kind("kept-experts", "the share of experts that stay", "experts that stay", _KEPT, predicts=True, command="apply"),
-    Kind("bits", "bits per weight", "bytes", _BITS, budget="bits", predicts=True, command="apply"),
-    Kind("cache", "bits per number", "bytes", _CACHE, budget="bits", predicts=True),
-    Kind("fit", "bits per number", "bytes", _FIT, budget="memory", predicts=True, command="apply"),
-    Kind("recipe", "bits per weight", "bytes", _RECIPE, predicts=True, command="finetune"),
+    Kind("bits", "bits per weight", "bytes", _BITS, budget="bits", predicts=True, command="apply", bytes_of=_MATRICES),
+    Kind("cache", "bits per number", "bytes", _CACHE, budget="bits", predicts=True, bytes_of=_CACHED),
+    Kind("fit", "bits per number", "bytes", _FIT, budget="memory", predicts=True, command="apply", bytes_of=_MEMORY),
+    Kind("recipe", "bits per weight", "bytes", _RECIPE, predicts=True, command="finetune", bytes_of="base and adapter"),
     Kind("joint", "sparsity", _PRUNED, _JOINT, harms=True),
 ):
     KINDS.add(_kind.name, _kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
@@ -59,6 +60,27 @@ def test_plan_write_count_and_measure(folder, plan, capsys):
     assert made["extra"]["check"]["verdict"] in told["sentences"]
     main(["report", str(folder), "-o", str(folder / "page.html")])
     assert "bits, rule" in (folder / "page.html").read_text()
+
+
+def test_every_number_of_bytes_says_of_what_it_is(folder, plan, capsys):
+    """``apply`` told the bytes of the matrices and those of the file in one sentence: 5.85 and 7.99 MB, and not why."""
+    commands = (
+        ("plan", "bits", folder / "scores.json", "--bits", 4, "-o", folder / "told.json"),
+        ("explain", plan),
+        ("explain", "diff", plan, folder / "told.json"),
+        ("explain", "sweep", folder / "scores.json", "--kind", "bits", "--budgets", 3, 4),
+        ("apply", "demo", plan, "-o", folder / "told", "--quiet"),
+    )
+    for words in commands:
+        assert main([str(w) for w in words]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        alone = [
+            shown[max(0, m.start() - 60) : m.end() + 20] for m in re.finditer(r"[\d,]{4,} bytes(?! of | that are left)", shown)
+        ]
+        assert all("whole file has" in words or "a file of" in words for words in alone), alone
+    receipt = json.loads((folder / "told" / "receipt.json").read_text())
+    assert f"Recounted {receipt['bytes']:,} bytes of the planned matrices" in shown
+    assert f"The whole file has {receipt['file']:,} bytes: {receipt['tensors'] - receipt['bytes']:,} more for tensors" in shown
 
 
 def test_a_file_that_would_not_fit_on_the_disk_is_not_made(folder, plan, capsys, monkeypatch):

@@ -200,10 +200,13 @@ def _requantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
 
 
 def _say_receipt(a: argparse.Namespace, plan: Any, receipt: Any) -> dict[str, Any]:
+    others, rest = "norms" if receipt.family == GGUF else "the embedding and norms", receipt.file - receipt.tensors
     say(
         a,
-        f"Recounted {receipt.bytes:,} bytes (planned {receipt.planned:,}), {receipt.bits:.4f} bits per weight; "
-        f"{receipt.file:,} bytes of file; saved to {a.out}.",
+        f"Recounted {receipt.bytes:,} bytes of the planned matrices (planned {receipt.planned:,}), {receipt.bits:.4f} bits per "
+        f"weight; saved to {a.out}.",
+        f"The whole file has {receipt.file:,} bytes: {receipt.tensors - receipt.bytes:,} more for tensors that were not "
+        f"planned, such as {others}, and {rest:,} of metadata.",
         *receipt.notes,
     )
     _say_end(a, plan)

@@ -181,7 +181,10 @@ def _on_difference(result: Mapping[str, Any], changed: int, typed: bool) -> str:
     said = f"{changed} of {many} blocks differ, {many - changed} are equal"
     if typed:
         more = sum(r["count_difference"] for r in result["blocks"])
-        return f"{said}; the second plan takes {abs(more):,} bytes {'more' if more >= 0 else 'less'}."
+        what = KINDS.find(result["kind"]).bytes_of
+        return (
+            f"{said}; the second plan takes {abs(more):,} bytes{f' of {what}' * bool(what)} {'more' if more >= 0 else 'less'}."
+        )
     what = KINDS.find(result["kind"]).counts
     return f"{said}; {result['moved']:,g} units ({what}) change hands; rank correlation {result['rank_correlation']:.3f}."
 
@@ -225,7 +228,7 @@ def _show_sizes(a: argparse.Namespace, rows: Sequence[Mapping[str, Any]], unsolv
     if a.budgets is None and len(rows) > most_rows(a):
         shown = [r for r in rows if r["budget"] in _USUAL] or rows
     mixes = any(r["mix"] for r in rows)
-    head = ("size", "bytes", "bits", "plan loses", *(("mix", "mix loses", "change") if mixes else ()))
+    head = ("size", "bytes of the file", "bits", "plan loses", *(("mix", "mix loses", "change") if mixes else ()))
     cells = [
         (r["budget"], f"{r['bytes']:,}", f"{r['bits']:.4g}", f"{r['value']:.3g}", *(_mix_cells(r) if mixes else ()))
         for r in shown
@@ -272,9 +275,9 @@ def _on_sizes(rows: Sequence[Mapping[str, Any]], mixes: bool) -> str:
     reference, row = _reference(rows), _enough(rows)
     if mixes and reference is not None and row is not None:
         return (
-            f"Verdict: a plan of {row['bytes']:,} bytes is predicted to lose {row['value']:.3g} nats per token, no more than "
-            f"llama.cpp's {reference['mix']} of {reference['mix_bytes']:,} bytes with {reference['mix_value']:.3g}; "
-            "nothing was checked."
+            f"Verdict: a plan with a file of {row['bytes']:,} bytes is predicted to lose {row['value']:.3g} nats per token, no "
+            f"more than llama.cpp's {reference['mix']} with {reference['mix_value']:.3g} and a file of "
+            f"{reference['mix_bytes']:,} bytes; nothing was checked."
         )
     if len(rows) < 2:
         return f"Verdict: {rows[0]['value']:.3g} nats per token are predicted at {rows[0]['bits']:.4g} bits per weight."
@@ -286,7 +289,7 @@ def _on_sizes(rows: Sequence[Mapping[str, Any]], mixes: bool) -> str:
     times, less = small["value"] / big["value"], 1 - small["spent"] / big["spent"]
     return (
         f"Verdict: damage rises fastest from {big['bits']:.4g} bits per weight to {small['bits']:.4g}, {times:.3g} times for "
-        f"{less:.0%} fewer bytes; nothing was checked."
+        f"{less:.0%} fewer bytes of the planned matrices; nothing was checked."
     )
 
 

@@ -85,8 +85,10 @@ def advice(plan: Plan) -> list[str]:
 def _on_budget(plan: Plan) -> list[str]:
     name, value, low, high = plan.names, plan.values, int(plan.counts.min()), int(plan.counts.max())
     spent, limit, unit = plan.budget["spent"], plan.budget["limit"], plan.budget.get("unit")
+    what = KINDS.find(plan.kind)
     of = f"{_amount(float(spent))} of {_amount(float(limit))} {'units' if unit in (None, 'count') else unit}"
-    told = f"The rule {plan.rule} decides {KINDS.find(plan.kind).decides} for {len(name)} blocks and uses {of}."
+    of += f" of {what.bytes_of}" if what.bytes_of else ""
+    told = f"The rule {plan.rule} decides {what.decides} for {len(name)} blocks and uses {of}."
     if (kinds := types_of_blocks(plan)) is not None:
         uses = "" if plan.kind == "bits" else f" and uses {of}"
         return [f"The rule {plan.rule} decides the format of {len(name)} blocks{uses}.", _on_types(plan, kinds)]
@@ -242,7 +244,7 @@ def _on_formats(plan: Plan) -> list[str]:
     if plan.kind == "cache":
         told = f"bits per number at {e['context']:,} tokens x {e['batch']}, for {e['runtime']}."
     else:
-        told = "bits per weight: the bytes of all these matrices over their weights."
+        told = "bits per weight: the bytes of the planned matrices over their weights."
     said.append(
         f"{e['bits']:.4g} {told} "
         f"Predicted damage, the sum over all blocks: {e['predicted']:.4g} +- {e['predicted_error']:.1g} nats per token.{others}"
@@ -250,7 +252,7 @@ def _on_formats(plan: Plan) -> list[str]:
     said += _on_unwritten(plan)
     if plan.certificate:
         price = plan.certificate["price"] * 0.01 * plan.budget["limit"]
-        said.append(f"One percent more bytes would save about {price:.2g} nats.")
+        said.append(f"One percent more bytes of {KINDS.find(plan.kind).bytes_of} would save about {price:.2g} nats.")
     if ties := e["near_ties"]:
         many = (
             f"{len(ties)}{' or more' if len(ties) >= 20 else ''} single changes cannot be told from the plan within the noise"
@@ -268,9 +270,10 @@ def _on_bytes(plan: Plan) -> str:
     e, spent = plan.extra, int(plan.counts.sum())
     fixed, head = e["fixed_bytes"], e.get("head_bytes", 0)
     limit = "" if plan.kind != "bits" else f" (limit {plan.budget['limit']:,})"
-    parts = [f"{spent:,} of these matrices{limit}", f"{fixed:,} of other tensors"]
+    parts = [f"{spent:,} of the planned matrices{limit}", f"{fixed:,} of other tensors"]
     parts += [f"{'' if e.get('family') == GGUF else 'at most '}{head:,} of metadata"] if head else []
-    return f"Bytes: {' + '.join(parts)} = {spent + fixed + head:,} bytes of {'the file' if head else 'all tensors'}"
+    most = "at most " if head and e.get("family") != GGUF else ""
+    return f"Bytes: {' + '.join(parts)} = {most}{spent + fixed + head:,} bytes of {'the whole file' if head else 'all tensors'}"
 
 
 def _on_mix(plan: Plan) -> str:
@@ -286,7 +289,7 @@ def _on_mix(plan: Plan) -> str:
     less = f" ({1 - own / row['predicted']:.0%} less)" if row["predicted"] > own > 0 else ""
     size = row["spent"] + e["fixed_bytes"] + e.get("head_bytes", 0)
     return (
-        f". llama.cpp's {mix}, {size:,} bytes: predicted damage {row['predicted']:.4g} nats per token, "
+        f". llama.cpp's {mix}, {size:,} bytes of the file: predicted damage {row['predicted']:.4g} nats per token, "
         f"of the plan {own:.4g}{less}."
     )
 

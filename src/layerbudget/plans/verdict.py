@@ -110,7 +110,8 @@ def standing(plan: Plan) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]] |
     mix = [str(plan.extra.get("mix"))] if len(against) > 1 else []
     uniform = _ALIKE if plan.kind in ("kept-experts", "shapes") else names[base] if plan.kind == "fit" else "uniform"
     column = ("measured" if plan.extra.get("check") else "predicted") if typed else "nats per token"
-    head = ("plan", *(["bytes"] if size else []), column)
+    counted = f"bytes of {'the file' if plan.extra.get('family') == GGUF else 'all tensors'}"
+    head = ("plan", *([counted] if size else []), column)
     told = f"damage in nats per token, {on}" if typed else f"damage {on}"
     told += ", +- two standard errors" if any("+-" in cell for row in rows for cell in row) else ""
     return f"{told}{legend}{took}", (*head, *(f"against {n}" for n in (uniform, *mix))), rows
@@ -126,7 +127,7 @@ def _change(plan: Plan, damage: Mapping[str, tuple[float, float]], name: str, ba
 
 
 def _sizes(plan: Plan) -> dict[str, int]:
-    """Bytes of the file in a plan of bits and in the choices beside it; of no other kind."""
+    """Bytes of the GGUF file, else of all tensors, in a plan of bits and in the choices beside it; of no other kind."""
     if plan.kind != "bits" or "fixed_bytes" not in plan.extra:
         return {}
     e = plan.extra
@@ -142,7 +143,7 @@ def _measured(plan: Plan) -> tuple[str, dict[str, tuple[float, float]], str] | N
         rows = {plan.rule: (e["measured"], 0.0), "uniform": (e["path"][0]["divergence"], 0.0)}
         return "on the text that decided", rows, "uniform"
     if plan.kind in ("bits", "cache", "fit"):
-        size = "" if plan.kind == "bits" else f" in {plan.budget['spent']:,.0f} bytes"
+        size = "" if plan.kind == "bits" else f" in {plan.budget['spent']:,.0f} bytes of {KINDS.find(plan.kind).bytes_of}"
         on = f"measured on held-out text{size}" if e.get("check") else f"predicted{size}"
         rows = _checked(plan)
         alone = "uniform-cache" if "uniform-cache" in rows else "mix"
@@ -183,7 +184,7 @@ def _on_formats(plan: Plan) -> str:
     own, _ = found.pop(plan.rule)
     on = "measured on held-out text" if e.get("check") else "predicted and not checked"
     size = f"{e['bits']:.4g} bits per {'cached number' if plan.kind == 'cache' else 'weight'}"
-    size = f"weights and cache in {plan.budget['spent']:,.0f} bytes" if plan.kind == "fit" else size
+    size = f"{KINDS.find(plan.kind).bytes_of} in {plan.budget['spent']:,.0f} bytes" if plan.kind == "fit" else size
     names = _names(plan)
     rows = [less_than(own, kl, names[n], error) for n, (kl, error) in found.items() if n in names]
     beside = f", {' and '.join(rows)} within the same limit" if rows else ""

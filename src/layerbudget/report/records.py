@@ -165,7 +165,7 @@ def _amount(plan: Plan) -> str:
 def _plan_verdict(plan: Plan, receipt: Mapping[str, Any] | None) -> str:
     if receipt is not None and "bits" in receipt:
         bits = f"{receipt['bits']:.4f} bits per weight in {receipt['family']}"
-        told = f"Recounted: {receipt['bytes']:,} bytes, {bits}, by {receipt['method']}. "
+        told = f"Recounted: {receipt['bytes']:,} bytes of the planned matrices, {bits}, by {receipt['method']}. "
     elif receipt is not None:
         told = f"Recounted: {receipt['sparsity']:.4%} zeros, {receipt['planned']:.4%} planned, by {receipt['method']}. "
     else:

@@ -101,7 +101,7 @@ def test_the_words_name_types_and_add_up_the_bytes():
     assert "1 have" not in said and "1 has" in said
     assert "Most goes to" not in said and "standard deviation" not in said
     parts = re.search(
-        r"Bytes: ([\d,]+) of these matrices \(limit ([\d,]+)\) \+ ([\d,]+) .*? \+ ([\d,]+) .*? = ([\d,]+) bytes", said
+        r"Bytes: ([\d,]+) of the planned matrices \(limit ([\d,]+)\) \+ ([\d,]+) .*? \+ ([\d,]+) .*? = ([\d,]+) bytes", said
     )
     own, limit, fixed, head, whole = (int(v.replace(",", "")) for v in parts.groups())
     assert own == plan.counts.sum() and limit == plan.budget["limit"] and own + fixed + head == whole == own + 5096
@@ -124,7 +124,7 @@ def test_an_example_of_a_change_fits_the_limit():
 def test_the_table_beside_the_verdict_has_bytes_and_both_comparisons():
     plan = plan_bits(gguf_record(), like="Q4_K_M")
     title, head, rows = standing(plan)
-    assert head == ("plan", "bytes", "predicted", "against uniform", "against Q4_K_M")
+    assert head == ("plan", "bytes of the file", "predicted", "against uniform", "against Q4_K_M")
     assert "ends: first and last layers" in title and "predicted" in title
     found, e = {row[0]: row for row in rows}, plan.extra
     own, mix = found["this plan"], found["llama.cpp's Q4_K_M"]
@@ -162,7 +162,10 @@ def test_a_difference_names_types_and_shows_what_differs_alone(folder):
     assert {r["name"] for r in diff_plans(first, second)["blocks"] if r["first_format"] != r["second_format"]} == differ
     assert all((f"│ {name} " in shown) == (name in differ) for name in first.names)
     less = first.budget["spent"] - second.budget["spent"]
-    assert f"{len(differ)} of {len(first.names)} blocks differ" in shown and f"takes {less:,} bytes less" in shown
+    assert (
+        f"{len(differ)} of {len(first.names)} blocks differ" in shown
+        and f"takes {less:,} bytes of the planned matrices less" in shown
+    )
     assert "blocks are equal" in command_result("explain", "diff", folder / "plan.json", folder / "plan.json")[1]
 
 
@@ -210,7 +213,7 @@ def test_a_sweep_shows_mixes_in_use_and_the_smallest_plan_that_is_as_good(folder
     own, scores = rows["Q4_K_M"], gguf_record()
     assert f"{own['value'] / own['mix_value'] - 1:+.0%}" in line and own["mix_bytes"] == mix_bytes(scores, "Q4_K_M")[0] + 5096
     best = min((r for r in rows.values() if r["value"] <= own["mix_value"]), key=lambda r: r["spent"])
-    assert f"a plan of {best['bytes']:,} bytes" in shown and f"--like {best['budget']} -o plan.json" in shown
+    assert f"a file of {best['bytes']:,} bytes" in shown and f"--like {best['budget']} -o plan.json" in shown
     missing = [m for m, r in rows.items() if r["mix"] != m]
     some = [missing[0], "Q4_K_M", "5"]
     told = command_result("explain", "sweep", folder / "sizes.json", "--kind", "bits", "--budgets", *some)[1]

@@ -334,7 +334,7 @@ def _finish(folder: Path, tokenizer: Any, plan: Plan, rounding: _Rounding, write
     for block in plan.blocks:
         spent = sum(counted[m] for m in block.modules)
         if spent != block.count:
-            what = f"{block.name} takes {spent} bytes in the file, {block.count} were planned."
+            what = f"{block.name} takes {spent:,} bytes in the file, {block.count:,} were planned."
             raise CoverageError(what, "", "Report this; nothing is kept.")
     if gguf:
         write_text(folder / "tensor-types.txt", llama_cpp(plan))
@@ -370,4 +370,8 @@ def _kept(plan: Plan) -> list[str]:
     """A note on the matrices that stay in 16 bits because no file holds them in fewer."""
     kept = plan.extra.get("unwritten") or {}
     size = sum(b.count for b in plan.blocks if set(b.modules) <= set(kept))
-    return [f"{len(kept)} matrices stay in 16 bits ({size} of the bytes counted): {', '.join(kept)}."] if kept else []
+    return (
+        [f"{len(kept)} matrices stay in 16 bits ({size:,} of the bytes of the planned matrices): {', '.join(kept)}."]
+        if kept
+        else []
+    )

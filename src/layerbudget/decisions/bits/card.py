@@ -25,7 +25,7 @@ def model_card(plan: Plan, receipt: QuantisationReceipt) -> str:
     rows = {
         "bits per weight": f"{receipt.bits:.4f} (scales and padding counted)",
         "planned matrices": f"{receipt.bytes:,} bytes in {len(receipt.modules)}: {formats}",
-        "files": f"{receipt.file:,} bytes",
+        "whole file": f"{receipt.file:,} bytes",
         "rounded by": receipt.method,
     }
     gguf = receipt.family == "gguf"

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...compressors.formats import GGUF, SLOW, find_format
 from ...errors import InfeasibleBudget, InvalidInput, UnknownUnit
-from ...kinds import check_kind
+from ...kinds import KINDS, check_kind
 from ...plan import Plan, PlanBlock
 from ...planning.costs import parse_budget
 from ...records import Block, to_jsonable
@@ -260,7 +260,8 @@ class Decision:
     @classmethod
     def of(cls, table: Table, limit: int, others: Mapping[str, np.ndarray]) -> Decision:
         """Return the decision within so many bytes, beside the choices of other rules."""
-        found = choose(table.damage, table.size, limit)
+        what = KINDS.find("cache" if table.family == CACHE else "bits").bytes_of
+        found = dataclasses.replace(choose(table.damage, table.size, limit), among=f" of {what}")
         choices = {"choices": found.chosen, **others}
         return cls(table=table, choices=choices, totals={n: table.totals(c) for n, c in choices.items()}, found=found)
 

@@ -241,7 +241,8 @@ class Fit:
 
     def best(self, memory: int) -> Choice:
         """Return the choice of the least damage in a memory."""
-        return choose(self.table.damage, self.table.size, memory - self.beside)
+        found = choose(self.table.damage, self.table.size, memory - self.beside)
+        return dataclasses.replace(found, among=" of the planned matrices and the cache")
 
     def shown(self, chosen: np.ndarray) -> tuple[tuple[Table, np.ndarray], ...]:
         """Return the tables whose blocks a plan has, each with its choice."""
@@ -294,7 +295,7 @@ def best_of(fits: Sequence[Fit], memory: int) -> tuple[Fit, Choice]:
     if len(fits) == 1:
         return fit, found
     status = "bounded" if bound < found.damage * (1 - 1e-12) else found.status
-    among = f" and with any of {len(fits)} numbers of experts"
+    among = f"{found.among} and with any of {len(fits)} numbers of experts"
     return fit, dataclasses.replace(found, lower_bound=min(bound, found.damage), status=status, among=among)
 
 
