@@ -11,7 +11,7 @@ from ..compressors.base import QUANTISERS
 from ..decisions.bits.memory import read_context
 from ..decisions.bits.program import Limits, check_bits
 from ..decisions.cache.formats import CACHES
-from ..decisions.fit.program import Terms
+from ..decisions.fit.program import RULES, Terms
 from ..errors import InvalidInput
 from ..plan import Plan
 from ..records import check_output
@@ -19,7 +19,7 @@ from ..registry import Option
 from .display import expect, on_check, progress_bar, show_table, text_of, words_of
 from .files import need_scores
 from .measured import save
-from .options import DATA, PLACE, add_data, add_set, add_verb, batch_of, load, options_for, refuse
+from .options import DATA, PLACE, add_data, add_set, add_verb, batch_of, given, load, options_for, refuse, settings
 from .options import add as add_option
 
 _TRIED = 4.0  # forwards with experts masked, of every number: all text, and its halves
@@ -73,8 +73,8 @@ def _again(a: argparse.Namespace) -> Plan:
 
     unread = ("runtime", "formats", "method", "save_scores", "resume", "dry_run", *DATA, *PLACE)
     refuse(a, unread, "scores that were measured before")
-    a.model = None
-    own = {k: v for k, v in options_for(a, plan_fit).items() if k not in ("runtime", "formats")}
+    a.model, rules = None, {"rule": Option(name="rule", type=str, default=RULES[0])}
+    own = given(a, "memory", "context", "batch") | settings(a, Terms, rules, what="a plan of what was measured before")
     found = plan_fit(need_scores(a.source), **own)
     if a.out:
         found.save(a.out, overwrite=a.overwrite)

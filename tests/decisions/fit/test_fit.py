@@ -173,8 +173,11 @@ def test_what_was_measured_serves_other_memories(measured):
     longer = plan_fit(Scores.load(path), memory="1 MiB", context=64, batch=8, cache=["Q8_0"])
     assert set(longer.extra["cache_formats"].values()) <= {"Q8_0", "F16"} and longer.extra["batch"] == 8
     assert longer.names[-2:] == ["keys", "values"]
-    with pytest.raises(InvalidInput, match="Scores are planned as they are"):
-        plan_fit(Scores.load(path), data, **own)
+    for given in ({"data": data}, {"runtime": "llama.cpp"}):
+        with pytest.raises(InvalidInput, match="Scores are planned as they are"):
+            plan_fit(Scores.load(path), **given, **own)
+    with pytest.raises(InvalidInput, match="'int4' was not measured for the cache. Measured were Q4_0, .*F16"):
+        plan_fit(Scores.load(path), **own, cache=["Q8_0", "int4"])
     bits = dataclasses.replace(Scores.load(path), extra={"choices": Scores.load(path).extra["choices"]})
     with pytest.raises(InvalidInput, match="say nothing of the cache"):
         plan_fit(bits, **own)
@@ -241,10 +244,28 @@ def test_bad_input_is_one_sentence_before_anything_is_measured(monkeypatch):
         plan_fit(model, data, memory="1 GiB", context=8)
 
 
-def plan_fit_least(model, context):
+def test_the_longest_context_is_counted_as_the_runtime_allocates():
+    """Steps of 16 tokens for vLLM, single ones for transformers: fewer than 256 tokens are a context too."""
+    model, data = zoo.build("llama", **WIDE), zoo.tokens(2, 8, vocabulary=96)
+    for runtime, longest in (("vllm", 48), ("transformers", 50)):
+        own = {"batch": 64, "runtime": runtime, "formats": ["w4-g32", "w8-g32"]}
+        room = f"{plan_fit_least(model, 50 if runtime == 'transformers' else 48, **own) + 100} bytes"
+        with pytest.raises(InfeasibleBudget, match=f"At most {longest} tokens fit"):
+            plan_fit(model, data, memory=room, context=64, **own)
+
+
+def test_a_cache_of_sixteen_bits_alone_is_not_measured(recwarn):
+    model, data = zoo.build("llama", **WIDE), zoo.tokens(2, 8, vocabulary=96)
+    own = {"context": 64, "draws": 1, "formats": ["Q4_0", "Q8_0"]}
+    plan = plan_fit(model, data, memory="1 GiB", cache=["F16"], **own)
+    assert set(plan.extra["cache_formats"].values()) == {"F16"} and plan.extra["parts"]["cache"]["predicted"] == 0
+    assert not [each for each in recwarn if issubclass(each.category, RuntimeWarning)]
+
+
+def plan_fit_least(model, context, **own):
     """Bytes of the smallest plan, from the refusal."""
     with pytest.raises(InfeasibleBudget) as refused:
-        plan_fit(model, zoo.tokens(2, 8, vocabulary=96), memory="1 KB", context=context)
+        plan_fit(model, zoo.tokens(2, 8, vocabulary=96), memory="1 KB", context=context, **own)
     return int(str(refused.value).split("The smallest plan takes ")[1].split(":")[0].replace(",", ""))
 
 
@@ -278,6 +299,10 @@ def test_the_command_plans_plans_again_and_applies(folder, monkeypatch, capsys):
         ([model, "--memory", "8 MiB", "--context", "1k"], "reads at most 64 tokens"),
         (["sizes.json", "--memory", "8 MiB", "--context", "1k"], "reads at most 64"),
         (["sizes.json", "--memory", "8 MiB", "--context", "64", "--runtime", "vllm"], "--runtime has no meaning"),
+        (
+            ["sizes.json", "--memory", "8 MiB", "--context", "64", "--set", "draws=8"],
+            "no option draws. --set takes forbid, keep,",
+        ),
         ([model, "--bits", "4", "--context", "64", "--method", "rtn"], "--method has no meaning for the cache alone"),
     ):
         assert main(["plan", "fit", *words, "--quiet", "-o", "none.json"]) == 2

@@ -50,13 +50,13 @@ class Cache:
         """Return the bytes of cache, states and buffers at a context."""
         return self.held(context) + self.state + self.buffers(context)
 
-    def longest(self, fits: Callable[[int], bool]) -> int:
-        """Return the longest context that fits, a multiple of 256; 0 where none does."""
-        low, high = 0, (self.positions or 1 << 24) // _STEP
+    def longest(self, fits: Callable[[int], bool], step: int = _STEP) -> int:
+        """Return the longest context that fits, a multiple of what a runtime allocates at a time; 0 where none does."""
+        low, high = 0, (self.positions or 1 << 24) // step
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if fits(middle * _STEP) else (low, middle - 1)
-        return low * _STEP
+            low, high = (middle, high) if fits(middle * step) else (low, middle - 1)
+        return low * step
 
 
 def _up(tokens: int) -> int:

@@ -33,6 +33,8 @@ def cache_damage(
     """
     where = {(k.layer, k.part): i for i, each in enumerate(space.members) for k in each}
     rows = np.zeros((len(space.members), len(space.formats), data.samples))
+    if all(form.plain for form in space.formats):
+        return rows[..., 0], rows, 0.0
     norm, counts = np.zeros(rows.shape[:2]), np.zeros(data.samples)
     tick = Steps(progress, data.samples, "gradients of keys and values")
     held: dict[tuple[int, int], torch.Tensor] = {}

@@ -54,7 +54,7 @@ def plan_fit(
     memory: str,
     context: str | int,
     batch: int = 1,
-    runtime: str = "llama.cpp",
+    runtime: str | None = None,
     cache: Sequence[str] | None = None,
     experts: bool = False,
     forbid: Sequence[str] = (),
@@ -80,7 +80,8 @@ def plan_fit(
         memory: Bytes for the file, the cache and the buffers of a forward, such as ``"8 GiB"``.
         context: Tokens of a sequence, prompt and answer, such as ``"32k"``.
         batch: Sequences at a time.
-        runtime: ``llama.cpp`` (a GGUF file; one type for all keys, one for all values), ``transformers`` or ``vllm``.
+        runtime: ``llama.cpp`` (a GGUF file; one type for all keys, one for all values; a model's default), ``transformers`` or
+            ``vllm``. Scores were measured for one.
         cache: Formats of the cache to choose among; by default all of the runtime. Sixteen bits are always among them.
         experts: Whether experts may go where that costs less than lower formats; every layer keeps the same number.
         forbid: Formats of the weights that are not used, or classes of slow ones: ``slow-cpu``, ``slow-gpu``.
@@ -108,12 +109,13 @@ def plan_fit(
     terms = Terms(memory=memory, context=context, batch=batch, forbid=forbid, keep=keep or {}, cache=cache, experts=experts)
     terms.check(rule)
     if isinstance(source, Scores):
-        refuse_measuring(data, check, resume, save_scores, tokenizer, options)
+        refuse_measuring(data, check, resume, save_scores, tokenizer, runtime, options)
         return Fitted.of(source, terms).plan(rule)
     if data is None:
         raise InvalidInput("A model is planned on calibration tokens.", "", "Pass data.")
     if save_scores is not None:
         check_output(save_scores, overwrite=overwrite)
+    runtime = runtime or "llama.cpp"
     if runtime not in RUNTIMES:
         raise InvalidInput(f"There is no runtime {runtime!r}.", f"There are {', '.join(RUNTIMES)}.", "Choose one of those.")
     options |= {"unwritten": unwritten, "runtime": runtime, "family": RUNTIMES[runtime].family}

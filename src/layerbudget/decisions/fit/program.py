@@ -139,6 +139,9 @@ class Fit:
             raise InvalidInput(what, f"The model reads at most {most}.", "Ask for fewer.")
         cache = space.table(damage, rest)
         if terms.cache is not None:
+            if unknown := [n for n in terms.cache if n not in cache.formats]:
+                what = f"{unknown[0]!r} was not measured for the cache."
+                raise InvalidInput(what, f"Measured were {', '.join(cache.formats)}.", "Choose some of those.")
             wanted = np.array([n in terms.cache for n in cache.formats[:-1]] + [True])
             cache = dataclasses.replace(cache, damage=np.where(wanted, cache.damage, np.inf))
         return cls(weights=terms.limits.restrict(weights), space=space, cache=cache, known=weights.cache, fewer=fewer)
@@ -178,7 +181,7 @@ class Fit:
         """Return the bytes of a memory that formats may take; one below the smallest plan is refused."""
         if memory < self.least:
             tokens, batch = self.space.context, self.space.batch
-            longest = self.known.longest(lambda context: self.at(context).least <= memory)
+            longest = self.known.longest(lambda context: self.at(context).least <= memory, self.space.runtime.step)
             fits = f"At most {longest} tokens fit." if longest else "No context fits."
             file = int(self.weights.smallest.sum()) + self.weights.beside
             rest, least = self.state + self.buffers, math.ceil(10 * self.least / 2**20) / 10
@@ -398,7 +401,7 @@ class Fitted:
         """Return the plan of a rule."""
         if rule not in self.picks:
             what = f"No plan of the rule {rule} fits {self.terms.bytes:,} bytes."
-            raise InvalidInput(what, "Its formats were not measured, or take more.", "Raise the memory, or use --rule choices.")
+            raise InvalidInput(what, "Its formats were not measured, or take more.", "Raise the memory, or leave the rule out.")
         pick = self.picks[rule]
         fit, chosen = pick.fit, pick.chosen
         weights, cache = fit.apart(chosen)
