@@ -145,6 +145,29 @@ def _with_floats(value: Any) -> Any:
 
 
 @contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Inside, transformers and compressed-tensors draw no bars and report nothing of what they load but errors.
+
+    What is wrong with a checkpoint is said as an error of this package, and progress is its own.
+    """
+    from tqdm import tqdm
+    from transformers.utils import logging
+
+    bars, held, drawn, level = cast(Any, tqdm), vars(tqdm)["__init__"], tqdm.__init__, logging.get_verbosity()
+
+    def hidden(bar: Any, *arguments: Any, **options: Any) -> None:
+        drawn(bar, *arguments, **{**options, "disable": True})
+
+    bars.__init__ = hidden
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        bars.__init__ = held
+        logging.set_verbosity(level)
+
+
+@contextlib.contextmanager
 def foreign(what: str, feasible: str, remedy: str) -> Iterator[None]:
     """Say as :class:`BadModel` what a library's loader says of a broken file, also with a bare ``Exception``."""
     try:
@@ -324,6 +347,7 @@ def _streams(stream: bool | None, where: str, config: Any, dtype: str, place: to
     return size * held_dtype(config, dtype).itemsize / held_dtype(config).itemsize > SHARE * free_bytes(place)
 
 
+@silent()
 def load_model(
     name: str,
     *,

@@ -114,6 +114,22 @@ def test_a_compressed_tensors_folder_is_the_rounded_model(tmp_path, name, runtim
     assert config["format"] == "pack-quantized" and (runtime != "vllm" or bits <= {4, 8})
 
 
+def test_loading_draws_no_bar_and_reports_nothing_and_restores_both(tmp_path, capfd):
+    """A packed folder drew four bars of compressed-tensors, one of transformers and its report of the loading."""
+    from tqdm import tqdm
+    from transformers.utils import logging
+
+    written(tmp_path / "out", "llama", "compressed-tensors", 4.2)
+    logging.enable_progress_bar()
+    drawn, level = vars(tqdm)["__init__"], logging.get_verbosity()
+    capfd.readouterr()
+    lb.load_model(str(tmp_path / "out"))
+    assert capfd.readouterr() == ("", "")
+    assert vars(tqdm)["__init__"] is drawn and logging.get_verbosity() == level and logging.is_progress_bar_enabled()
+    list(tqdm(range(2)))
+    assert "100%" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 def test_floating_point_and_integers_in_one_folder(tmp_path, method):
     """transformers reads the planned weights to the bit; what vLLM fuses shares a format and a global scale."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -18,10 +16,10 @@ from ...compressors.quantisers import Rounded
 from ...compressors.treating import matrices
 from ...errors import BadModel, CorruptFile, CoverageError
 from ...models.blocks import config_of, layers, pretrained, weight_of
-from ...models.loading import load_model
+from ...models.loading import load_model, silent
 from ...models.machine import SHARE, free_bytes
 from ...records import Block
-from .saved_names import Part, as_saved, experts_of, names_of, pattern, quiet
+from .saved_names import Part, as_saved, experts_of, names_of, pattern
 
 SHARD = 1 << 29  # bytes of one file; one tensor may be larger
 ENTRY = 128  # bytes of a tensor in a file's header beside the name of its matrix, at most
@@ -59,7 +57,7 @@ class PackedWriter:
         self.shards: list[list[str]] = []
         self.total = 0
         self.config = json.loads(config_of(model).to_json_string(use_diff=False))  # infinite numbers in words that are JSON
-        with quiet():
+        with silent():
             pretrained(model).save_pretrained(folder, state_dict={})  # what belongs to a model beside its weights
         for file in folder.glob("*.safetensors*"):
             file.unlink()
@@ -217,8 +215,7 @@ def check_loads(folder: Path, runtime: str) -> list[str]:
     if size > SHARE * free:
         return [f"It was not loaded again: {size / 2**30:.3g} GiB of {free / 2**30:.3g} free are more than is risked."]
     try:
-        with quiet(), contextlib.redirect_stderr(io.StringIO()):  # bars of compressed-tensors
-            load_model(str(folder), dtype="auto")
+        load_model(str(folder), dtype="auto")
     except BadModel as error:
         said = error.what.split(": ", 1)[-1].rstrip(".")
         if runtime == "vllm":

@@ -6,17 +6,17 @@ first checkpoints had them. vLLM reads packed experts by those names.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from ...models.blocks import pretrained, transposed, weight_of
+from ...models.loading import silent
 from ...records import stacks
 
 _ROWS = 4  # of a tracer: gate and up are halves of it
@@ -94,22 +94,8 @@ def as_saved(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, t
     found: dict[str, torch.Tensor] = {}
     with tempfile.TemporaryDirectory(prefix="layerbudget-") as folder:
         if state:
-            with quiet():
+            with silent():  # a bar for every piece
                 pretrained(model).save_pretrained(folder, state_dict=dict(state))
         for file in sorted(Path(folder).glob("*.safetensors")):
             found |= load_file(file)
     return found
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """No bar of transformers for every piece."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
