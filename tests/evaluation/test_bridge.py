@@ -182,5 +182,25 @@ def test_evaluate_against_a_model_and_against_a_file(files, saved_model, tmp_pat
     assert found[0]["against"]["mean"]["difference"] == pytest.approx(
         found[0]["mean"]["acc"] - found[0]["against"]["mean"]["second"]["acc"]
     )
+    assert found[0]["dtype"] == found[0]["against"]["dtype"] == "float32"
     (tmp_path / "c.json").write_text("{}")
     assert main(["evaluate", str(first), *common, "--against", str(tmp_path / "c.json")]) == 2
+
+
+def test_two_precisions_are_said(saved_model, tmp_path, capsys, monkeypatch):
+    """A folder in bfloat16 was compared with a reference in float32 without a word."""
+    monkeypatch.setattr("layerbudget.models.loading.quick_dtype", lambda held, place: held)
+    whole, half = saved_model("llama"), tmp_path / "half"
+    lb.load_model(str(whole), dtype="bfloat16").save_pretrained(half)
+    lb.load_tokenizer(str(whole)).save_pretrained(half)
+    common = ["--windows", "2", "--length", "16", "--quiet"]
+    words = f"{half} was computed in bfloat16 and {whole} in float32, which is a part of the difference"
+    assert main(["evaluate", str(half), *common, "--against", str(whole)]) == 0
+    assert f"{words}; --dtype float32 computes both alike." in " ".join(capsys.readouterr().out.split())
+    assert main(["evaluate", str(half), *common, "--against", str(whole), "--dtype", "float32", "--json"]) == 0
+    told = capsys.readouterr()
+    found = json.loads(told.out)
+    assert "was computed in" not in told.err and found["dtype"] == found["against"]["dtype"] == "float32"
+    assert main(["evaluate", str(half), *common, "--against", str(whole), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["dtype"], found["against"]["dtype"]) == ("bfloat16", "float32")

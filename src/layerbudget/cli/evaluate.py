@@ -48,11 +48,23 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     if a.against:
         other = other or _measured(argparse.Namespace(**{**vars(a), "model": a.against, "adapter": None}))
         found = compare_results(result, other, (a.model, a.against))
-        result["against"] = {"model": other["model"], **found}
-        say(a, *found["sentences"], f"Verdict: {found['verdict']}")
+        result["against"] = {"model": other["model"], "dtype": other.get("dtype"), **found}
+        say(a, *_on_precision(a, result, other), *found["sentences"], f"Verdict: {found['verdict']}")
     if a.out and is_main():
         write_text(a.out, dumps(result), overwrite=a.overwrite)
     return result
+
+
+def _on_precision(a: argparse.Namespace, result: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """A sentence on two models that were not computed in the same precision; of a result of before it may not be known."""
+    own, theirs = result["dtype"], other.get("dtype", result["dtype"])
+    if own == theirs:
+        return []
+    alike = theirs if a.against.endswith(".json") else "float32"
+    return [
+        f"{a.model} was computed in {own} and {a.against} in {theirs}, which is a part of the difference; --dtype {alike} "
+        "computes both alike."
+    ]
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -70,6 +82,7 @@ def _measured(a: argparse.Namespace, models: float = 1.0) -> dict[str, Any]:
     """Evaluate one model, of so many."""
     from ..doctor.cost import Part, Text
     from ..evaluation.perplexity import evaluation_set, perplexity
+    from ..models.loading import precision_of
 
     tokenizer = load_tokenizer(a)
     sets = {s: evaluation_set(s, tokenizer, length=a.length or 256, windows=a.windows) for s in a.texts}
@@ -79,11 +92,12 @@ def _measured(a: argparse.Namespace, models: float = 1.0) -> dict[str, Any]:
     windows = [f"{data.samples} windows of {data.length} tokens of {source}" for source, data in sets.items()]
     parts = [Part("forward", text, times=models) for text in (*texts, *(asked for _ in a.names))]
     expect(a, ", ".join([*windows, *a.names]), model, parts)
+    precision = precision_of(model)
     if a.adapter:
         from ..finetuning.adapters import load_adapter
 
         model = load_adapter(model, a.adapter)
-    result: dict[str, Any] = {"model": a.model, "adapter": a.adapter, "perplexity": {}, "tasks": {}}
+    result: dict[str, Any] = {"model": a.model, "dtype": precision, "adapter": a.adapter, "perplexity": {}, "tasks": {}}
     kept = _parts(a, model)
 
     def measure(data: Any, progress: Any) -> dict[str, Any]:

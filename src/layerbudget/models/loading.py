@@ -255,17 +255,23 @@ def quick_dtype(held: torch.dtype, place: torch.device) -> torch.dtype:
     return held if getattr(torch.ops.mkldnn, asked)() else torch.float32
 
 
+def precision_of(model: nn.Module) -> str:
+    """The precision that a model computes in, in words: ``bfloat16``, or several."""
+    files = mapped(model)
+    kinds = {p.dtype for p in model.parameters()} if files is None else {files.dtype}
+    return " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+
+
 def describe_place(model: nn.Module) -> str:
     """Where a model lies and in which precision, in one clause."""
     parameters = list(model.parameters())
     count, files = f"{sum(p.numel() for p in parameters) / 1e6:,.1f} M parameters", mapped(model)
     if files is not None:
-        how = f"one layer at a time in {str(files.dtype).removeprefix('torch.')}" if files.converts else "mapped"
+        how = f"one layer at a time in {precision_of(model)}" if files.converts else "mapped"
         return f"{count} streamed from their files, {how}, on {files.device}"
-    kinds = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
     size = sum(p.numel() * p.element_size() for p in parameters)
     held = f"{size / 2**30:.3g} GiB" if size >= 2**30 else f"{size / 2**20:.3g} MiB"
-    return f"{count} in {' and '.join(kinds)} on {parameters[0].device}, {held}"
+    return f"{count} in {precision_of(model)} on {parameters[0].device}, {held}"
 
 
 def unpacked(model: nn.Module) -> nn.Module:
