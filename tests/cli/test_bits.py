@@ -115,8 +115,8 @@ def test_exports_are_what_other_tools_read(folder, plan, capsys):
 
 def test_options_without_meaning_are_refused(folder, plan, capsys):
     scores = folder / "scores.json"
-    flags = {"--runtime": "vllm", "--formats": "w4-g32", "--by": "layer", "--method": "gptq", "--set": "group=64",
-             "--format": "gguf", "--samples": 3, "--save-scores": "x", "--resume": "x"}  # fmt: skip
+    flags = {"--formats": "w4-g32", "--by": "layer", "--set": "group=64",
+             "--samples": 3, "--save-scores": "x", "--resume": "x"}  # fmt: skip
     for flag, value in flags.items():
         assert f"{flag} has no meaning for scores" in sentence(capsys, "plan", "bits", scores, "--bits", 4, flag, value)
     assert "--samples has no meaning for the method rtn" in sentence(
@@ -126,6 +126,18 @@ def test_options_without_meaning_are_refused(folder, plan, capsys):
         capsys, "apply", "demo", plan, "--set", "damping=1", "-o", folder / "no", "--quiet"
     )
     assert not (folder / "no").exists()
+
+
+def test_what_saved_scores_were_measured_with_may_be_named_again(folder, plan, capsys):
+    """``--runtime`` beside saved scores was refused as without meaning, also where it was theirs."""
+    scores = folder / "scores.json"
+    own = {"--runtime": "transformers", "--format": "compressed-tensors", "--method": "rtn"}
+    same = document(capsys, "plan", "bits", scores, "--bits", 4, *(w for pair in own.items() for w in pair))
+    assert same["extra"]["runtime"] == "transformers"
+    for flag, other in {"--runtime": "vllm", "--format": "gguf", "--method": "gptq"}.items():
+        said = sentence(capsys, "plan", "bits", scores, "--bits", 4, flag, other)
+        assert f"was measured with {flag} {own[flag]}, not {other}" in said
+        assert f"Leave {flag} out, or measure again: layerbudget plan bits MODEL {flag} {other} --save-scores FILE." in said
 
 
 def test_bad_input_is_one_sentence_and_nothing_is_written(folder, plan, capsys):

@@ -19,7 +19,20 @@ from ..registry import Option
 from .display import expect, on_check, progress_bar, show_table, text_of, words_of
 from .files import need_scores
 from .measured import save
-from .options import DATA, PLACE, add_data, add_set, add_verb, batch_of, given, load, options_for, refuse, settings
+from .options import (
+    DATA,
+    PLACE,
+    add_data,
+    add_set,
+    add_verb,
+    batch_of,
+    check_measured,
+    given,
+    load,
+    options_for,
+    refuse,
+    settings,
+)
 from .options import add as add_option
 
 _TRIED = 4.0  # forwards with experts masked, of every number: all text, and its halves
@@ -71,11 +84,13 @@ def _again(a: argparse.Namespace) -> Plan:
     """Plan from what was measured."""
     from ..decisions.fit.plan import plan_fit
 
-    unread = ("runtime", "formats", "method", "save_scores", "resume", "dry_run", *DATA, *PLACE)
+    unread = ("formats", "save_scores", "resume", "dry_run", *DATA, *PLACE)
     refuse(a, unread, "scores that were measured before")
+    scores = need_scores(a.source)
+    check_measured(a, scores.extra.get("choices") or {}, "plan fit")
     a.model, rules = None, {"rule": Option(name="rule", type=str, default=RULES[0])}
     own = given(a, "memory", "context", "batch") | settings(a, Terms, rules, what="a plan of what was measured before")
-    found = plan_fit(need_scores(a.source), **own)
+    found = plan_fit(scores, **own)
     if a.out:
         found.save(a.out, overwrite=a.overwrite)
     return found

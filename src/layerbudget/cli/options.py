@@ -269,6 +269,22 @@ def refuse(a: argparse.Namespace, names: Sequence[str], what: str) -> None:
             raise InvalidInput(f"{flag_of(a, name)} has no meaning for {what}.", "It would be ignored.", "Leave it out.")
 
 
+def check_measured(a: argparse.Namespace, held: Mapping[str, Any], command: str) -> None:
+    """Refuse another format, runtime or method than that which scores of formats were measured for; they then say nothing."""
+    for name in ("family", "runtime", "method"):
+        asked, own = getattr(a, name, None), held.get(name)
+        if asked is None or own is None:
+            continue
+        if asked != own:
+            flag = flag_of(a, name)
+            raise InvalidInput(
+                f"{a.source} was measured with {flag} {own}, not {asked}.",
+                "Damages hold for what they were measured with.",
+                f"Leave {flag} out, or measure again: layerbudget {command} MODEL {flag} {asked} --save-scores FILE.",
+            )
+        setattr(a, name, None)
+
+
 def check_numbers(a: argparse.Namespace) -> None:
     """Refuse numbers that no option can mean: not finite, beyond what a float counts, a seed or a size below zero."""
     least = {"batch_size": 1, "seed": 0, "seeds": 0}

@@ -20,13 +20,27 @@ from ..scores import Scores
 from . import fit, kept, measured
 from .display import say, say_next, show_table
 from .files import load_scores, need_scores, read_curves, read_fixed, read_latency
-from .options import COMMANDS, DATA, PLACE, add, add_data, add_out, add_set, add_verb, given, options_for, refuse, share
+from .options import (
+    COMMANDS,
+    DATA,
+    PLACE,
+    add,
+    add_data,
+    add_out,
+    add_set,
+    add_verb,
+    check_measured,
+    given,
+    options_for,
+    refuse,
+    share,
+)
 from .shown import show_plan
 
 SCORES = "scores.json; or a .csv or .json table of name, score, d_in and d_out; for rules without scores a config.json"
 _CACHES = {"vllm": ("--to", "vllm-cache"), "llama.cpp": ("--to", "llama-cache")}  # where a plan of the cache goes
 _SECONDS = "scores: planning from them takes seconds"
-_MEASURING = ("family", "runtime", "formats", "by", "method", "unwritten", "save_scores", "resume", "set")
+_MEASURING = ("formats", "by", "unwritten", "save_scores", "resume", "set")
 
 
 def register(subparsers: Any) -> None:
@@ -127,7 +141,9 @@ def run_bits(a: argparse.Namespace) -> dict[str, Any]:
     if not a.source.endswith(".json"):
         return _finish(a, measured.plan_bits(a))
     refuse(a, (*_MEASURING, "dry_run", *DATA, *PLACE), "scores that were measured before")
-    return _finish(a, plan_bits(need_scores(a.source), **measured.limits_of(a), rule=a.rule), write=True)
+    scores = need_scores(a.source)
+    check_measured(a, scores.extra.get("choices") or {}, "plan bits")
+    return _finish(a, plan_bits(scores, **measured.limits_of(a), rule=a.rule), write=True)
 
 
 def run_shapes(a: argparse.Namespace) -> dict[str, Any]:

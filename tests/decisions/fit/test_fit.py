@@ -298,7 +298,7 @@ def test_the_command_plans_plans_again_and_applies(folder, monkeypatch, capsys):
         ([model, "--memory", "1 KiB", "--context", "64"], "The smallest plan takes"),
         ([model, "--memory", "8 MiB", "--context", "1k"], "reads at most 64 tokens"),
         (["sizes.json", "--memory", "8 MiB", "--context", "1k"], "reads at most 64"),
-        (["sizes.json", "--memory", "8 MiB", "--context", "64", "--runtime", "vllm"], "--runtime has no meaning"),
+        (["sizes.json", "--memory", "8 MiB", "--context", "64", "--runtime", "vllm"], "with --runtime llama.cpp, not vllm"),
         (
             ["sizes.json", "--memory", "8 MiB", "--context", "64", "--set", "draws=8"],
             "no option draws. --set takes forbid, keep,",
