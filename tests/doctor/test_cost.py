@@ -157,6 +157,12 @@ def test_the_doctor_says_what_fits_before_anything_is_loaded(tmp_path, capsys):
     assert "none" in said and "chooses both together" not in said and "Nothing fits 2GiB" in said
     for wrong in (["--context", "32k"], ["--card", "8GiB", "--context", "64k"], ["--card", "8GiB", "--context", "x"]):
         assert main(["doctor", str(tmp_path), *wrong]) == 2
+    capsys.readouterr()
+    assert main(["doctor", str(tmp_path), "--card", "8GiB", "--context", "1M"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "A context of 1,048,576 tokens is too long. The model reads at most 32768 tokens." in said
+    given = said[said.index("--context ") :].replace(",", "").split()[:2]
+    assert main(["doctor", str(tmp_path), "--card", "8GiB", *given]) == 0, "the remedy works"
 
 
 def test_quiet_says_nothing_and_a_record_has_no_figures_of_the_clock(saved_model, tmp_path, capsys):

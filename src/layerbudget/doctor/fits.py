@@ -8,7 +8,7 @@ import torch
 
 from ..compressors.formats import GGUF, PACKED, find_format
 from ..decisions.bits.blocks import formats_table
-from ..decisions.bits.memory import cache_of
+from ..decisions.bits.memory import cache_of, check_positions
 from ..decisions.bits.mixes import MIXES
 from ..decisions.bits.program import mix_of
 from ..decisions.bits.table import Table
@@ -32,9 +32,7 @@ def what_fits(config: Any, memory: int, context: int) -> list[dict[str, Any]]:
     known = cache_of(text_config(config))
     if known is None:
         raise InvalidInput("The cache of this model is not counted here.", "", "Leave --context out.")
-    if known.positions and context > known.positions:
-        what = f"A context of {context} tokens is too long."
-        raise InvalidInput(what, f"The model reads at most {known.positions}.", "Ask for fewer.")
+    check_positions(context, known.positions)
     with torch.device("meta"):
         model = auto_class(config).from_config(config)
     tables = {

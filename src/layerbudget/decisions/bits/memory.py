@@ -16,7 +16,8 @@ from ...errors import InvalidInput
 
 _BATCH, _STEP = 512, 256  # tokens of a forward; of an allocation
 _LINEAR = ("linear_attention",)
-_CONTEXT = re.compile(r"(\d+)(k|ki)?", re.IGNORECASE)
+_CONTEXT = re.compile(r"(\d+)(k|M)?i?", re.IGNORECASE)
+_THOUSANDS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,13 +98,20 @@ def _state(config: Any) -> int:
 
 
 def read_context(text: str | int) -> int:
-    """Return a number of tokens: ``32k`` is 32,768.
+    """Return a number of tokens: ``32k`` is 32,768, ``1M`` 1,048,576.
 
     Raises:
-        InvalidInput: Anything else than a whole number above zero, with or without k.
+        InvalidInput: Anything else than a whole number above zero, with or without k or M.
     """
     found = _CONTEXT.fullmatch(str(text).strip())
-    tokens = int(found.group(1)) * (1024 if found.group(2) else 1) if found else 0
+    tokens = int(found.group(1)) * _THOUSANDS[(found.group(2) or "").lower()] if found else 0
     if not tokens:
         raise InvalidInput(f"The context {text!r} is no number of tokens.", "It is a whole number.", "Write 8192 or 32k.")
     return tokens
+
+
+def check_positions(tokens: int, most: int) -> None:
+    """Refuse a context beyond the tokens that a model was made for; 0 where they are not known."""
+    if most and tokens > most:
+        what = f"A context of {tokens:,} tokens is too long."
+        raise InvalidInput(what, f"The model reads at most {most} tokens.", f"Give the same command --context {most}, or less.")

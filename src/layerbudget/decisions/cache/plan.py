@@ -23,6 +23,7 @@ from ...models.blocks import config_of, describe
 from ...models.offload import mapped
 from ...plan import Plan
 from ...progress import Progress, say
+from ..bits.memory import check_positions
 from ..bits.plan import check_record
 from ..bits.program import BASELINES, Decision, Limits, plan_blocks
 from ..bits.sensitivity import DenseOutput
@@ -54,9 +55,9 @@ def cache_space(
 
 def check_context(context: int, batch: int, longest: int | None) -> None:
     """Refuse a context beyond what a model reads."""
-    if context < 1 or batch < 1 or (longest and context > longest):
-        feasible = f"Both are 1 or more{f', and the model reads at most {longest} tokens' if longest else ''}."
-        raise InvalidInput(f"context is {context} and batch {batch}.", feasible, "Choose them within that.")
+    if context < 1 or batch < 1:
+        raise InvalidInput(f"context is {context} and batch {batch}.", "Both are 1 or more.", "Choose them so.")
+    check_positions(context, longest or 0)
 
 
 def plan_cache(

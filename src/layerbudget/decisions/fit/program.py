@@ -28,7 +28,7 @@ from ...plan import Plan
 from ...records import to_jsonable
 from ...scores import Scores
 from ...solvers.choices import Choice, choose
-from ..bits.memory import Cache, read_context
+from ..bits.memory import Cache, check_positions, read_context
 from ..bits.mixes import MIXES
 from ..bits.program import (
     CURVE,
@@ -133,10 +133,7 @@ class Fit:
         if weights.cache is None:
             what = "The memory of this model beside its weights is not counted here."
             raise InvalidInput(what, "", "Plan both by bytes: layerbudget plan bits --budget, plan cache --budget.")
-        most = weights.cache.positions
-        if most and terms.tokens > most:
-            what = f"A context of {terms.tokens} tokens is too long."
-            raise InvalidInput(what, f"The model reads at most {most}.", "Ask for fewer.")
+        check_positions(terms.tokens, weights.cache.positions)
         cache = space.table(damage, rest)
         if terms.cache is not None:
             if unknown := [n for n in terms.cache if n not in cache.formats]:
