@@ -43,8 +43,16 @@ class Export:
 
     def sentence(self, plan: Plan, path: object) -> str:
         """Return how the file is used."""
-        options = "" if self.options is None else self.options(self._part(plan)).strip()
-        return self.use.format(file=path, options=options).strip()
+        part, parts = self._part(plan), parts_of(plan)
+        options = "" if self.options is None else self.options(part).strip()
+        said = self.use.format(file=path, options=options).strip()
+        if part.kind == "bits" and "kept-experts" in parts:
+            held = plan.extra["experts"]
+            said += (
+                f" These types are for the smaller file, in which {held['left']} of {held['of']} experts stay in every layer, "
+                "not for the original: layerbudget apply MODEL PLAN -o DIR writes it with them."
+            )
+        return said.strip()
 
     def text(self, plan: Plan, given: Mapping[str, Any]) -> str:
         """Return the content of the file.

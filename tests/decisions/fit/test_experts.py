@@ -248,6 +248,9 @@ def test_the_command_plans_applies_and_explains_with_experts(folder, monkeypatch
     assert json.loads(capsys.readouterr().out)["extra"]["experts"]["numbers"] == [8, 7, 6, 5, 4, 3, 2]
     assert main(["apply", "model", "plan.json", "-o", "out", "--quiet"]) == 0
     assert f"{left} of 8 experts stay" in capsys.readouterr().out
+    assert main(["export", "plan.json", "--to", "tensor-types", "-o", "types.txt"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"the smaller file, in which {left} of 8 experts stay in every layer, not for the original" in said
     for words in (["report", "."], ["explain", "plan", "plan.json"], ["export", "plan.json", "--to", "llama-cache"]):
         assert main([*words, *(["-o", f"{words[0]}.out"] if words[0] != "explain" else []), "--quiet"]) == 0
     capsys.readouterr()
