@@ -450,10 +450,21 @@ class Bench:
         subprocess.run([*run, "-m", str(self.a.base)], check=True, capture_output=True)
         told = subprocess.run([*run, "-m", str(file), "--kl-divergence"], check=True, capture_output=True, text=True)
         logits.unlink()
-        found = re.search(r"Mean\s+KLD:\s+([-\d.]+)\s+\S+\s+([\d.]+)", told.stdout + told.stderr)
+        found = kld_of(told.stdout + told.stderr)
         return {"model": self.name, "like": like, "rule": rule, "tensors": len(types), "identical": same, "chunks": len(ids),
-                "kl": kl.mean(), "kl_error": kl.std(ddof=1) / len(kl.ravel()) ** 0.5, "kl_llama": float(found[1]),
-                "kl_llama_error": float(found[2]), "file": file.stat().st_size}  # fmt: skip
+                "kl": kl.mean(), "kl_error": kl.std(ddof=1) / len(kl.ravel()) ** 0.5, "kl_llama": found[0],
+                "kl_llama_error": found[1], "file": file.stat().st_size}  # fmt: skip
+
+
+def kld_of(told: str) -> tuple[float, float]:
+    """The mean KLD in the output of llama-perplexity and its standard error; output that lacks them ends the run."""
+    found = re.search(r"Mean\s+KLD:\s+([-\d.]+)\s+\S+\s+([\d.]+)", told)
+    if found is None:
+        last = "\n".join(told.splitlines()[-8:])
+        raise SystemExit(
+            f"llama-perplexity printed no mean KLD: its output is incomplete. Run it again. Its last lines:\n{last}"
+        )
+    return float(found[1]), float(found[2])
 
 
 # ---- tables
