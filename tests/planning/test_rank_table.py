@@ -1,5 +1,7 @@
 """How much rank for this data: the table against sums by hand, and what is recommended where the answer is known."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from tests import zoo
@@ -61,6 +63,21 @@ def test_what_is_recommended():
     noise = rank_table(scores_of(grows, 0.95 * np.ones((4, 64))), 1000)
     assert "oise alone would give 95% of the gain" in noise["recommendation"] and noise["rank"] == 2
     assert noise["recommendation"].startswith("Use uniform rank 2: ")
+
+
+def test_few_rows_do_not_tell_ranks_apart():
+    """Twenty rows with 499 completion tokens got the advice to take uniform rank 32: the gain on these rows still grew."""
+    grows = scores_of([[1.0] * 64] * 4)
+    few = dataclasses.replace(grows, data={**grows.data, "samples": 20})
+    found = rank_table(few, 100)
+    assert found["rank"] == 1 and found["few_rows"]
+    said = (
+        "Use uniform rank 1: 20 scored rows do not tell ranks apart, and there are 0.2 completion tokens for each of its 512 "
+    )
+    assert found["recommendation"].startswith(said)
+    for scores, tokens in ((few, 512), (dataclasses.replace(grows, data={**grows.data, "samples": 64}), 100), (grows, 100)):
+        found = rank_table(scores, tokens)
+        assert found["rank"] == 64 and not found["few_rows"], "where tokens are enough, or rows, the gain decides"
 
 
 def test_the_table_is_under_the_caps_of_the_plan():

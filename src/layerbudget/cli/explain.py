@@ -114,7 +114,8 @@ def run_plan(a: argparse.Namespace) -> dict[str, Any]:
         show_table(a, *beside)
     if plan.kind == "ranks" and scores is not None and "increments" in scores.extra:
         told["ranks"] = _how_much_rank(a, plan, scores, result)
-    say(a, ends)
+        ends = "" if told["ranks"]["few_rows"] else ends  # its advice rests on the gains of these rows
+    say(a, *filter(None, [ends]))
     return told
 
 

@@ -15,6 +15,7 @@ from ..scores import Scores
 from .verdict import MOSTLY_NOISE, beside_uniform
 
 _ENOUGH = 0.05  # of the gain above its floor: what the next row must add
+_FEW = 64  # scored rows below which gains by rank are those of these rows
 _TERMS = ("min_rank", "max_rank", "multiple", "fixed", "damping")  # of a plan by-rank
 
 
@@ -23,7 +24,7 @@ class RankTable(Result):
     """Rows by mean rank: parameters, their number per token, gain of the plan, its noise floor, uniform's share of the gain.
 
     ``at_measured`` of a row counts the blocks that have all ranks whose gains were measured; ``left_out`` says why mean ranks
-    have no row.
+    have no row. With ``few_rows`` the scored rows do not tell ranks apart, and the smallest rank is recommended.
     """
 
     tokens: int
@@ -31,6 +32,7 @@ class RankTable(Result):
     rank: int  # the recommended mean rank
     recommendation: str
     left_out: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    few_rows: bool = False
 
 
 def terms_of(plan: Plan) -> dict[str, Any]:
@@ -82,7 +84,18 @@ def rank_table(
     if not rows:
         what = f"No mean rank of {', '.join(map(str, ranks))} can be planned: {next(iter(left_out.values()))}"
         raise InvalidInput(what, "", "Score with --set largest=64, or allow other ranks.")
-    return RankTable(tokens=tokens, rows=rows, left_out=left_out, **_recommended(rows, tokens))
+    scored = scores.data.get("samples", _FEW)
+    few = scored < _FEW and rows[0]["parameters"] > tokens
+    told = _smallest(rows[0], scored, tokens) if few else _recommended(rows, tokens)
+    return RankTable(tokens=tokens, rows=rows, left_out=left_out, few_rows=few, **told)
+
+
+def _smallest(row: Mapping[str, Any], scored: int, tokens: int) -> dict[str, Any]:
+    """The smallest rank, where a few rows have fewer tokens than it has parameters: larger ones fit these rows alone."""
+    each = f"{tokens / row['parameters']:.2g} completion tokens for each of its {row['parameters']:,} parameters"
+    told = f"Use uniform rank {row['rank']}: {scored} scored rows do not tell ranks apart, and there are {each}."
+    more = f"The gains above are those of these rows; score {_FEW} rows or more before a larger rank, or ranks that differ."
+    return {"rank": int(row["rank"]), "recommendation": f"{told} {more}"}
 
 
 def _recommended(rows: Sequence[Mapping[str, Any]], tokens: int) -> dict[str, Any]:
