@@ -51,6 +51,16 @@ def test_planned_flops_are_the_recounted_flops(name):
         assert torch.isfinite(model(**next(data.batches(2))).logits).all()
 
 
+def test_progress_moves_within_a_pass():
+    """Nothing was said within a look at the model, which takes half an hour of a large one."""
+    told = list[tuple[int, int]]()
+    model, data = zoo.build("llama"), zoo.tokens(8)
+    plan_shapes(model, data, "20% flops", **{**QUICK, "batch_size": 1}, progress=lambda done, total: told.append((done, total)))
+    spent = [done for done, total in told if total == int(QUICK["passes"])]
+    assert max(b - a for a, b in itertools.pairwise(spent)) <= 1 and spent[-1] >= 10
+    assert [done for done, total in told if total == len(layers(model))][-1] == len(layers(model)), "and the cut at the end"
+
+
 @pytest.mark.parametrize("unit", ["params", "bytes"])
 def test_other_units_recount_too(unit):
     model, data = zoo.build("gemma"), zoo.tokens()

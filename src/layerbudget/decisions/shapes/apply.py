@@ -261,9 +261,17 @@ def _refill(held: dict[str, Any], values: dict[str, Any]) -> None:
     held.update(values)
 
 
-def measure_plan(model: nn.Module, plan: Plan, data: CalibrationSet, *, damping: float = 0.01, batch_size: int = 8) -> float:
+def measure_plan(
+    model: nn.Module,
+    plan: Plan,
+    data: CalibrationSet,
+    *,
+    damping: float = 0.01,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> float:
     """KL divergence per token (nats) from the model's output after applying a plan; the model is left as it was."""
     reference = Reference(model, data, batch_size)
     with preserved(model):
-        apply_shapes(model, plan, data, damping=damping, batch_size=batch_size)
+        apply_shapes(model, plan, data, damping=damping, batch_size=batch_size, progress=progress)
         return reference.measure()

@@ -26,7 +26,7 @@ from ...models.machine import computation, versions
 from ...models.offload import need_settled
 from ...plan import Plan
 from ...planning.costs import parse_budget
-from ...progress import Progress, Steps
+from ...progress import Progress, Steps, say
 from ...records import to_jsonable
 from ...sensitivity.directional.terms import QuadraticTerms
 from ...solvers.choices import Choice
@@ -161,7 +161,8 @@ def plan_shapes(
     if speed is not None:
         plan = dataclasses.replace(plan, extra={**plan.extra, "prices": speed.prices()})
         extra |= {"speed": dict(speed), "tokens_per_second": _rates(model, plan, speed)}
-    extra["measured"] = measure_plan(model, plan, data, damping=damping, batch_size=batch_size)
+    say(progress, "cut and refitted, layers")
+    extra["measured"] = measure_plan(model, plan, data, damping=damping, batch_size=batch_size, progress=progress)
     return dataclasses.replace(plan, extra={**plan.extra, **to_jsonable(extra)})
 
 
@@ -214,7 +215,7 @@ def _spaces(
 def _first(paths: Sequence[_Path]) -> _Path:
     """The path whose first plan is predicted to do least damage; what the others spent counts as its own."""
     path = min(paths, key=_Path.promise) if len(paths) > 1 else paths[0]
-    path.point.passes = sum(p.point.passes for p in paths)
+    path.point.passes, path.told = sum(p.point.passes for p in paths), 0
     return path
 
 
@@ -250,7 +251,7 @@ class _Path:
     ) -> None:
         self.point, self.space, self.strides, self.trust = point, point.space, strides, trust
         self.draws, self.seed, self.tick, self.parts, self.name = draws, seed, tick, parts, name
-        self.tried, self.log = 0, list[dict[str, Any]]()
+        self.tried, self.log, self.told = 0, list[dict[str, Any]](), tick.done  # what other paths spent
         self.here = self._evaluate(self.space.start(), 1.0, Moments(lambda: point.dense))
 
     def _evaluate(self, state: np.ndarray, trust: float, before: Moments) -> Evaluation:
@@ -263,7 +264,7 @@ class _Path:
 
         def measure() -> dict[str, Any]:
             seed = self.seed + self.tried
-            measured.append(self.point.evaluate(state, around, before(), draws=self.draws, seed=seed))
+            measured.append(self.point.evaluate(state, around, before(), draws=self.draws, seed=seed, spent=self._spent))
             forms = measured[0].forms
             return {name: np.asarray(getattr(forms, name)).tolist() for name in _KEPT}
 
@@ -277,8 +278,14 @@ class _Path:
             found = Evaluation(
                 state=state, around=around, forms=forms, moments=Moments(lambda: self.point.look(state, before()))
             )
-        self.tick(int(self.point.passes) - self.tick.done)
+        self._spent(self.point.passes)
         return found
+
+    def _spent(self, passes: float) -> None:
+        """Tell of whole forward equivalents, where there are more than before."""
+        more = self.told + int(passes) - self.tick.done
+        if more > 0:
+            self.tick(more)
 
     def promise(self) -> float:
         """Damage of the budget as the dense model sees it."""

@@ -29,6 +29,7 @@ from ...execution.divergence import Reference
 from ...execution.inputs import InputMoments, InputStatistics, moments_of_sites
 from ...execution.modes import inference
 from ...models.blocks import is_conv1d, matrix_of, partition
+from ...progress import Progress
 from ...sensitivity.directional.directions import Directions, Written
 from ...sensitivity.directional.terms import QuadraticTerms, quadratic_terms
 from ...sensitivity.directional.trials import Originals
@@ -160,16 +161,29 @@ class ShapePoint:
                 self.biases[name][0].data.zero_()
 
     def evaluate(
-        self, state: np.ndarray, alternatives: np.ndarray, grams: Sequence[Grams], *, draws: int, seed: int
+        self,
+        state: np.ndarray,
+        alternatives: np.ndarray,
+        grams: Sequence[Grams],
+        *,
+        draws: int,
+        seed: int,
+        spent: Callable[[float], None] = lambda passes: None,
     ) -> Evaluation:
         """Go to a state, by moments for every fold, and measure both terms along the way to every alternative.
 
-        At the dense model the first one vanishes.
+        At the dense model the first one vanishes. ``spent`` is told of the forward equivalents so far behind every batch.
         """
-        found, gathered = list[QuadraticTerms](), list[Grams]()
-        for reference, moments in zip(self.references, grams, strict=True):
+        found, gathered, before = list[QuadraticTerms](), list[Grams](), self.passes
+        for fold, (reference, moments) in enumerate(zip(self.references, grams, strict=True)):
             self.move(state, moments)
-            forms, seen = self._evaluate(reference, alternatives, moments, draws, seed, dense=not state.any())
+
+            def within(done: int, total: int, fold: int = fold) -> None:
+                """A share of this fold's text was run forwards and backwards."""
+                share = (fold + done / max(total, 1)) / len(self.references)
+                spent(before + share * (1.0 + 2.0 * (draws + bool(state.any()))))
+
+            forms, seen = self._evaluate(reference, alternatives, moments, draws, seed, within, dense=not state.any())
             found.append(forms)
             gathered.append(seen)
         self.passes += found[0].passes
@@ -188,7 +202,15 @@ class ShapePoint:
         return _others(gathered)
 
     def _evaluate(
-        self, reference: Reference, alternatives: np.ndarray, grams: Grams, draws: int, seed: int, *, dense: bool
+        self,
+        reference: Reference,
+        alternatives: np.ndarray,
+        grams: Grams,
+        draws: int,
+        seed: int,
+        progress: Progress,
+        *,
+        dense: bool,
     ) -> tuple[QuadraticTerms, Grams]:
         gathered: dict[str, list[InputMoments]] = {}
 
@@ -209,6 +231,7 @@ class ShapePoint:
             draws=draws,
             seed=seed,
             batch_size=self.batch_size,
+            progress=progress,
             listen=moments_of_sites(gathered, "gram"),
         )
         return forms, {name: moments[0] for name, moments in gathered.items()}
