@@ -15,7 +15,8 @@ from tests.cli.helpers import command_result
 from layerbudget.cli import display, main, parse
 from layerbudget.models.blocks import partition
 from layerbudget.plan import Plan
-from layerbudget.plans.verdict import verdict
+from layerbudget.plans.explain import explain_plan
+from layerbudget.plans.verdict import expected, verdict
 from layerbudget.report.tables import grid_table
 from layerbudget.scores import Scores
 
@@ -102,8 +103,22 @@ def test_the_verdict_has_the_numbers_of_the_plan(made):
     _, lines, plan = made("kept-experts")
     assert f"{plan.counts.sum()} of 24 experts stay" in lines[-2] and f"{plan.extra['measured']:.3g} nats" in lines[-2]
     _, lines, plan = made("shapes")
-    assert "Every runtime loads" in lines[-2] and f"{plan.extra['measured']:.3g} nats" in lines[-2]
-    assert "layers that differ" in lines[-2]
+    assert "Every runtime loads" in lines[-2] and "layers that differ" in lines[-2]
+
+
+def test_one_damage_of_smaller_shapes_leads_and_says_of_which_text_it_is(made):
+    """A plan had three damages, forecast, measured and predicted; that of its verdict was of the text that decided."""
+    _, lines, plan = made("shapes")
+    e = plan.extra
+    assert e["crossed"] and f"{e['predicted']:.3g} nats per token to be expected on other text" in lines[-2]
+    shown = "\n".join(lines)
+    assert f"{e['measured']:.3g}" not in shown and "as it is forecast" not in shown
+    assert f"planned to cost {e['predicted']:.3g} nats per token to be expected on other text" in expected(plan)
+    told = " ".join(explain_plan(plan)["sentences"])
+    assert f"On the text that decided, cut and refitted, it costs {e['measured']:.4g}" in told
+    assert f"On other text expect {e['predicted']:.4g}" in told
+    alone = dataclasses.replace(plan, extra={**e, "crossed": False})
+    assert f"{e['measured']:.3g} nats per token on the text that decided" in verdict(alone)
 
 
 @pytest.mark.parametrize(("kind", "alike"), [("kept-experts", False), ("shapes", True)])

@@ -232,7 +232,7 @@ def _finish(a: argparse.Namespace, plan: Plan, price: Any = None, *, write: bool
     say(a, *(explain_plan(plan)["sentences"] if a.table else advice(plan)))
     if a.out:
         say(a, f"Written to {a.out}; layerbudget explain {shlex.quote(a.out)} says what it rests on.")
-    if beside := standing(plan):
+    if (beside := standing(plan)) and (a.table or plan.kind != "shapes"):  # of shapes it is a third damage beside two others
         show_table(a, *beside)
     say(a, verdict(plan))
     _say_what_follows(a, plan)

@@ -86,8 +86,8 @@ def _damage(plan: Plan) -> dict[str, str]:
     """Rows of expected and measured damage: nats per token, beside the dense model."""
     e, rows = plan.extra, {"chosen by": f"{plan.rule}, over {len(plan.blocks)} blocks"}
     if (predicted := e.get("predicted")) is not None:
-        error = e.get("predicted_error")
-        rows["predicted KL divergence"] = f"{predicted:.4g}{f' +- {error:.1g}' if error else ''} nats per token"
+        error, other = e.get("predicted_error"), ", on other text" if plan.kind == "shapes" and e.get("crossed") else ""
+        rows["predicted KL divergence"] = f"{predicted:.4g}{f' +- {error:.1g}' if error else ''} nats per token{other}"
     if verdict := (e.get("check") or {}).get("verdict"):
         rows["measured"] = verdict
     elif (measured := e.get("measured")) is not None:

@@ -57,6 +57,7 @@ def explain_plan(plan: Plan, scores: Scores | None = None, *, tokens: int | None
         parts.append(f"To serve it with vLLM: {serving_note(plan)}")
     if plan.kind in ("bits", "cache", "recipe"):
         parts += of_recipe(plan) if plan.kind == "recipe" else _on_formats(plan)
+    parts += _on_shapes(plan) if plan.kind == "shapes" else []
     parts += of_kept(plan) if plan.kind == "kept-experts" else of_fit(plan) if plan.kind == "fit" else []
     damages = scores is not None and plan.kind == "bits" and "choices" in scores.extra
     if damages and tokens is not None:
@@ -232,6 +233,17 @@ def _on_unwritten(plan: Plan) -> list[str]:
     size = sum(b.count for b in plan.blocks if set(b.modules) <= set(kept))
     first = next(iter(kept))
     return [f"{len(kept)} matrices stay in 16 bits and count as such ({size:,} bytes), first {first}: {kept[first]}."]
+
+
+def _on_shapes(plan: Plan) -> list[str]:
+    """The damages of smaller shapes, each with the text that it was measured on."""
+    e = plan.extra
+    other = (
+        f" On other text expect {e['predicted']:.4g}: parts of the text were judged by refits to the others."
+        if e.get("crossed")
+        else ""
+    )
+    return [f"On the text that decided, cut and refitted, it costs {e['measured']:.4g} nats per token.{other}"]
 
 
 def _on_formats(plan: Plan) -> list[str]:

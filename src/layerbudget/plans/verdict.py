@@ -32,6 +32,9 @@ def expected(plan: Plan) -> str:
     if plan.kind in ("bits", "cache", "fit") and e.get("check"):
         cost = f"{e['check']['rows'][plan.rule]['kl']:.3g} nats per token were measured on held-out text"
         return f"Verdict: when it was planned, {cost} ({e['predicted']:.3g} predicted); {_BESIDE}."
+    if plan.kind == "shapes":
+        damage, where = _of_shapes(plan)
+        return f"Verdict: planned to cost {damage:.3g} nats per token {where}; {_BESIDE}."
     damage = e.get("measured", e.get("predicted"))
     if damage is None:
         return f"Verdict: scores decided, and nothing is known of the damage; {_BESIDE}."
@@ -153,7 +156,8 @@ def _measured(plan: Plan) -> tuple[str, dict[str, tuple[float, float]], str] | N
         names = (plan.rule, "layers that differ") if alike else (_ALIKE, plan.rule)
         error = found.get("error", 0.0)
         rows = {names[0]: (found["even"], error), names[1]: (found["uneven"], error)}
-        return "as it is forecast", rows, names[0]
+        first = ", of the first plan, before anything was cut" if plan.kind == "shapes" else ""
+        return f"as it is forecast{first}", rows, names[0]
     return None
 
 
@@ -248,7 +252,7 @@ def _on_kept(plan: Plan) -> str:
 
 
 def _on_shapes(plan: Plan) -> str:
-    e, b = plan.extra, plan.budget
+    b, (damage, where) = plan.budget, _of_shapes(plan)
     differ, uneven = ". Every runtime loads the result", layers_differ(plan)
     if uneven:
         load = ["llama.cpp (apply --format gguf)"]
@@ -256,9 +260,15 @@ def _on_shapes(plan: Plan) -> str:
         who = f"{' and '.join(load)} load{'s' if len(load) == 1 else ''} the result"
         differ = f". Layers differ: only {who}; --even plans one for every runtime"
     return (
-        f"{_percent(b['spent'] / b['base'])} of the layers' {b['unit']} go for {e['measured']:.3g} nats per token, cut and "
-        f"refitted{_beside(plan, not uneven)}{differ}."
+        f"{_percent(b['spent'] / b['base'])} of the layers' {b['unit']} go for {damage:.3g} nats per token "
+        f"{where}{_beside(plan, not uneven)}{differ}."
     )
+
+
+def _of_shapes(plan: Plan) -> tuple[float, str]:
+    """The damage of smaller shapes to go by, and on which text: on other text, where parts of it judged refits to the rest."""
+    e = plan.extra
+    return (e["predicted"], "to be expected on other text") if e.get("crossed") else (e["measured"], "on the text that decided")
 
 
 def _on_ranks(plan: Plan) -> str:
