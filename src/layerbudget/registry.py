@@ -17,7 +17,7 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -36,6 +36,11 @@ class Option:
     type: Any = Any
     default: Any = None
     help: str = ""
+
+    def listed(self, value: Any) -> Any:
+        """Return a value that was typed, split at commas where this option is a list of texts and that is text."""
+        kinds = typing.get_args(self.type) if isinstance(self.type, types.UnionType) else (self.type,)
+        return value.split(",") if isinstance(value, str) and Sequence[str] in kinds and str not in kinds else value
 
     def read(self, value: Any, what: str) -> Any:
         """Return a value that was given for this option of something; lists become tuples where the type says so.
@@ -61,6 +66,8 @@ def spoken(declared: Any) -> str:
         return " or ".join(spoken(part) for part in parts if part is not types.NoneType)
     if origin is typing.Literal:
         return ", ".join(map(str, parts))
+    if origin is Mapping:
+        return f'JSON such as {{"name": {spoken(parts[1])}}}'
     if parts:
         return f"a list of {spoken(parts[0]).removeprefix('a ')}s"
     words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}

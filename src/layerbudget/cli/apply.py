@@ -161,7 +161,7 @@ def _quantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
             what = "This plan lets experts go, and the types of a GGUF file are all that changes here."
             raise InvalidInput(what, "", "Apply it to the checkpoint that it was made for.")
         result = _requantise(a, plan)
-        say(a, *([] if cache is None else [f"The cache: layerbudget export {a.plan} --to llama-cache"]))
+        say(a, *([] if cache is None else [f"The cache: layerbudget export {shlex.quote(a.plan)} --to llama-cache"]))
         return result
     a.method = a.method or str(plan.extra["method"])
     quantiser = QUANTISERS.find(a.method)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -12,27 +11,13 @@ from ..decisions.bits.memory import read_context
 from ..decisions.bits.program import Limits, check_bits
 from ..decisions.cache.formats import CACHES
 from ..decisions.fit.program import RULES, Terms
-from ..errors import InvalidInput
 from ..plan import Plan
 from ..records import check_output
 from ..registry import Option
 from .display import expect, on_check, progress_bar, show_table, text_of, words_of
 from .files import need_scores
-from .measured import save
-from .options import (
-    DATA,
-    PLACE,
-    add_data,
-    add_set,
-    add_verb,
-    batch_of,
-    check_measured,
-    given,
-    load,
-    options_for,
-    refuse,
-    settings,
-)
+from .measured import load_parted, save
+from .options import DATA, PLACE, add_data, add_set, add_verb, batch_of, check_measured, given, options_for, refuse, settings
 from .options import add as add_option
 
 _TRIED = 4.0  # forwards with experts masked, of every number: all text, and its halves
@@ -71,7 +56,6 @@ def plan(a: argparse.Namespace) -> Plan:
     """Return the plan that a command asks for, written where it names a file."""
     a.context = read_context(a.context)
     a.formats = a.formats.split(",") if a.formats else None
-    a.set = [f"cache={json.dumps(w[6:].split(','))}" if w.startswith("cache=") and "[" not in w else w for w in a.set]
     if a.memory is None:
         refuse(a, ("method", "save_scores", "resume"), "the cache alone")
         return _cache(a)
@@ -112,7 +96,7 @@ def _fit(a: argparse.Namespace) -> Plan:
     terms.check(own.get("rule", "choices"))
     for name in a.formats or ():
         RUNTIMES[a.runtime].check(find_format(name, RUNTIMES[a.runtime].family))
-    model, tokenizer, data, check = _texts(a, own)
+    model, tokenizer, data, check = load_parted(a, own.pop("check", 8))
     options = {k: v for k, v in own.items() if k in ("formats", "by", "group", "method", "unwritten")}
     ready(model, terms, tokenizer, {**options, "runtime": a.runtime, "family": RUNTIMES[a.runtime].family})
     draws = own.get("draws", 4)
@@ -137,7 +121,7 @@ def _cache(a: argparse.Namespace) -> Plan:
     check_output(a.out, overwrite=a.overwrite)
     check_bits(a.bits)
     own = options_for(a, plan_cache, _CHECK)
-    model, _, data, check = _texts(a, own)
+    model, _, data, check = load_parted(a, own.pop("check", 8))
     space = cache_space(model, a.context, a.batch, a.runtime, a.formats, own.get("group"))
     Limits(bits=a.bits, budget=a.budget).bytes(space.table())
     parts = [Part("directional", text_of(data, a), 1.0 + 2.0 * own.get("draws", 4))]
@@ -147,19 +131,6 @@ def _cache(a: argparse.Namespace) -> Plan:
         found = plan_cache(model, data, check, batch_size=batch_of(a, model, data, most=1), progress=progress, **own)
     found.save(a.out, overwrite=a.overwrite)
     return found
-
-
-def _texts(a: argparse.Namespace, own: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
-    """Model, tokenizer, the tokens that decide and those that check; ``own`` loses the number of the latter."""
-    count, samples = own.pop("check", 8), a.data_defaults["samples"] if a.samples is None else a.samples
-    if count < 0:
-        raise InvalidInput(f"check is {count}.", "It is a number of sequences; 0 checks nothing.", "Leave it out.")
-    a.samples, a.dtype = samples + count, a.dtype or "float32"
-    model, tokenizer, text = load(a)
-    a.read["samples"] = samples  # the command that repeats this one adds those of the check again
-    decides = max(1, text.samples * samples // (samples + count))  # of a short text both parts shrink alike
-    data, check = text.select(slice(0, decides)), text.select(slice(decides, None)) if decides < text.samples else None
-    return model, tokenizer, data, check
 
 
 def show(a: argparse.Namespace, plan: Plan) -> None:

@@ -131,15 +131,7 @@ def plan_bits(a: argparse.Namespace) -> Plan:
     runtime = find_runtime(a.runtime, a.family)
     for name in a.formats or ():
         runtime.check(find_format(name, a.family))
-    count = own.pop("check", 16)
-    if count < 0:
-        raise InvalidInput(f"check is {count}.", "It is a number of sequences; 0 checks nothing.", "Leave it out.")
-    samples = a.data_defaults["samples"] if a.samples is None else a.samples
-    a.samples, a.dtype = samples + count, a.dtype or "float32"  # damages of eight bits are below the noise of bfloat16
-    model, tokenizer, text = load(a)
-    a.read["samples"] = samples  # the command that repeats this one adds those of the check again
-    decides = max(1, text.samples * samples // (samples + count))  # of a short text both parts shrink alike
-    data, check = text.select(slice(0, decides)), text.select(slice(decides, None)) if decides < text.samples else None
+    model, tokenizer, data, check = load_parted(a, own.pop("check", 16))
     if check is not None and mapped(model) is not None and not any(word.startswith("check=") for word in a.set):
         check = None
         announce(a, "The weights stay in their files: the plan is not checked as a whole. Check the written file by evaluate.")
@@ -153,6 +145,19 @@ def plan_bits(a: argparse.Namespace) -> Plan:
             model, data, check, tokenizer=tokenizer, batch_size=batch, progress=progress, overwrite=a.overwrite, **own
         )
     return save(a, plan)
+
+
+def load_parted(a: argparse.Namespace, count: int) -> tuple[Any, Any, Any, Any]:
+    """Return model, tokenizer, the tokens that decide, and the sequences that check, so many of them; None where none do."""
+    if count < 0:
+        raise InvalidInput(f"check is {count}.", "It is a number of sequences; 0 checks nothing.", "Leave it out.")
+    samples = a.data_defaults["samples"] if a.samples is None else a.samples
+    a.samples, a.dtype = samples + count, a.dtype or "float32"  # damages of eight bits are below the noise of bfloat16
+    model, tokenizer, text = load(a)
+    a.read["samples"] = samples  # the command that repeats this one adds those of the check again
+    decides = max(1, text.samples * samples // (samples + count))  # of a short text both parts shrink alike
+    data, check = text.select(slice(0, decides)), text.select(slice(decides, None)) if decides < text.samples else None
+    return model, tokenizer, data, check
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------------

@@ -213,6 +213,8 @@ def settings(a: argparse.Namespace, *sources: Callable[..., Any] | Mapping[str, 
         sources: What reads them: functions, whose keyword-only parameters they are, or tables. A function that passes others
             on is the judge of those. ``--set help`` prints all of them and ends the command.
         what: Whose options they are, in messages; the command's where nothing is said.
+
+    A list of texts may be typed as ``A,B``.
     """
     flags = {action.dest for action in a.leaf._actions}
     tables = [source if isinstance(source, Mapping) else options_of(source) for source in sources]
@@ -242,7 +244,7 @@ def settings(a: argparse.Namespace, *sources: Callable[..., Any] | Mapping[str, 
             read = json.loads(value)
         except (ValueError, RecursionError):
             read = value
-        values[name] = known[name].read(read, what) if name in known else read
+        values[name] = known[name].read(known[name].listed(read), what) if name in known else read
     return values
 
 

@@ -130,6 +130,8 @@ def _amount(value: float) -> str:
 
 def _on_certificate(plan: Plan) -> list[str]:
     c, limit = plan.certificate, float(plan.budget["limit"])
+    if not c and plan.hyperparameters.get("fit"):
+        return [f"It is a part of a fit, which decides all its parts at once by the rule {plan.rule}."]
     if not c:
         price = plan.extra.get("rounding", {}).get("price")
         if price is None:

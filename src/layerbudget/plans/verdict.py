@@ -189,6 +189,10 @@ def _on_formats(plan: Plan) -> str:
     on = "measured on held-out text" if e.get("check") else "predicted and not checked"
     size = f"{e['bits']:.4g} bits per {'cached number' if plan.kind == 'cache' else 'weight'}"
     size = f"{KINDS.find(plan.kind).bytes_of} in {plan.budget['spent']:,.0f} bytes" if plan.kind == "fit" else size
+    if whole := e.get("whole"):
+        cost, how = whole["measured"], "measured on held-out text"
+        cost, how = (whole["predicted"], "predicted and not checked") if cost is None else (cost, how)
+        return f"{size} for {own:.3g} nats per token, predicted; it is a part of a fit that costs {cost:.3g} in all, {how}."
     names = _names(plan)
     rows = [less_than(own, kl, names[n], error) for n, (kl, error) in found.items() if n in names]
     beside = f", {' and '.join(rows)} within the same limit" if rows else ""

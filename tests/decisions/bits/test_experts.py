@@ -131,7 +131,7 @@ def test_experts_that_are_saved_whole_are_refused_and_the_remedy_for_transformer
     names = [m.name for b in zoo.B.partition(model, "linear") for m in b.modules]
     found = unwritable(model, names, find_runtime("vllm"))
     assert list(found) == stacks(names) and "saved whole" in next(iter(found.values()))
-    with pytest.raises(InvalidInput, match=r"llama.cpp \(--format gguf in place of --runtime vllm\)"):
+    with pytest.raises(InvalidInput, match=r"llama.cpp \(--runtime llama.cpp\)"):
         plan_bits(model, data(), bits=6.0, runtime="vllm")
-    with pytest.raises(InvalidInput, match=r"or plan for vLLM \(--runtime vllm\) or llama.cpp \(--format gguf\)"):
+    with pytest.raises(InvalidInput, match=r"or plan for vLLM \(--runtime vllm\) or llama.cpp \(--runtime llama.cpp\)"):
         plan_bits(made("mixtral"), data(), bits=6.0)

@@ -155,7 +155,10 @@ def test_the_file_has_fewer_experts_and_the_planned_bytes(measured, tmp_path):
     assert kept.kind == "kept-experts" and kept.extra["kept"] == e["kept"] and set(kept.counts) == {e["left"]}
     for part in (plan, kept):
         assert verdict(part) and explain_plan(part)["sentences"]
-    assert gather(tmp_path / "out").plan.kind == "bits"
+    bits, cost = gather(tmp_path / "out").plan, plan.extra["check"]["rows"][plan.rule]["kl"]
+    # its own damage leaves out the cache and the experts that went
+    assert bits.kind == "bits" and f"a part of a fit that costs {cost:.3g} in all, measured on held-out" in verdict(bits)
+    assert "a part of a fit, which decides all its parts at once" in " ".join(explain_plan(bits)["sentences"])
 
 
 def test_a_folder_for_vllm_loads_with_fewer_experts(tmp_path):
@@ -220,11 +223,12 @@ def test_bad_input_with_experts_is_one_sentence_before_anything_is_measured(monk
         (build(), {"context": 65}, InvalidInput, "reads at most 64"),
         (build(), {"memory": "100 KB"}, InfeasibleBudget, "The smallest plan takes.*No context fits"),
         (zoo.build("bert"), {}, InvalidInput, "keeps no keys and values"),
+        (zoo.build("granite-moe"), {"unwritten": "plan", "runtime": "vllm"}, InvalidInput, "writes no file.*kept-experts"),
         (
-            zoo.build("granite-moe"),
-            {"unwritten": "plan", "runtime": "vllm"},
+            zoo.tiny("glm4-moe", head_dim=32),
+            {},
             InvalidInput,
-            "apply writes no file.*kept-experts",
+            "no file of Glm4Moe.* for llama.cpp.*kept-experts",
         ),
     ):
         with pytest.raises(error, match=said):

@@ -287,7 +287,11 @@ def test_the_command_plans_plans_again_and_applies(folder, monkeypatch, capsys):
     assert "best plans over memory" in said and "At the margin one MiB" in said and "apply model plan.json" in said
     again = ["--memory", "2 MiB", "--context", "64", "--set", "cache=Q4_0,Q8_0", "--quiet", "-o", "more.json"]
     assert main(["plan", "fit", "sizes.json", *again]) == 0
-    assert "Q8_0" in str(Plan.load("more.json").hyperparameters["cache"])
+    assert Plan.load("more.json").hyperparameters["cache"] == ["Q4_0", "Q8_0"]
+    held = ["--set", "forbid=slow-cpu,Q8_0", "--set", 'keep={"lm_head": "Q4_0"}', "--quiet", "-o", "held.json"]
+    assert main(["plan", "fit", "sizes.json", "--memory", "2 MiB", "--context", "64", *held]) == 0
+    formats = Plan.load("held.json").extra["formats"]
+    assert formats["lm_head"] == "Q4_0" and "Q8_0" not in [f for name, f in formats.items() if "proj" in name]
     assert Plan.load("more.json").extra["context"] == 64
     assert main(["apply", model, "plan.json", "-o", "out", "--quiet"]) == 0
     assert Plan.load("out/cache.json").kind == "cache" and Plan.load("out/plan.json").kind == "bits"
@@ -303,6 +307,7 @@ def test_the_command_plans_plans_again_and_applies(folder, monkeypatch, capsys):
             ["sizes.json", "--memory", "8 MiB", "--context", "64", "--set", "draws=8"],
             "no option draws. --set takes forbid, keep,",
         ),
+        (["sizes.json", "--memory", "8 MiB", "--context", "64", "--set", "keep=lm_head"], 'It is JSON such as {"name": text}'),
         ([model, "--bits", "4", "--context", "64", "--method", "rtn"], "--method has no meaning for the cache alone"),
     ):
         assert main(["plan", "fit", *words, "--quiet", "-o", "none.json"]) == 2

@@ -256,11 +256,12 @@ def _split(model: nn.Module, blocks: Sequence[Block], target: Runtime, what: str
     other = "plan for a tool that writes them (--unwritten plan, then export --to auto-round)"
     other = _for_experts(model, stacks(b.name for b in kept), target) or other
     other = "plan for compressed-tensors (--format compressed-tensors)" if target.family == GGUF else other
+    keep = "Keep them so (--unwritten 16-bit; plan fit: --set unwritten=16-bit)"
     raise InvalidInput(
         f"No file holds {len(kept)} of {len(matrices)} matrices ({share:.0%} of the weights) in fewer than 16 bits, first "
         f"{kept[0].name}: {reasons[kept[0].name]}.",
         f"In 16 bits they take {16 * share:.2f} bits per weight of all that is planned." if free else "None is left to plan.",
-        f"Keep them so (--unwritten 16-bit), or {other}." if free else f"{other[0].upper()}{other[1:]}.",
+        f"{keep}, or {other}." if free else f"{other[0].upper()}{other[1:]}.",
     )
 
 
@@ -269,8 +270,7 @@ def _for_experts(model: nn.Module, names: Sequence[str], target: Runtime) -> str
     if not names:
         return ""
     apart = target.name == "transformers" and len(experts_of(model, names)) == len(names)
-    instead = " in place of --runtime vllm" if target.name == "vllm" else ""
-    return f"plan for {'vLLM (--runtime vllm) or ' * apart}llama.cpp (--format gguf{instead})"
+    return f"plan for {'vLLM (--runtime vllm) or ' * apart}llama.cpp (--runtime llama.cpp)"
 
 
 def check_writable(model: nn.Module, formats: Mapping[str, str], target: Runtime) -> None:

@@ -17,6 +17,7 @@ def split_fit(plan: Plan) -> tuple[Plan, Plan]:
         raise InvalidInput(f"A plan of kind {plan.kind} is no fit.", "", "Make one: layerbudget plan fit MODEL.")
     e = plan.extra
     kept = set(e["cache_formats"])
+    measured = e["check"]["rows"][plan.rule]["kl"] if "check" in e else None
     parts = []
     for name, own in (("weights", False), ("cache", True)):
         blocks = tuple(b for b in plan.blocks if (b.modules[0] in kept) == own)
@@ -25,6 +26,7 @@ def split_fit(plan: Plan) -> tuple[Plan, Plan]:
         file = {} if own else {"file": spent + e["fixed_bytes"]}
         said = {"formats": formats, "predicted_error": e["part_errors"][name], "baselines": {}, "near_ties": []}
         said |= {k: e["parts"][name][k] for k in ("bits", "predicted")}
+        said |= {"whole": {"predicted": e["predicted"], "measured": measured}}
         names = (
             ("runtime", "context", "batch", "group")
             if own

@@ -40,7 +40,7 @@ from ..cache.space import CacheSpace
 from ..kept_experts.apply import keep_experts
 from .parts import parts_of
 from .program import KIND, Fit, Fitted, Pick, Terms, smallest
-from .removal import measure_removal, smaller_tables
+from .removal import check_written, measure_removal, smaller_tables
 
 if TYPE_CHECKING:
     from torch import nn
@@ -151,6 +151,7 @@ def ready(model: nn.Module, terms: Terms, tokenizer: Any, options: Mapping[str, 
         raise CoverageError(what, "", "Use --no-stream.")
     space = cache_space(model, terms.tokens, terms.batch, str(options["runtime"]), terms.cache)
     if terms.experts:
+        check_written(model, options)
         tables = smaller_tables(model, tokenizer, options)
     else:
         tables = {0: empty_table(model, tokenizer, options)}

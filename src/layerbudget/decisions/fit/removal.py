@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ...compressors.formats import find_runtime
+from ...compressors.formats import GGUF, find_runtime
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InvalidInput
 from ...execution.processes import process_group
-from ...models.blocks import config_of
+from ...models.blocks import config_of, text_config
 from ...models.experts import ExpertLayer, check_experts, cut_experts, find_experts
 from ...progress import Progress, say
 from ..bits.blocks import unwritable
+from ..bits.gguf_names import is_written
 from ..bits.plan import empty_table
 from ..bits.table import Table
 from ..kept_experts.masks import Masked, folds_for
@@ -35,12 +36,22 @@ def numbers(found: Sequence[ExpertLayer]) -> list[int]:
     return [able[i] for i in np.unique(np.linspace(0, len(able) - 1, STEPS).round().astype(int))]
 
 
+def check_written(model: nn.Module, options: Mapping[str, Any]) -> None:
+    """Refuse a model whose file another tool writes: its experts go when ``apply`` writes it."""
+    target = find_runtime(str(options["runtime"]), str(options["family"]))
+    modules, config = [n for e in find_experts(model) for n in e.modules], text_config(config_of(model))
+    planned = options.get("unwritten") == "plan" and unwritable(model, modules, target)
+    if planned or (target.family == GGUF and not is_written(config)):
+        what = f"apply writes no file of {type(model).__name__} for {target.name}, and the experts go when it writes one."
+        raise InvalidInput(what, "", "Leave experts out, or remove them first: layerbudget plan kept-experts.")
+
+
 def smaller_tables(model: nn.Module, tokenizer: Any, options: Mapping[str, Any]) -> dict[int, Table]:
     """Return the bytes of all formats by the number of experts that stay, without damages; all experts come first.
 
     Raises:
         UnknownStructure: No routed experts, or experts that are called in an unknown way.
-        InvalidInput: Layers with different numbers of experts, or experts that ``apply`` does not write.
+        InvalidInput: Layers with different numbers of experts.
         CoverageError: Several processes.
     """
     found = find_experts(model)
@@ -49,10 +60,6 @@ def smaller_tables(model: nn.Module, tokenizer: Any, options: Mapping[str, Any])
     if len({e.count for e in found}) > 1:
         what = "The layers of this model have different numbers of experts."
         raise InvalidInput(what, "A runtime has one number for all layers.", "Leave experts out.")
-    target = find_runtime(str(options["runtime"]), str(options["family"]))
-    if options.get("unwritten") == "plan" and unwritable(model, [n for e in found for n in e.modules], target):
-        what = f"apply writes no file of {type(model).__name__} for {target.name}, and the experts go when it writes one."
-        raise InvalidInput(what, "", "Leave experts out, or remove them first: layerbudget plan kept-experts.")
     check_experts(found)
     tables = {found[0].count: empty_table(model, tokenizer, options)}
     for left in numbers(found)[1:]:
