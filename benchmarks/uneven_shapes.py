@@ -7,7 +7,7 @@ MODEL is a folder of Llama's kind with calibration.txt, which decides and refits
 perplexity; or demo. Uneven and even shapes come from the same search, with the same text and passes. Every model is written as
 GGUF in 16 bits, as are the dense one and the dense one in Q8_0, which is smaller than all of them. Plans and models stay in DIR,
 so that the steps can be run apart and speed again on a quiet machine. The step ``once`` stands for ``plan`` where that takes too long:
-all plans then follow from one look at the dense model.
+all plans of a way then follow from one look at the dense model.
 
 Speed: llama.cpp computes in this process on one thread, and its processor time is what counts, so that other programs take nothing
 from it but caches. A prompt of 256 tokens is read, and some tokens are written; files take turns, the least time of all rounds counts.
@@ -21,21 +21,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import layerbudget as lb
 from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.decisions.shapes.layouts import find_attention, find_mlp
-from layerbudget.decisions.shapes.point import ShapePoint
-from layerbudget.decisions.shapes.program import ShapeSpace
+from layerbudget.decisions.shapes.plan import plans_at_once
 from layerbudget.decisions.shapes.save import save_gguf
 from layerbudget.decisions.shapes.speed import request_seconds
-from layerbudget.decisions.shapes.units import find_parts
 from layerbudget.evaluation.perplexity import evaluation_set, perplexity
-from layerbudget.models.blocks import describe, layers
+from layerbudget.models.blocks import layers
 
-LABELS, LEVELS = {"uneven": "uneven", "even": "nearest even shape"}, 7
+LABELS = {"uneven": "uneven", "even": "nearest even shape"}
 
 
 def plan_all(a: argparse.Namespace) -> None:
@@ -53,24 +50,15 @@ def plan_all(a: argparse.Namespace) -> None:
 
 
 def plan_at_once(a: argparse.Namespace) -> None:
-    """Plan all rows from one look at the dense model, between whose numbers of MLP units damage is a straight line."""
+    """Plan all rows from one look at the dense model for each way."""
     model, data, started = lb.load_model(a.model, dtype="float32"), text_of(a), time.process_time()
-    parts = find_parts(model, by=a.by, multiple=a.multiple)
-    spaces = [ShapeSpace(parts, f"{save}% flops") for save in a.saves]
-    around = spaces[0].around(spaces[0].start(), 1.0, LEVELS)
-    point = ShapePoint(model, data, spaces[0], 0.01, 8)
-    seen = point.evaluate(spaces[0].start(), around, point.dense, draws=2, seed=0).forms.total
-    heads, widths = (np.unique(around[0, :, side]) for side in (0, 1))
-    every = np.arange(widths[-1] + 1)
-    damage = np.array([[np.interp(every, widths, row) for row in each.reshape(len(heads), -1)] for each in seen])
-    alternatives = np.array([(h, u, 0) for h in heads for u in every])[None].repeat(len(seen), 0)
-    print(f"{point.passes} forward equivalents, {time.process_time() - started:.0f} s", flush=True)
-    hyper = {"by": a.by, "multiple": a.multiple, "compensate": a.compensate}
-    for save, space in zip(a.saves, spaces, strict=True):
-        for way in LABELS:
-            state, choice = space.evened(way == "even").step(alternatives, damage.reshape(len(seen), -1))
-            space.plan(state, choice.damage, choice, hyper, describe(model)).save(a.scratch / f"{way}-{save:g}.json")
-            print(way, save, choice.damage, flush=True)
+    own = {"by": a.by, "multiple": a.multiple, "compensate": a.compensate}
+    for way in LABELS:
+        plans, passes = plans_at_once(model, data, [f"{save}% flops" for save in a.saves], even=way == "even", **own)
+        print(f"{way}: {passes} forward equivalents, {time.process_time() - started:.0f} s", flush=True)
+        for save, plan in zip(a.saves, plans.values(), strict=True):
+            plan.save(a.scratch / f"{way}-{save:g}.json")
+            print(way, save, plan.extra["predicted"], flush=True)
 
 
 def text_of(a: argparse.Namespace) -> Any:

@@ -46,10 +46,11 @@ class Export:
         part, parts = self._part(plan), parts_of(plan)
         options = "" if self.options is None else self.options(part).strip()
         said = self.use.format(file=path, options=options).strip()
-        if part.kind == "bits" and "kept-experts" in parts:
-            held = plan.extra["experts"]
+        if part.kind == "bits" and {"kept-experts", "shapes"} & set(parts):
+            held = plan.extra.get("experts")
+            what = "fewer heads and channels" if held is None else f"{held['left']} of {held['of']} experts"
             said += (
-                f" These types are for the smaller file, in which {held['left']} of {held['of']} experts stay in every layer, "
+                f" These types are for the smaller file, in which {what} stay in every layer, "
                 "not for the original: layerbudget apply MODEL PLAN -o DIR writes it with them."
             )
         return said.strip()

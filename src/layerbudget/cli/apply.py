@@ -145,7 +145,8 @@ def _quantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     from ..decisions.bits.apply import write_bits
     from ..decisions.bits.program import formats_of_plan
     from ..decisions.fit.parts import parts_of
-    from ..decisions.fit.plan import files_of, without_experts
+    from ..decisions.fit.plan import become_smaller, files_of
+    from ..decisions.fit.smaller import sentences
     from ..decisions.joint.recipe import bits_of
     from ..decisions.sparsity.save import BESIDE
     from ..doctor.cost import Part, treating
@@ -157,8 +158,8 @@ def _quantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     plan, cache = parts["bits"], parts.get("cache")
     formats_of_plan(plan)
     if a.model.endswith(".gguf"):
-        if "kept-experts" in parts:
-            what = "This plan lets experts go, and the types of a GGUF file are all that changes here."
+        if gone := [word for kind, word in (("kept-experts", "experts"), ("shapes", "heads or widths")) if kind in parts]:
+            what = f"This plan lets {gone[0]} go, and the types of a GGUF file are all that changes here."
             raise InvalidInput(what, "", "Apply it to the checkpoint that it was made for.")
         result = _requantise(a, plan)
         say(a, *([] if cache is None else [f"The cache: layerbudget export {shlex.quote(a.plan)} --to llama-cache"]))
@@ -167,13 +168,15 @@ def _quantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     quantiser = QUANTISERS.find(a.method)
     own = settings(a, write_bits, options_of(quantiser)) | given(a, "method", "resume", "overwrite")
     blind = quantiser.statistic == "none" or bool(own.get("imatrix"))
-    if blind:
+    if "shapes" in parts:
+        _read_its_text(a, parts["shapes"])
+    elif blind:
         refuse(a, DATA, f"the method {a.method}{' with an importance matrix' if own.get('imatrix') else ''}")
     else:
         _read_its_text(a, plan)
     a.dtype = a.dtype or "float32"  # grids of formats are finer than what checkpoints hold
-    model, tokenizer, data = load(a, data=not blind)
-    plan = without_experts(model, parts)
+    model, tokenizer, data = load(a, data=not blind or "shapes" in parts)
+    plan = become_smaller(model, parts, data, 8 if data is None else batch_of(a, model, data))
     rest = max(0, sum(p.numel() for p in model.parameters()) - int(plan.numel.sum()))
     size = BESIDE + int(plan.counts.sum()) + 2 * rest  # what the plan counted, the rest in two bytes each, and a tokenizer
     check_space(dict.fromkeys(filter(None, (a.out, a.resume)), size))
@@ -185,6 +188,8 @@ def _quantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     if "kept-experts" in parts:
         e = made.extra["experts"]
         say(a, f"{e['left']} of {e['of']} experts stay in every layer; experts.json says which.")
+    if "shapes" in parts:
+        say(a, *sentences(made), "shapes.json is their plan.")
     return _say_receipt(a, made if made.kind == "fit" else plan, receipt)
 
 

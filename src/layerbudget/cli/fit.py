@@ -42,8 +42,8 @@ def add(kinds: Any, handler: Callable[..., Any]) -> argparse.ArgumentParser:
     p.add_argument("--method", choices=QUANTISERS.names(), help="quantiser that will write the weights (default: rtn)")
     p.add_argument("--save-scores", metavar="FILE", help="also write what was measured, for other memories and contexts")
     names = (
-        "cache=Q8_0,Q4_0 (its formats, beside the weights), experts=true (some may go), rule, draws (of labels), group, or "
-        "check (sequences, 0: none)"
+        "cache=Q8_0,Q4_0 (its formats, beside the weights), experts=true, shapes=true (some may go), rule, draws (of labels), "
+        "group, or check (sequences, 0: none)"
     )
     advanced = p.add_argument_group("advanced")
     add_set(advanced, names)
@@ -85,26 +85,34 @@ def _fit(a: argparse.Namespace) -> Plan:
     from ..compressors.formats import RUNTIMES, find_format
     from ..decisions.bits.blocks import formats_table
     from ..decisions.bits.sensitivity import rounding_damage
-    from ..decisions.fit.plan import plan_fit, ready
+    from ..decisions.fit.cutting import EACH, LOOK, SAVINGS
+    from ..decisions.fit.plan import plan_fit, prepare
     from ..decisions.fit.removal import STEPS
     from ..doctor.cost import Part, choosing
 
     a.model, a.out, a.runtime = a.source, a.out or "plan.json", a.runtime or "llama.cpp"
     check_output(a.out, overwrite=a.overwrite)
     own = options_for(a, plan_fit, rounding_damage, formats_table, _CHECK)
-    terms = Terms(**{k: own[k] for k in ("memory", "context", "batch", "forbid", "keep", "cache", "experts") if k in own})
+    terms = Terms(
+        **{k: own[k] for k in ("memory", "context", "batch", "forbid", "keep", "cache", "experts", "shapes") if k in own}
+    )
     terms.check(own.get("rule", "choices"))
     for name in a.formats or ():
         RUNTIMES[a.runtime].check(find_format(name, RUNTIMES[a.runtime].family))
     model, tokenizer, data, check = load_parted(a, own.pop("check", 8))
-    options = {k: v for k, v in own.items() if k in ("formats", "by", "group", "method", "unwritten")}
-    ready(model, terms, tokenizer, {**options, "runtime": a.runtime, "family": RUNTIMES[a.runtime].family})
+    options = {k: v for k, v in own.items() if k in ("formats", "by", "group", "method", "unwritten", "imatrix")}
+    options |= {"runtime": a.runtime, "family": RUNTIMES[a.runtime].family}
+    prepare(model, terms, tokenizer, options, own.get("multiple"))
     draws = own.get("draws", 4)
     ggml = a.runtime == "llama.cpp"
     parts = choosing(text_of(data, a), None if check is None else text_of(check, a), draws=draws, ggml=ggml)
     parts.append(Part("directional", text_of(data, a), 1.0 + 2.0 * draws))
     if terms.experts:
         parts.append(Part("directional", text_of(data, a), 1.0 + 2.0 * draws + _TRIED * STEPS))
+    if terms.shapes:
+        each = [EACH + 2.0 * (1.0 + 2.0 * draws), LOOK / len(SAVINGS)]
+        parts += [Part("directional", text_of(data, a), sum(each))] * len(SAVINGS)
+        parts += [Part("ggml", text_of(data, a), times=5.0 * len(SAVINGS))] if ggml else []
     expect(a, words_of("weights and cache", data) + on_check(check), model, parts)
     with progress_bar(a, "measuring formats") as progress:
         own |= {"tokenizer": tokenizer, "batch_size": batch_of(a, model, data), "progress": progress}
@@ -136,11 +144,20 @@ def _cache(a: argparse.Namespace) -> Plan:
 def show(a: argparse.Namespace, plan: Plan) -> None:
     """Show the best plans of several memories."""
     unit, name = (2**30, "GiB") if plan.budget["limit"] >= 2**30 else (2**20, "MiB")
-    experts = ["experts"] if "experts" in plan.extra else []
-    head = ("memory", *experts, "weights", "cache", "bits per weight", "per cached number", "predicted KL", f"KL per {name}")
+    smaller = [name for name in ("experts", "shapes") if name in plan.extra]
+    head = (
+        "memory",
+        *({"experts": "experts", "shapes": "FLOPs"}[name] for name in smaller),
+        "weights",
+        "cache",
+        "bits per weight",
+        "per cached number",
+        "predicted KL",
+        f"KL per {name}",
+    )
     rows = []
     for row in plan.extra["curve"]:
         sizes = [f"{row[n] / unit:.2f}" for n in ("memory", "weights_bytes", "cache_bytes")]
-        sizes[1:1] = [str(row[n]) for n in experts]
+        sizes[1:1] = [f"{row[n]:.1%}" if n == "shapes" else str(row[n]) for n in smaller]
         rows.append((*sizes, row["weights_bits"], row["cache_bits"], row["predicted"], row["price"] * unit / 2**30))
     show_table(a, f"best plans over memory ({name}) at {plan.extra['context']} tokens x {plan.extra['batch']}", head, rows)

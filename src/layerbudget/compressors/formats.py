@@ -30,7 +30,7 @@ from ..errors import InvalidInput, MissingDependency
 GGUF, PACKED, NEMOTRON = "gguf", "compressed-tensors", "nemotron-nas"  # the last one: shapes alone
 FAMILIES = (GGUF, PACKED)
 ALIGNMENT = 32
-_PACKED_GROUPS = (128, 64, 32)
+PACKED_GROUPS = (128, 64, 32)
 _PACKED_BITS = (2, 3, 4, 5, 6, 8)
 _PACKED_NAME = re.compile(r"w([2-8])-(?:g(\d+)|(channel))(-asym)?")
 
@@ -263,7 +263,7 @@ class Runtime:
             open_to = (f for f in TYPES if f.name not in _BY_NAME and (inputs or not f.needs_inputs))
             return [f for f in open_to if f.plain or any(f.fits(w) for w in widths)]
         if group is None:
-            group = next((g for g in _PACKED_GROUPS if all(w % g == 0 for w in widths)), _PACKED_GROUPS[-1])
+            group = next((g for g in PACKED_GROUPS if all(w % g == 0 for w in widths)), PACKED_GROUPS[-1])
         return [f for f in (*(find_format(f"w{b}-g{group}") for b in _PACKED_BITS), PLAIN[PACKED]) if self._runs(f)]
 
 

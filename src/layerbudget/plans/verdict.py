@@ -228,6 +228,7 @@ def _names(plan: Plan) -> dict[str, str]:
         "uniform": "uniform",
         "uniform-cache": "one format for the cache",
         "all-experts": "all experts",
+        "all-shapes": "all shapes",
     }
 
 

@@ -190,12 +190,12 @@ def test_an_interrupted_run_continues_to_the_same_plan(measured, tmp_path, monke
     def stop(*_):
         raise KeyboardInterrupt
 
-    for late in ("cache_damage", "joint_rows"):
+    for late in ("cutting.cache_damage", "plan.joint_rows"):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(f"layerbudget.decisions.fit.plan.{late}", stop)
+            patch.setattr(f"layerbudget.decisions.fit.{late}", stop)
             plan_fit(model, data, held, **own)
         monkeypatch.setattr("layerbudget.decisions.bits.plan.rounding_damage", stop)  # kept: not measured again
-    monkeypatch.setattr("layerbudget.decisions.fit.plan.cache_damage", stop)
+    monkeypatch.setattr("layerbudget.decisions.fit.cutting.cache_damage", stop)
     assert plan_fit(model, data, held, **own).digest == plan.digest
     with pytest.raises(ModelMismatch):
         plan_fit(model, data.select([0, 1]), held, **own)

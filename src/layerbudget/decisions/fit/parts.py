@@ -6,9 +6,9 @@ import dataclasses
 
 from ...errors import InvalidInput
 from ...plan import Plan
-from .fewer import goes, plan_of_experts
-from .fewer import sentences as of_experts
-from .program import ALL, GIB, KIND, MIX, UNIFORM
+from .program import GIB, KIND, MIX, UNIFORM
+from .smaller import ALL, plans_of
+from .smaller import sentences as of_smaller
 
 
 def split_fit(plan: Plan) -> tuple[Plan, Plan]:
@@ -47,11 +47,10 @@ def split_fit(plan: Plan) -> tuple[Plan, Plan]:
 
 
 def parts_of(plan: Plan) -> dict[str, Plan]:
-    """Return the plans in a plan, by kind: of a fit two, or three where experts go, of any other itself."""
+    """Return the plans in a plan, by kind: of a fit two, or three where experts or shapes go, of any other itself."""
     if plan.kind != KIND:
         return {plan.kind: plan}
-    experts = [plan_of_experts(plan)] if goes(plan) else []
-    return {p.kind: p for p in (*split_fit(plan), *experts)}
+    return {p.kind: p for p in (*split_fit(plan), *plans_of(plan))}
 
 
 def shares(plan: Plan) -> list[str]:
@@ -63,7 +62,7 @@ def shares(plan: Plan) -> list[str]:
         f"For {e['runtime']} at {e['context']} tokens x {e['batch']}: weights {w['bytes']:,.0f} bytes ({w['bits']:.3f} bits "
         f"per weight, {w['predicted']:.4g} nats per token), cache {c['bytes']:,.0f} bytes ({c['bits']:.3f} bits per number, "
         f"{c['predicted']:.4g} nats), {beside}.",
-        *of_experts(plan),
+        *of_smaller(plan),
     ]
     if plan.certificate:
         price, unit = plan.certificate["price"] * GIB, "GiB"
@@ -87,6 +86,7 @@ def sentences(plan: Plan) -> list[str]:
 def _others(plan: Plan) -> str:
     """The totals of rules without a joint program, in brackets."""
     e = plan.extra
-    words = {UNIFORM: "one format for the cache ({})", MIX: "the weights as {}", "choices": "the program", ALL: "all experts"}
+    words = {UNIFORM: "one format for the cache ({})", MIX: "the weights as {}", "choices": "the program"}
+    words |= {rule: f"all {name}" for name, rule in ALL.items()}
     rows = [f"{words[n].format(e['named'].get(n))} {r['predicted']:.4g}" for n, r in e["baselines"].items() if n != plan.rule]
     return f" ({'; '.join(rows)})" if rows else ""

@@ -2,8 +2,8 @@
 
 The check rounds weights and cache at once and runs held-out text, for the plan and for two that decide one part after the
 other: one format for the whole cache beside planned weights, and a mix of llama.cpp (or one format) beside a planned cache.
-Where experts may go, those are masked, and the best plan with all of them is checked too. The plan *is* one of those where
-that is better.
+Where experts or shapes may go, they are masked or cut, and the best plan with all of them is checked too. The plan *is* one of
+those where that is better.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,12 +36,14 @@ from ..bits.table import Table
 from ..cache.cache import PlannedCache, caching, planned_cache, rounding
 from ..cache.export import llama_cache, vllm_options
 from ..cache.plan import cache_space
-from ..cache.sensitivity import cache_damage
 from ..cache.space import CacheSpace
 from ..kept_experts.apply import keep_experts
+from ..shapes.apply import apply_shapes
+from .cutting import Cutting, cache_record, candidates, check_fits, cut, cutting_for, measure_cut, whole
 from .parts import parts_of
 from .program import KIND, Fit, Fitted, Pick, Terms, smallest
 from .removal import check_written, measure_removal, smaller_tables
+from .smaller import Fewer, Shaped, Smaller
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,6 +60,8 @@ def plan_fit(
     runtime: str | None = None,
     cache: Sequence[str] | None = None,
     experts: bool = False,
+    shapes: bool = False,
+    multiple: int | None = None,
     forbid: Sequence[str] = (),
     keep: Mapping[str, str] | None = None,
     tokenizer: Any = None,
@@ -84,10 +89,13 @@ def plan_fit(
             ``vllm``. Scores were measured for one.
         cache: Formats of the cache to choose among; by default all of the runtime. Sixteen bits are always among them.
         experts: Whether experts may go where that costs less than lower formats; every layer keeps the same number.
+        shapes: Whether heads and channels of the MLPs may go where that costs less than lower formats.
+        multiple: With ``shapes``, channels of the MLP that go together; by default what suits the formats.
         forbid: Formats of the weights that are not used, or classes of slow ones: ``slow-cpu``, ``slow-gpu``.
         keep: Formats of some matrices, by regular expressions that are searched in their names.
         tokenizer: The one that goes into a GGUF file: its vocabulary counts.
-        rule: ``choices`` (the exact program), ``uniform-cache`` or ``mix``; with ``experts`` also ``all-experts``.
+        rule: ``choices`` (the exact program), ``uniform-cache`` or ``mix``; with ``experts`` also ``all-experts``, with
+            ``shapes`` also ``all-shapes``.
         draws: Labels drawn for every token.
         seed: Of these draws.
         batch_size: Sequences per forward; the damage of the cache is measured one sequence at a time.
@@ -106,10 +114,11 @@ def plan_fit(
         InvalidInput: A model without a cache, or a context beyond the model's.
         UnknownStructure: With ``experts``, a model without them.
     """
-    terms = Terms(memory=memory, context=context, batch=batch, forbid=forbid, keep=keep or {}, cache=cache, experts=experts)
+    wanted: dict[str, Any] = {"memory": memory, "context": context, "batch": batch, "cache": cache}
+    terms = Terms(**wanted, forbid=forbid, keep=keep or {}, experts=experts, shapes=shapes)
     terms.check(rule)
     if isinstance(source, Scores):
-        refuse_measuring(data, check, resume, save_scores, tokenizer, runtime, options)
+        refuse_measuring(data, check, resume, save_scores, tokenizer, runtime, options, multiple)
         return Fitted.of(source, terms).plan(rule)
     if data is None:
         raise InvalidInput("A model is planned on calibration tokens.", "", "Pass data.")
@@ -119,19 +128,22 @@ def plan_fit(
     if runtime not in RUNTIMES:
         raise InvalidInput(f"There is no runtime {runtime!r}.", f"There are {', '.join(RUNTIMES)}.", "Choose one of those.")
     options |= {"unwritten": unwritten, "runtime": runtime, "family": RUNTIMES[runtime].family}
-    tables, space = ready(source, terms, tokenizer, options)
+    ready = prepare(source, terms, tokenizer, options, multiple)
+    options = dict(ready.options)
     given = {"draws": draws, "seed": seed, "batch_size": batch_size}
-    head = next(iter(tables.values())).head
+    head = next(iter(ready.tables.values())).head
     parts, scores = measured_formats(source, data, check, resume, head, {**given, **options}, progress)
 
     def measure_cache() -> Any:
         """The damage of every format of the cache."""
-        damage, rest, passes = cache_damage(source, data, space, draws, seed, 1, progress)
-        return {"damage": damage.tolist(), "rest": rest.tolist(), "passes": passes}
+        return cache_record(source, data, ready.space, draws, seed, progress)
 
-    held = {"cache": {**space.record(), **parts.json(f"cache-{digest(space.record())}", measure_cache)}}
+    space = ready.space.record()
+    held = {"cache": {**space, **parts.json(f"cache-{digest(space)}", measure_cache)}}
     if experts:
-        held["experts"] = parts.json("experts", lambda: measure_removal(source, data, tables, **given, progress=progress))
+        held["experts"] = parts.json("experts", lambda: measure_removal(source, data, ready.tables, **given, progress=progress))
+    if ready.cutting is not None:
+        held["shapes"] = _cut(source, data, ready, ready.cutting, terms, tokenizer, parts, given, progress)
     scores = dataclasses.replace(scores, extra={**scores.extra, **held})
     scores = Scores.from_dict(to_jsonable(scores.to_dict()))  # as it is read from a file
     if save_scores is not None:
@@ -140,23 +152,70 @@ def plan_fit(
     return found.plan(rule) if check is None else _checked(source, found, rule, data, check, batch_size, parts, progress)
 
 
-def ready(model: nn.Module, terms: Terms, tokenizer: Any, options: Mapping[str, Any]) -> tuple[dict[int, Table], CacheSpace]:
-    """Return what is to be decided before anything is measured: formats of the weights, and the space of the cache.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ready:
+    """What is to be decided, before anything is measured.
 
-    The formats come by the number of experts that stay, all of them first; where none may go that number is 0. What cannot fit
-    is refused.
+    Attributes:
+        tables: Formats of the weights, by the number of experts that stay, all of them first; where none may go that is 0.
+        space: Of the cache.
+        options: Of the formats.
+        cutting: How shapes are planned, where they are.
     """
+
+    tables: dict[int, Table]
+    space: CacheSpace
+    options: Mapping[str, Any]
+    cutting: Cutting | None = None
+
+
+def prepare(model: nn.Module, terms: Terms, tokenizer: Any, options: Mapping[str, Any], multiple: int | None = None) -> Ready:
+    """Return what is to be decided; what cannot fit is refused, with shapes after one look at the model."""
     if mapped(model) is not None:
         what = "The gradients of keys and values run through the whole model, and the weights of a streamed one stay in files."
         raise CoverageError(what, "", "Use --no-stream.")
+    if multiple is not None and not terms.shapes:
+        raise InvalidInput("multiple has no meaning without shapes.", "", "Leave it out, or add --set shapes=true.")
     space = cache_space(model, terms.tokens, terms.batch, str(options["runtime"]), terms.cache)
+    cutting = cutting_for(model, options, multiple) if terms.shapes else None
+    options = options if cutting is None else cutting.options
     if terms.experts:
-        check_written(model, options)
+        modules = [n for e in find_experts(model) for n in e.modules]
+        check_written(model, options, modules, "the experts go", "kept-experts")
         tables = smaller_tables(model, tokenizer, options)
     else:
         tables = {0: empty_table(model, tokenizer, options)}
-    smallest([Fit.of(table, space, terms) for table in tables.values()]).limit(terms.bytes)
-    return tables, space
+    least = smallest([Fit.of(table, space, terms) for table in tables.values()])
+    if cutting is None:
+        least.limit(terms.bytes)
+    return Ready(tables=tables, space=space, options=options, cutting=cutting)
+
+
+def _cut(
+    model: nn.Module,
+    data: CalibrationSet,
+    ready: Ready,
+    cutting: Cutting,
+    terms: Terms,
+    tokenizer: Any,
+    parts: Parts,
+    given: Mapping[str, Any],
+    progress: Progress | None,
+) -> dict[str, Any]:
+    """What several sets of shapes cost, with the scores of the models that were cut."""
+    own = {name: given[name] for name in ("seed", "batch_size")}
+    key = digest({"way": cutting.way, "cache": ready.space.record()})
+    say(progress, "shapes")
+    seen = parts.json(f"shapes-{key}", lambda: candidates(model, data, cutting, **own))
+    check_fits(model, seen["plans"], Fit.of(ready.tables[0], ready.space, terms), terms, tokenizer, ready.options)
+    how, rows = {**given, "progress": progress}, [whole(model)]
+    for i, row in enumerate(seen["plans"], 1):
+        say(progress, f"shapes, {i} of {len(seen['plans'])}")
+        measure = partial(measure_cut, model, data, row, terms, tokenizer, ready.options, **how)
+        rows.append(parts.json(f"shapes-{key}-{i}", measure))
+    passes = seen["passes"] + sum(row.get("passes", 0.0) for row in rows)
+    crossed = any(half is not None for row in seen["plans"] for half in row["halves"])
+    return {"candidates": rows, "crossed": crossed, "samples": data.samples, "passes": passes}
 
 
 def _checked(
@@ -178,7 +237,7 @@ def _checked(
         rows = joint_rows(model, dense, picks, data, found.scores.extra["choices"].get("imatrix"))
         return {name: each.tolist() for name, each in rows.items()}
 
-    key = {n: [p.chosen.tolist(), *([] if p.fit.fewer is None else [p.fit.fewer.left])] for n, p in picks.items()}
+    key = {n: [p.chosen.tolist(), *([] if p.fit.smaller is None else [p.place, p.fit.smaller.part])] for n, p in picks.items()}
     kept = parts.json(f"check-{digest(key)}", measure)
     rows = {name: np.array(each, dtype=np.float64) for name, each in kept.items()}
     spent = {n: p.spent for n, p in picks.items()}
@@ -197,23 +256,31 @@ def joint_rows(
 ) -> dict[str, np.ndarray]:
     """Rows of several choices, as :meth:`DenseOutput.rows` gives them, with weights and cache rounded at once.
 
-    Experts that go are masked in the routers. Weights that several choices share are rounded once.
+    Experts that go are masked in the routers, shapes are cut. Weights that several choices share are rounded once.
     """
     found: dict[str, np.ndarray] = {}
     text, own = (data, {}) if imatrix is None else (None, {"imatrix": imatrix})
     by_weights: dict[Any, list[str]] = {}
     for name, pick in picks.items():
-        left = None if pick.fit.fewer is None else pick.fit.fewer.left
-        by_weights.setdefault((left, pick.fit.apart(pick.chosen)[0].tobytes()), []).append(name)
+        by_weights.setdefault((pick.place, pick.fit.apart(pick.chosen)[0].tobytes()), []).append(name)
     for names in by_weights.values():
         fit = picks[names[0]].fit
         weights = fit.weights.formats_of(fit.apart(picks[names[0]].chosen)[0])
         caches = (caching(model, rounding(fit.space.by_layer(fit.apart(picks[n].chosen)[1]))) for n in names)
-        fewer = contextlib.nullcontext() if fit.fewer is None else masked(find_experts(model), fit.fewer.own["kept"])
-        with fewer:
+        with _smaller(model, fit.smaller, data, dense.batch_size):
             rows = dense.rows_within(model, weights, caches, text, fit.weights.method, **own)
         found |= dict(zip(names, rows, strict=True))
     return {n: found[n] for n in picks}
+
+
+def _smaller(
+    model: nn.Module, smaller: Smaller | None, data: CalibrationSet, batch_size: int
+) -> contextlib.AbstractContextManager[None]:
+    """Within it the model computes what a smaller one does."""
+    if isinstance(smaller, Fewer):
+        return masked(find_experts(model), smaller.own["kept"])
+    shapes = smaller.plan if isinstance(smaller, Shaped) else None
+    return contextlib.nullcontext() if shapes is None else cut(model, shapes, data, batch_size)
 
 
 def apply_fit(model: nn.Module, plan: Plan, data: CalibrationSet | None = None, **options: Any) -> PlannedCache:
@@ -225,15 +292,25 @@ def apply_fit(model: nn.Module, plan: Plan, data: CalibrationSet | None = None, 
     check_kind(plan.kind, (KIND,), "is no fit of weights and cache")
     parts = parts_of(plan)
     held = planned_cache(model, parts["cache"])
-    apply_bits(model, without_experts(model, parts), data, **options)
+    apply_bits(model, become_smaller(model, parts, data), data, **options)
     return held
 
 
-def without_experts(model: nn.Module, parts: Mapping[str, Plan]) -> Plan:
-    """Remove the experts that a fit lets go, in place, and return the plan of bits of what is left."""
-    if "kept-experts" not in parts:
+def become_smaller(
+    model: nn.Module, parts: Mapping[str, Plan], data: CalibrationSet | None = None, batch_size: int = 8
+) -> Plan:
+    """Remove the experts or shapes that a fit lets go, in place, and return the plan of bits of what is left."""
+    if "kept-experts" in parts:
+        keep_experts(model, parts["kept-experts"])
+    elif "shapes" in parts:
+        if data is None:
+            raise InvalidInput(
+                "What stays of a smaller model is refitted on text.", "", "Pass the data that the plan was made on."
+            )
+        shapes = parts["shapes"]
+        apply_shapes(model, shapes, data.select(slice(0, shapes.extra["samples"])), batch_size=batch_size)
+    else:
         return parts["bits"]
-    keep_experts(model, parts["kept-experts"])
     return dataclasses.replace(parts["bits"], model=describe(model))
 
 
@@ -242,12 +319,13 @@ def write_fit(
 ) -> QuantisationReceipt:
     """Write the weights of a fit as :func:`~layerbudget.decisions.bits.apply.write_bits` does, and beside them the cache.
 
-    ``cache.json`` is the plan of the cache; for llama.cpp and vLLM ``cache.txt`` has the options of their servers. Experts that
-    the fit lets go are removed from the model first; ``experts.json`` is their plan.
+    ``cache.json`` is the plan of the cache; for llama.cpp and vLLM ``cache.txt`` has the options of their servers. Experts or
+    shapes that the fit lets go are removed from the model first; ``experts.json`` or ``shapes.json`` is their plan. For shapes
+    ``data`` is the text that the plan was made on, which also refits what stays.
     """
     check_kind(plan.kind, (KIND,), "is no fit of weights and cache")
     parts = parts_of(plan)
-    return write_bits(model, without_experts(model, parts), out_dir, data, beside=files_of(parts), **options)
+    return write_bits(model, become_smaller(model, parts, data), out_dir, data, beside=files_of(parts), **options)
 
 
 def files_of(parts: Mapping[str, Plan]) -> dict[str, str]:
@@ -255,5 +333,6 @@ def files_of(parts: Mapping[str, Plan]) -> dict[str, str]:
     cache = parts["cache"]
     options = {"llama.cpp": llama_cache, "vllm": vllm_options}.get(cache.extra["runtime"])
     more = {"cache.txt": options(cache)} if options else {}
-    more |= {"experts.json": dumps(parts["kept-experts"].to_dict())} if "kept-experts" in parts else {}
+    for kind, name in (("kept-experts", "experts.json"), ("shapes", "shapes.json")):
+        more |= {name: dumps(parts[kind].to_dict())} if kind in parts else {}
     return {"cache.json": dumps(cache.to_dict()), **more}

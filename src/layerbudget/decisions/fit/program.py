@@ -4,13 +4,16 @@ The blocks of the weights and those of the cache stand in one table. Their damag
 to first order: each is measured at the dense model. Of the memory, what no format changes goes first: the other tensors and the
 metadata of the file, states of fixed size, and the buffers of a forward.
 
-Where experts may go, every layer keeps n of them, and the program is solved for every n that was measured::
+Where the model may become smaller, by fewer experts or by smaller shapes, there are a few such models n that were measured::
 
-    minimise   D(n) + sum_i R_i(f_i) + sum_k C_k(g_k)    over n, types f of the weights and formats g of the cache
-    subject to F(n) + sum_i s_i(f_i, n) + sum_k t_k(g_k)  <=  B,
+    minimise   D(n) + sum_i R_i(f_i, n) + sum_k C_k(g_k, n)    over n, types f of the weights and formats g of the cache
+    subject to F(n) + sum_i s_i(f_i, n) + sum_k t_k(g_k, n)  <=  B,
 
 ``D`` the damage of the removal, ``R`` and ``C`` those of rounding weights and cache; ``F`` the bytes that no format changes,
-``s`` and ``t`` those of matrices and cache. For a given n this is the program above; the best n is the best of all.
+``s`` and ``t`` those of matrices and cache. The first n is the whole model, with ``D = 0``. For a given n this is the program
+above, with its own bound; the best n is the best of all. So no choice of n, f and g within the memory has a smaller sum, and
+the least of the bounds is a bound of all. With fewer experts ``R`` and ``C`` are those of the whole model. With smaller shapes
+both are measured on the model that was cut; their sum with ``D`` leaves out what the cut and the rounding do to each other.
 """
 
 from __future__ import annotations
@@ -45,12 +48,13 @@ from ..bits.program import (
 )
 from ..bits.table import Table
 from ..cache.space import CacheSpace
-from .fewer import Fewer, numbers_of, with_experts
+from .smaller import ALL, Smaller, smaller_of
 
 KIND = "fit"
-UNIFORM, MIX, ALL = "uniform-cache", "mix", "all-experts"
+UNIFORM, MIX = "uniform-cache", "mix"
 RULES = ("choices", UNIFORM, MIX)
 GIB = 1 << 30
+_PASSES = ("choices", "cache", "experts", "shapes")  # what was measured, each with its forward equivalents
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +68,7 @@ class Terms:
         forbid, keep: Formats of the weights; see :class:`~layerbudget.decisions.bits.program.Limits`.
         cache: Formats of the cache to choose among, besides 16 bits; all that were measured where it is None.
         experts: Whether experts may go, the same number in every layer.
+        shapes: Whether heads and channels of the MLPs may go.
     """
 
     memory: str
@@ -73,6 +78,12 @@ class Terms:
     keep: Mapping[str, str] = dataclasses.field(default_factory=dict)
     cache: Sequence[str] | None = None
     experts: bool = False
+    shapes: bool = False
+
+    @property
+    def smaller(self) -> str:
+        """What may go beside bits: ``experts``, ``shapes`` or nothing."""
+        return "experts" if self.experts else "shapes" if self.shapes else ""
 
     @property
     def limits(self) -> Limits:
@@ -91,7 +102,10 @@ class Terms:
 
     def check(self, rule: str) -> None:
         """Refuse what no model can make possible."""
-        if rule not in (rules := (*RULES, *([ALL] if self.experts else []))):
+        if self.experts and self.shapes:
+            what = "Experts and shapes are not decided together."
+            raise InvalidInput(what, "Models with experts keep their shapes.", "Leave one of the two out.")
+        if rule not in (rules := (*RULES, *([ALL[self.smaller]] if self.smaller else []))):
             raise InvalidInput(f"There is no rule {rule!r} here.", f"There are {', '.join(rules)}.", "Choose one of those.")
         if self.tokens and self.bytes and self.batch < 1:
             raise InvalidInput(f"batch is {self.batch}.", "It is a number of sequences.", "Use 1 or more.")
@@ -106,14 +120,14 @@ class Fit:
         weights: Bytes and damages of matrices, those formats gone that may not be used.
         space, cache: What may be decided about the cache, with its bytes and damages.
         known: What other memory depends on.
-        fewer: How many experts stay, where experts may go.
+        smaller: Which experts or shapes stay, where some may go.
     """
 
     weights: Table
     space: CacheSpace
     cache: Table
     known: Cache
-    fewer: Fewer | None = None
+    smaller: Smaller | None = None
 
     @classmethod
     def of(
@@ -123,7 +137,7 @@ class Fit:
         terms: Terms,
         damage: np.ndarray | None = None,
         rest: np.ndarray | None = None,
-        fewer: Fewer | None = None,
+        smaller: Smaller | None = None,
     ) -> Fit:
         """Return what is to be decided; without damages of the cache they are zero.
 
@@ -141,7 +155,7 @@ class Fit:
                 raise InvalidInput(what, f"Measured were {', '.join(cache.formats)}.", "Choose some of those.")
             wanted = np.array([n in terms.cache for n in cache.formats[:-1]] + [True])
             cache = dataclasses.replace(cache, damage=np.where(wanted, cache.damage, np.inf))
-        return cls(weights=terms.limits.restrict(weights), space=space, cache=cache, known=weights.cache, fewer=fewer)
+        return cls(weights=terms.limits.restrict(weights), space=space, cache=cache, known=weights.cache, smaller=smaller)
 
     @property
     def state(self) -> int:
@@ -160,9 +174,9 @@ class Fit:
 
     @functools.cached_property
     def table(self) -> Table:
-        """The blocks of matrices and cache, and where experts may go one of no bytes that has the damage of those gone."""
+        """The blocks of matrices and cache, and where some may go one of no bytes that has the damage of those gone."""
         both = self.weights.stacked(self.cache)
-        return both if self.fewer is None else both.stacked(self.fewer.block(self.weights))
+        return both if self.smaller is None else both.stacked(self.smaller.block(self.weights))
 
     def at(self, context: int) -> Fit:
         """Return the same at another context."""
@@ -194,7 +208,7 @@ class Fit:
     def joined(self, weights: np.ndarray, cache: np.ndarray) -> np.ndarray:
         """Return a choice of all blocks from one of each part."""
         first = len(self.weights.formats)
-        gone = [] if self.fewer is None else [first + len(self.cache.formats)]
+        gone = [] if self.smaller is None else [first + len(self.cache.formats)]
         return np.concatenate([weights, first + cache, np.array(gone, dtype=np.int64)])
 
     def apart(self, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -254,23 +268,25 @@ class Fit:
         own = self.table.totals(found.chosen)
         row = {"memory": found.budget + self.beside, "predicted": own["predicted"], "price": found.price * GIB}
         row |= {f"{n}_{key}": p[key] for n, p in self.parts(found.chosen).items() for key in ("bytes", "bits") if key in p}
-        row |= {} if self.fewer is None else {"experts": self.fewer.left}
+        row |= {} if self.smaller is None else {self.smaller.name: self.smaller.part}
         few = len(self.weights.blocks) + len(self.cache.blocks) <= SHOWN
         return row | ({"values": [v for t, c in self.shown(found.chosen) for v in bits_of(t, c)]} if few else {})
 
 
 def fits_of(scores: Scores, terms: Terms) -> list[Fit]:
-    """Return what was measured, at a context: one fit for every number of experts, all of them first."""
-    held = scores.extra.get("cache")
-    if not isinstance(held, Mapping):
+    """Return what was measured, at a context: one fit for every smaller model, the whole one first."""
+    if not isinstance(scores.extra.get("cache"), Mapping):
         what = "These scores say nothing of the cache."
         raise InvalidInput(what, "A fit needs the damage of its formats.", "Measure it: layerbudget plan fit MODEL.")
-    space = CacheSpace.read(held, terms.tokens, terms.batch)
-    damage, rest = (np.array(held[k], dtype=np.float64) for k in ("damage", "rest"))
-    table = Table.of(scores)
-    if not terms.experts:
-        return [Fit.of(table, space, terms, damage, rest)]
-    return [Fit.of(with_experts(table, each), space, terms, damage, rest, each) for each in numbers_of(scores)]
+
+    def fit(table: Table, held: Mapping[str, Any], smaller: Smaller | None = None) -> Fit:
+        space = CacheSpace.read(held, terms.tokens, terms.batch)
+        damage, rest = (np.array(held[k], dtype=np.float64) for k in ("damage", "rest"))
+        return Fit.of(table, space, terms, damage, rest, smaller)
+
+    if not terms.smaller:
+        return [fit(Table.of(scores), scores.extra["cache"])]
+    return [fit(*each.table(scores), each) for each in smaller_of(scores, terms.smaller)]
 
 
 def smallest(fits: Sequence[Fit]) -> Fit:
@@ -295,7 +311,7 @@ def best_of(fits: Sequence[Fit], memory: int) -> tuple[Fit, Choice]:
     if len(fits) == 1:
         return fit, found
     status = "bounded" if bound < found.damage * (1 - 1e-12) else found.status
-    among = f"{found.among} and with any of {len(fits)} numbers of experts"
+    among = found.among if fit.smaller is None else f"{found.among} and with any of {len(fits)} {fit.smaller.ways}"
     return fit, dataclasses.replace(found, lower_bound=min(bound, found.damage), status=status, among=among)
 
 
@@ -336,8 +352,13 @@ class Pick:
         return int(self.totals["spent"]) + self.fit.beside
 
     def same(self, other: Pick) -> bool:
-        """Whether both have the same formats and as many experts."""
-        return self.fit.fewer == other.fit.fewer and np.array_equal(self.chosen, other.chosen)
+        """Whether both have the same formats, experts and shapes."""
+        return self.place == other.place and np.array_equal(self.chosen, other.chosen)
+
+    @property
+    def place(self) -> int:
+        """Which of the smaller models it is of; 0: the whole one."""
+        return 0 if self.fit.smaller is None else self.fit.smaller.place
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -345,7 +366,7 @@ class Fitted:
     """The decision of a fit, from which the plan of every rule follows.
 
     Attributes:
-        fits: By number of experts; one where none may go.
+        fits: Of all smaller models, the whole one first; one where nothing may go.
         fit, limit: The program's, and the bytes that its formats may take.
         picks: What every rule decides.
         decision: The program's choice with its certificate, beside the damages of all picks.
@@ -368,8 +389,8 @@ class Fitted:
         smallest(fits).limit(terms.bytes)
         fit, found = best_of(fits, terms.bytes)
         picks = {"choices": Pick(fit=fit, chosen=found.chosen)}
-        if terms.experts and fits[0].least <= terms.bytes:
-            picks[ALL] = Pick(fit=fits[0], chosen=best_of(fits[:1], terms.bytes)[1].chosen)
+        if terms.smaller and fits[0].least <= terms.bytes:
+            picks[ALL[terms.smaller]] = Pick(fit=fits[0], chosen=best_of(fits[:1], terms.bytes)[1].chosen)
         able = [each for each in fits if each.least <= terms.bytes]
         caches = [_picks(each, each.uniform_caches(each.limit(terms.bytes))) for each in able]
         mixes = [_picks(each, each.mixes(each.limit(terms.bytes))) for each in able]
@@ -420,7 +441,10 @@ class Fitted:
             "curve": curve(self.fits),
             "asked": rule,
         }
-        extra |= {} if fit.fewer is None else {"experts": fit.fewer.record(fit.weights, weights)}
+        if passes := [held["passes"] for name in _PASSES if "passes" in (held := self.scores.extra.get(name) or {})]:
+            extra["passes"] = sum(passes)
+        if fit.smaller is not None:
+            extra[fit.smaller.name] = fit.smaller.record(fit.weights, weights, self.fits[0].weights)
         terms = {k: v for k, v in dataclasses.asdict(self.terms).items() if v} | imatrix_of(self.scores)
         return Plan(
             kind=KIND,

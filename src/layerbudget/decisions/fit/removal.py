@@ -36,14 +36,21 @@ def numbers(found: Sequence[ExpertLayer]) -> list[int]:
     return [able[i] for i in np.unique(np.linspace(0, len(able) - 1, STEPS).round().astype(int))]
 
 
-def check_written(model: nn.Module, options: Mapping[str, Any]) -> None:
-    """Refuse a model whose file another tool writes: its experts go when ``apply`` writes it."""
+def check_written(model: nn.Module, options: Mapping[str, Any], modules: Sequence[str], what: str, kind: str) -> None:
+    """Refuse a model whose file another tool writes: it becomes smaller when ``apply`` writes it.
+
+    Args:
+        model: The whole one.
+        options: Of the formats.
+        modules: Full names of the matrices that become smaller.
+        what: What goes, in words.
+        kind: Of the plan that can be applied first.
+    """
     target = find_runtime(str(options["runtime"]), str(options["family"]))
-    modules, config = [n for e in find_experts(model) for n in e.modules], text_config(config_of(model))
     planned = options.get("unwritten") == "plan" and unwritable(model, modules, target)
-    if planned or (target.family == GGUF and not is_written(config)):
-        what = f"apply writes no file of {type(model).__name__} for {target.name}, and the experts go when it writes one."
-        raise InvalidInput(what, "", "Leave experts out, or remove them first: layerbudget plan kept-experts.")
+    if planned or (target.family == GGUF and not is_written(text_config(config_of(model)))):
+        what = f"apply writes no file of {type(model).__name__} for {target.name}, and {what} when it writes one."
+        raise InvalidInput(what, "", f"Leave that out, or do it first: layerbudget plan {kind}.")
 
 
 def smaller_tables(model: nn.Module, tokenizer: Any, options: Mapping[str, Any]) -> dict[int, Table]:

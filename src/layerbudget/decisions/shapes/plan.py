@@ -9,6 +9,7 @@ steps within a trust region go on while the measured divergence falls. Every one
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -167,6 +168,75 @@ def plan_shapes(
     extra["crossed"] = len(path.point.references) > 1  # the predicted damage is on text that did not refit
     extra["measured"] = measure_plan(model, plan, data, damping=damping, batch_size=batch_size, progress=progress)
     return dataclasses.replace(plan, extra={**plan.extra, **to_jsonable(extra)})
+
+
+def plans_at_once(
+    model: nn.Module,
+    data: CalibrationSet,
+    budgets: Sequence[str],
+    *,
+    by: str = "auto",
+    multiple: int = 8,
+    even: bool = False,
+    compensate: str = "auto",
+    draws: int = 2,
+    damping: float = 0.01,
+    batch_size: int = 8,
+    seed: int = 0,
+) -> tuple[dict[str, Plan], float]:
+    """Plans of several budgets from one look at the dense model, by budget, and the forward equivalents that it took.
+
+    Between the numbers of MLP channels that are looked at, damage is a straight line. With ``auto`` both units of heads are
+    looked at, and every budget takes those with less predicted damage. Budgets that cannot be saved are left out.
+
+    Arguments and errors are those of :func:`plan_shapes`.
+    """
+    hyper = {"multiple": multiple, "compensate": ways_of(model, data, compensate), "draws": draws, "seed": seed}
+    identity, bytes_each = describe(model), float(next(model.parameters()).element_size())
+    found, passes = dict[str, Plan](), 0.0
+    for word in head_units(model, KINDS, by):
+        spaces = dict[str, ShapeSpace]()
+        for budget in budgets:
+            with contextlib.suppress(InfeasibleBudget):
+                own: dict[str, Any] = {"budget": budget, "kinds": KINDS, "max_removed": 0.75, "depth": 0, "even": even}
+                spaces[budget] = _spaces(model, word, multiple, None, **own, bytes_per_parameter=bytes_each)[0]
+        if not spaces:
+            continue
+        first = next(iter(spaces.values()))
+        point, start = ShapePoint(model, data, first, damping, batch_size), first.start()
+        around = first.around(start, 1.0, _LEVELS)
+        try:
+            seen = point.evaluate(start, around, point.dense, draws=draws, seed=seed).forms.total
+        finally:
+            point.restore()
+        passes += point.passes
+        alternatives, damage = _every_width(around, seen)
+        for budget, space in spaces.items():
+            with contextlib.suppress(InfeasibleBudget):
+                state, choice = space.step(alternatives, damage)
+                if budget not in found or choice.damage < found[budget].extra["predicted"]:
+                    unit = next((p.by for p in space.parts if p.kind == "heads"), word)
+                    found[budget] = space.plan(state, choice.damage, choice, {**hyper, "by": unit}, identity)
+    return {budget: found[budget] for budget in budgets if budget in found}, passes
+
+
+def _every_width(around: np.ndarray, seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Alternatives with every number of MLP units between those that were looked at, and their damage, by straight lines."""
+    found = []
+    for rows, damage in zip(around, seen, strict=True):
+        made = list[tuple[int, int, int, float]]()
+        for heads in np.unique(rows[:, 0]):
+            own = rows[:, 0] == heads
+            units, where = np.unique(rows[own, 1], return_index=True)
+            every = np.arange(units[-1] + 1)
+            made += [
+                (int(heads), int(u), 0, float(d))
+                for u, d in zip(every, np.interp(every, units, damage[own][where]), strict=True)
+            ]
+        found.append(made)
+    longest = max(map(len, found))
+    table = np.array([made + made[:1] * (longest - len(made)) for made in found])
+    return table[:, :, :3].astype(np.int64), table[:, :, 3]
 
 
 def _alike(model: nn.Module, even: bool, runtime: str | None) -> bool | tuple[str, ...]:
