@@ -6,7 +6,8 @@
 Each task runs in a process of its own. Its memory is the anonymous memory at the peak (mapped weights are the system's to
 drop), the interpreter's included; its time is divided by that of a forward and backward of every layer on the same
 tokens in the same process, and by the *bound*: that, and what else the task must multiply at least (its products of tokens,
-timed on one layer). Of plans of bits the layers alone are timed too: with few layers the ends count for too much.
+timed on one layer). Of plans of bits the layers alone are timed too: with few layers the ends count for too much. With one thread
+(``OMP_NUM_THREADS=1``) on a CPU all seconds are the processor's; else they are the clock's.
 """
 
 from __future__ import annotations
@@ -88,10 +89,15 @@ class Peak(threading.Thread):
 
 
 def now(device: torch.device | str) -> float:
-    """Seconds, when the device has done what it was given."""
+    """Seconds, when the device has done what it was given: of the processor for one thread, so that other work does not count."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter()
+    return time.process_time() if alone(device) else time.perf_counter()
+
+
+def alone(device: torch.device | str) -> bool:
+    """Whether one thread of the processor does the work."""
+    return torch.device(device).type == "cpu" and torch.get_num_threads() == 1
 
 
 def peak(device: torch.device | str) -> float:
@@ -205,13 +211,13 @@ def bits_task(name: str, model: Any, data: CalibrationSet, batch_size: int, fold
     return lambda: lb.write_bits(model, plan, folder / "out", given, method=method, batch_size=batch_size)
 
 
-def timed_layers() -> list[float]:
+def timed_layers(device: str) -> list[float]:
     """Seconds at which the layers of a plan of bits are done with, and the head before them; filled while it runs."""
     marks, settle = list[float](), RoundingErrors.settle
 
     def noted(self: RoundingErrors, names: Sequence[str]) -> None:
         settle(self, names)
-        marks.append(time.perf_counter())
+        marks.append(now(device))
 
     RoundingErrors.settle = noted  # type: ignore[method-assign]
     return marks
@@ -227,13 +233,13 @@ def run_one(given: argparse.Namespace) -> dict[str, Any]:
     data = CalibrationSet(input_ids=torch.randint(3, vocabulary, (given.samples, given.length), generator=generator))
     reference = plain(model, data, given.batch_size)
     extra = products(model, data) if given.task in ("rank-gain", "kfac") else 0.0
-    watch, marks = Peak(), timed_layers()
+    watch, marks = Peak(), timed_layers(given.device)
     watch.start()
-    start = time.perf_counter()
+    start = now(given.device)
     with tempfile.TemporaryDirectory(dir=given.scratch) as folder:
         tempfile.tempdir = folder  # finished layers of streamed models lie there too
         result = task(given.task, model, data, given.batch_size, Path(folder))()
-    seconds = time.perf_counter() - start
+    seconds = now(given.device) - start
     watch.ended.set()
     passes = result.extra["forward_passes"] if given.task == "measure" else 3.0
     reached = None if given.task in BITS else share_of_peak(given.task, model, data, passes, seconds, given.device)
@@ -269,7 +275,7 @@ def table(rows: list[dict[str, Any]], given: argparse.Namespace) -> str:
     lines = [
         f"# {given.name or given.model.name}: {rows[0]['parameters'] / 1e9:.2f} B parameters, {given.samples} x {given.length} tokens",
         "",
-        f"{torch.get_num_threads()} threads, bfloat16 weights mapped from safetensors; made by `benchmarks/size.py`.",
+        f"{'seconds of the processor, one thread' if alone(given.device) else f'{torch.get_num_threads()} threads'}, bfloat16 weights mapped from safetensors; made by `benchmarks/size.py`.",
         "",
         "| task | seconds | doctor said | forwards+backwards | of the layers alone | over its bound | anonymous GiB at the peak | doctor said | of the machine's peak |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
