@@ -34,7 +34,7 @@ def test_the_plan_says_what_uniform_ranks_would_have(scores):
     worth = (curves[:, :6].sum() + curves[:, :7].sum()) / 2
     assert half.extra["uniform_share"] == pytest.approx(worth / half.extra["rounding"]["value"])
     said = " ".join(explain_plan(plan)["sentences"])
-    assert f"The plan expects {1 / plan.extra['uniform_share'] - 1:.1%} more gain than uniform ranks" in said
+    assert f"Uniform ranks with as many parameters have {plan.extra['uniform_share']:.1%} of the plan's gain" in said
     assert plan_ranks(scores, mean_rank=6, min_rank=0).rule == "by-rank", "the rule follows the scores"
     assert plan_ranks(dataclasses.replace(scores, extra={}), mean_rank=6).rule == "mdl"
     assert plan_ranks(scores, mean_rank=6, rule="by-rank", max_rank=4).extra["uniform_share"] == pytest.approx(1.0)

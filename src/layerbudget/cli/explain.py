@@ -109,30 +109,52 @@ def run_plan(a: argparse.Namespace) -> dict[str, Any]:
         if not a.table and "damage" in result.matrices[0]:
             say(a, "Why a matrix has its format: --table shows its damage, and what the next format would change.")
     ends = verdict(plan)
-    say(a, *(s for s in result["sentences"] if s[1:].rstrip(".") not in ends))  # what the verdict says is said once
+    sentences = result["sentences"] if a.table or result.codelengths is None else result["sentences"][:-1]  # bits: in a table
+    say(a, *(s for s in sentences if s[1:].rstrip(".") not in ends))  # what the verdict says is said once
     if result.matrices and (beside := standing(plan)):
         show_table(a, *beside)
     if plan.kind == "ranks" and scores is not None and "increments" in scores.extra:
         told["ranks"] = _how_much_rank(a, plan, scores, result)
         ends = "" if told["ranks"]["few_rows"] else ends  # its advice rests on the gains of these rows
     say(a, *filter(None, [ends]))
+    if "ranks" in told:
+        _say_what_follows(a, plan, told["ranks"])
     return told
+
+
+def _say_what_follows(a: argparse.Namespace, plan: Plan, ranks: Mapping[str, Any]) -> None:
+    """Say the command of the recommendation: another plan of ranks, or the training of this one where it is recommended."""
+    given, rank = plan.hyperparameters, ranks["rank"]
+    if (plan.rule == "uniform") is ranks["uniform"] and given.get("mean_rank") == rank:
+        model = plan.model.get("id") or "MODEL"
+        say_next(a, "finetune", model, a.plan, "--data", "FILE", "-o", "DIR")
+        return
+    words = ["--rule", "uniform"] if ranks["uniform"] else []
+    words += ["--mean-rank", str(rank)]
+    words += ["--max-rank", str(given["max_rank"])] if isinstance(given.get("max_rank"), int) else []
+    for name, value in (given.get("fixed") or {}).items():
+        words += ["--fix", f"{name}={value}"]
+    for name, usual in (("min_rank", 1), ("multiple", 1), ("damping", None)):
+        if isinstance(given.get(name), (int, float)) and given[name] != usual and not (ranks["uniform"] and name == "damping"):
+            words += ["--set", f"{name}={given[name]:g}"]
+    say_next(a, "plan", "ranks", a.scores, *words, "-o", "uniform.json" if ranks["uniform"] else f"ranks-{rank}.json")
 
 
 def _how_much_rank(a: argparse.Namespace, plan: Plan, scores: Any, result: Any) -> dict[str, Any]:
     """Show what every mean rank is expected to bring under the plan's caps, beside uniform, and what is recommended."""
     from ..plans.rank_table import rank_table, terms_of
+    from ..plans.verdict import share_of_uniform
 
     found = rank_table(scores, result["codelengths"]["tokens"], **terms_of(plan))
-    head = ("mean rank", "parameters", "per token", "gain", "of it noise", "uniform has", "largest rank")
+    head = ("mean rank", "parameters", "per token", "gain, nats", "without noise", "uniform has", "largest rank")
     rows = [
         (
             str(r["rank"]),
             r["parameters"],
             f"{r['parameters_per_token']:.2f}",
             f"{r['gain']:.4g}",
-            f"{r['floor'] / r['gain']:.0%}" if "floor" in r and r["gain"] else "-",
-            "-" if r["uniform_share"] is None else f"{r['uniform_share']:.1%}",
+            f"{r['gain'] - r['floor']:.4g}" if "floor" in r else "-",
+            "-" if r["uniform_share"] is None else share_of_uniform(r["uniform_share"]),
             f"{r['largest']}{' (all measured)' if r['at_measured'] else ''}",
         )
         for r in found["rows"]

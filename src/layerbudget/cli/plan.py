@@ -172,7 +172,8 @@ def run_ranks(a: argparse.Namespace) -> dict[str, Any]:
     own = _own_options(a, plan_ranks) | _counted(a)
     scores = load_scores(a.source)
     price = rank_parameters(scores.blocks if isinstance(scores, Scores) else scores)
-    return _finish(a, plan_ranks(scores, **own), price, write=True)
+    plan = plan_ranks(scores, **own)
+    return _finish(a, plan, price, write=True, another=_other_rank(a, plan, scores))
 
 
 def run_experts(a: argparse.Namespace) -> dict[str, Any]:
@@ -220,7 +221,9 @@ def _counted(a: argparse.Namespace) -> dict[str, Any]:
     return {"latency": read_latency(a.latency) if a.latency else None, "fixed": {k: int(v) for k, v in fixed.items()}}
 
 
-def _finish(a: argparse.Namespace, plan: Plan, price: Any = None, *, write: bool = False) -> dict[str, Any]:
+def _finish(
+    a: argparse.Namespace, plan: Plan, price: Any = None, *, write: bool = False, another: int | None = None
+) -> dict[str, Any]:
     """Write a plan where it is not yet, show it, and end with what it comes to and the command that follows."""
     from ..plans.explain import advice, explain_plan
     from ..plans.verdict import standing, verdict
@@ -235,12 +238,28 @@ def _finish(a: argparse.Namespace, plan: Plan, price: Any = None, *, write: bool
     if (beside := standing(plan)) and (a.table or plan.kind != "shapes"):  # of shapes it is a third damage beside two others
         show_table(a, *beside)
     say(a, verdict(plan))
-    _say_what_follows(a, plan)
+    _say_what_follows(a, plan, another)
     return to_jsonable(plan.to_dict())
 
 
-def _say_what_follows(a: argparse.Namespace, plan: Plan) -> None:
-    """Say the command that follows: what is done with a plan of this kind, or the plan that is advised in its place."""
+def _other_rank(a: argparse.Namespace, plan: Plan, scores: Any) -> int | None:
+    """The mean rank that the data asks for, where uniform is advised and that rank is not the one that was named."""
+    from ..plans.explain import tokens_of
+    from ..plans.rank_table import rank_table, terms_of
+    from ..plans.verdict import advises_uniform
+
+    gains = isinstance(scores, Scores) and "tokens" in scores.extra and scores.unit == "nats of average loss"
+    if not a.out or a.mean_rank is None or not advises_uniform(plan) or not gains:
+        return None
+    found = rank_table(scores, tokens_of(scores), **terms_of(plan))["rank"]
+    return None if found == a.mean_rank else int(found)
+
+
+def _say_what_follows(a: argparse.Namespace, plan: Plan, another: int | None = None) -> None:
+    """Say the command that follows: what is done with a plan of this kind, or the plan that is advised in its place.
+
+    ``another`` is a mean rank that the data asks for: it is explained first.
+    """
     from ..plans.verdict import advises_uniform
 
     command = KINDS.find(plan.kind).command or "export"
@@ -251,6 +270,10 @@ def _say_what_follows(a: argparse.Namespace, plan: Plan) -> None:
         say(a, f"Next, in Python: layerbudget.apply_plan(model, layerbudget.Plan.load({a.out!r})) is a cache for generate.")
         return
     if plan.kind == "ranks" and advises_uniform(plan):
+        if another:
+            say(a, f"For this data mean rank {another} is recommended; the next command says why.")
+            say_next(a, "explain", "plan", a.out, "--scores", a.source)
+            return
         size = ("--budget", a.budget) if a.mean_rank is None else ("--mean-rank", f"{a.mean_rank:g}")
         say_next(a, "plan", "ranks", a.source, "--rule", "uniform", *size, "-o", "uniform.json")
         return

@@ -53,8 +53,7 @@ def explain_plan(plan: Plan, scores: Scores | None = None, *, tokens: int | None
     """
     order = np.argsort(plan.values, kind="stable")
     parts = [*_on_budget(plan), *_on_certificate(plan), *_on_decision(plan)]
-    if plan.kind == "ranks" and plan.counts.any():
-        parts.append(f"To serve it with vLLM: {serving_note(plan)}")
+    parts += _on_serving(plan)
     if plan.kind in ("bits", "cache", "recipe"):
         parts += of_recipe(plan) if plan.kind == "recipe" else _on_formats(plan)
     parts += _on_shapes(plan) if plan.kind == "shapes" else []
@@ -77,10 +76,20 @@ def advice(plan: Plan) -> list[str]:
     """Sentences that call for something: a budget that does not bind, what stays as it is, how to serve or load the result."""
     e, c, said = plan.extra, plan.certificate, shares(plan) if plan.kind == "fit" else []
     said += [c["message"]] if "multiplier" in c and c["status"] != "binding" and plan.kind != "shapes" else []
-    said += _on_unwritten(plan) + _on_measured_ranks(plan) + _on_reserve(plan) + _on_nearly_uniform(plan)
-    if plan.kind == "ranks" and plan.counts.any():
-        said.append(f"To serve it with vLLM: {serving_note(plan)}")
+    said += _on_unwritten(plan) + _on_measured_ranks(plan) + _on_reserve(plan) + _on_nearly_uniform(plan) + _on_serving(plan)
     return [*said, bent] if plan.kind == "kept-experts" and (bent := bend(e["forecast"])) else said
+
+
+def _on_serving(plan: Plan) -> list[str]:
+    """What vLLM is told to hold an adapter, and that llama.cpp cannot apply ranks that differ as they are."""
+    if plan.kind != "ranks" or not plan.counts.any():
+        return []
+    said = [f"To serve it with vLLM: {serving_note(plan)}"]
+    if len({int(n) for n in plan.counts if n}) > 1:
+        said.append(
+            "llama.cpp applies one scale, which is wrong for ranks that differ: merge the adapter first, or pad its ranks."
+        )
+    return said
 
 
 def _on_budget(plan: Plan) -> list[str]:

@@ -14,7 +14,8 @@ from ..records import Result
 from ..scores import Scores
 from .verdict import MOSTLY_NOISE, beside_uniform
 
-_ENOUGH = 0.05  # of the gain above its floor: what the next row must add
+_ENOUGH = 0.05  # of the gain without its noise: what the next row must add
+_FAR = 10.0  # parameters per completion token from which on they are far more than one
 _FEW = 64  # scored rows below which gains by rank are those of these rows
 _TERMS = ("min_rank", "max_rank", "multiple", "fixed", "damping")  # of a plan by-rank
 
@@ -30,6 +31,7 @@ class RankTable(Result):
     tokens: int
     rows: Sequence[Mapping[str, Any]]
     rank: int  # the recommended mean rank
+    uniform: bool  # whether it is recommended everywhere
     recommendation: str
     left_out: Mapping[int, str] = dataclasses.field(default_factory=dict)
     few_rows: bool = False
@@ -92,10 +94,10 @@ def rank_table(
 
 def _smallest(row: Mapping[str, Any], scored: int, tokens: int) -> dict[str, Any]:
     """The smallest rank, where a few rows have fewer tokens than it has parameters: larger ones fit these rows alone."""
-    each = f"{tokens / row['parameters']:.2g} completion tokens for each of its {row['parameters']:,} parameters"
-    told = f"Use uniform rank {row['rank']}: {scored} scored rows do not tell ranks apart, and there are {each}."
+    each = f"its {row['parameters']:,} parameters are {_number(row['parameters'] / tokens)} per completion token"
+    told = f"Use uniform rank {row['rank']}: {scored} scored rows do not tell ranks apart, and {each}."
     more = f"The gains above are those of these rows; score {_FEW} rows or more before a larger rank, or ranks that differ."
-    return {"rank": int(row["rank"]), "recommendation": f"{told} {more}"}
+    return {"rank": int(row["rank"]), "uniform": True, "recommendation": f"{told} {more}"}
 
 
 def _recommended(rows: Sequence[Mapping[str, Any]], tokens: int) -> dict[str, Any]:
@@ -106,7 +108,7 @@ def _recommended(rows: Sequence[Mapping[str, Any]], tokens: int) -> dict[str, An
     above = [row["gain"] - row.get("floor", 0.0) for row in rows]
     last = len(rows) - 1
     covers = next((i for i, row in enumerate(rows) if row["parameters"] >= tokens), last)
-    grows = (i for i in range(last) if above[i + 1] - above[i] <= _ENOUGH * max(above[i + 1], 0.0))
+    grows = (i for i in range(last) if above[i + 1] - above[i] <= _ENOUGH * max(above[i], 0.0))
     noise = rows[covers].get("noise_share")
     noisy = noise is not None and noise > MOSTLY_NOISE
     at = covers if noisy else max(covers, next(grows, last))
@@ -117,8 +119,29 @@ def _recommended(rows: Sequence[Mapping[str, Any]], tokens: int) -> dict[str, An
     told += f"{chosen['parameters']:,} parameters {'cover' if enough else 'are fewer than'} the {tokens:,} completion tokens"
     if not noisy and at < last:
         more = (above[at + 1] - above[at]) / above[at] if above[at] > 0 else 0.0
-        told += f", and mean rank {rows[at + 1]['rank']} would add {more:.1%} of gain"
+        without = " without noise" if "floor" in chosen else ""
+        told += f", and mean rank {rows[at + 1]['rank']} would add {more:.1%} to the gain{without}"
     elif not noisy and last and enough:
         told += ", and the gain still grows at the end of the table"
     said = "" if share is None else beside_uniform(share, noise)
-    return {"rank": int(chosen["rank"]), "recommendation": f"{told}.{said and f' {said[0].upper()}{said[1:]}.'}"}
+    many = f" {by_rule_of_thumb(chosen['parameters'], tokens)}" if chosen["parameters"] > _FAR * tokens else ""
+    told = f"{told}.{said and f' {said[0].upper()}{said[1:]}.'}{many}"
+    return {"rank": int(chosen["rank"]), "uniform": uniform, "recommendation": told}
+
+
+def by_rule_of_thumb(parameters: int, tokens: int) -> str:
+    """A sentence on the size of an adapter beside the rule of thumb of one parameter for every completion token.
+
+    >>> by_rule_of_thumb(270336, 445)
+    '607 parameters per completion token are far more than the rule of thumb of one needs: a smaller rank may do as well.'
+    """
+    each = f"{_number(parameters / max(tokens, 1))} parameters per completion token are"
+    if parameters < tokens:
+        return f"{each} fewer than the rule of thumb of one: a larger mean rank may learn more."
+    if parameters > _FAR * tokens:
+        return f"{each} far more than the rule of thumb of one needs: a smaller rank may do as well."
+    return f"{each} enough by the rule of thumb of one."
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"

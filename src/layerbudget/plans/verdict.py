@@ -42,14 +42,22 @@ def expected(plan: Plan) -> str:
 
 
 def beside_uniform(share: float, noise: float | None = None) -> str:
-    """Words on a gain of ranks of which uniform has a share and noise alone another one: how much more, and what to take."""
+    """Words on a gain of ranks of which uniform has a share and noise alone another one: the share, and what to take."""
     if noise is not None and noise > MOSTLY_NOISE:
         return f"noise alone would give {noise:.0%} of the gain, so it decides nothing: take uniform, or score more rows"
-    more = f"{max(1 / share - 1, 0.0):.1%} more gain" if share > 0 else "all of the gain"
-    told = f"the plan expects {more} than uniform ranks with as many parameters"
+    told = f"uniform ranks with as many parameters have {share_of_uniform(share)} of the plan's gain"
     if share >= TAKE_UNIFORM:
-        return f"{told}, which is too little: take uniform"
-    return f"{told}: train both, and pair them by finetune --against"
+        return f"{told} ({TAKE_UNIFORM:.0%} or more): take uniform"
+    return f"{told} (less than {TAKE_UNIFORM:.0%}): train both, and pair them by finetune --against"
+
+
+def share_of_uniform(share: float) -> str:
+    """The share of the gain that uniform has, in words; never rounded up to the share from which on uniform is advised.
+
+    >>> share_of_uniform(0.951), share_of_uniform(0.9499)
+    ('95.1%', '94.9%')
+    """
+    return f"{share if share >= TAKE_UNIFORM else min(share, TAKE_UNIFORM - 0.001):.1%}"
 
 
 def advises_uniform(plan: Plan) -> bool:

@@ -147,9 +147,10 @@ def _at_their_end(problem: Problem, rows: Sequence[Sequence[float]], plan: Round
     room = any(n < top and row[int(n)] > 0 for row, n, top in zip(rows, plan.counts, tops, strict=True))
     if ends and not room and plan.budget - plan.spent >= min(problem.amount[k] for k in ends) * problem.multiple:
         most = max(ends.values())
+        unit = " parameters" if np.array_equal(problem.amount, rank_parameters(problem.blocks)) else ""
         raise InfeasibleBudget(
             f"The budget buys more than the {most} ranks of a block whose gains were measured.",
-            f"The scores tell nothing beyond; with all of them the plan takes {plan.spent:,.0f} of {plan.budget:,.0f}.",
+            f"All measured ranks, up to {most} a block, are {plan.spent:,.0f}{unit}; you asked for {plan.budget:,.0f}.",
             f"Score with --set largest={2 * most}, or lower the budget.",
         )
     return {problem.blocks[k].name: n for k, n in ends.items()}
@@ -198,5 +199,7 @@ def serving_note(plan: Plan) -> str:
     served = _served(int(ranks.max()))
     if served is None:
         return f"Rank {int(ranks.max())} is above the 512 that vLLM accepts: merge the adapter before serving."
-    padded = 1 - int(ranks.sum()) / (ranks.size * served)
-    return f"--enable-lora --max-lora-rank {served}; {padded:.0%} of the reserved adapter memory is padding."
+    used = int(ranks.sum()) / (ranks.size * served)
+    return (
+        f"--enable-lora --max-lora-rank {served}. vLLM reserves rank {served} for every matrix; the plan uses {used:.0%} of it."
+    )
