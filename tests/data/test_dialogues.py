@@ -108,6 +108,16 @@ def test_every_kind_of_file_gives_the_same_tokens(tmp_path, tokenizer):
     assert calibration(rows, tokenizer, samples=4, length=32).digest == found[0].digest
 
 
+def test_the_completion_tokens_of_all_rows_are_counted(tokenizer):
+    """The table of ranks knew only the tokens of the scored rows, and of those cut as the scores cut them."""
+    rows = [{"prompt": "ab", "completion": "c" * (5 * n)} for n in range(1, 9)]
+    whole = calibration(rows, tokenizer, samples=None, length=256)
+    learned = int((whole.labels[:, 1:] >= 0).sum())
+    assert whole.of_rows() == {"rows": 8, "completion_tokens": learned}
+    assert calibration(rows, tokenizer, samples=2, length=6).of_rows() == whole.of_rows()
+    assert calibration(["some text " * 9], tokenizer, samples=1, length=4).of_rows() == {}
+
+
 def test_fewer_rows_than_asked_are_used_and_long_ones_cut_both_said(tmp_path, tokenizer, caplog):
     rows = [{"prompt": "p" * 8, "completion": "c" * n} for n in (2, 3, 40)] + [{"prompt": "p" * 40, "completion": "c"}]
     data = calibration(rows, tokenizer, samples=128, length=20)

@@ -56,10 +56,14 @@ def test_a_language_model_learns_and_its_held_out_loss_is_what_the_saved_adapter
     result = finetune(loader, plan, texts, tmp_path / "out", tokenizer=tokenizer, protocol=protocol)
     loss = result["metrics"]["held_out"]
     assert loss["loss"]["value"] < loss["loss_before"]["value"] - 0.2
-    rows, held = TextRows(texts, tokenizer), texts.evaluation["held_out"]
+    rows, held, change = TextRows(texts, tokenizer), texts.evaluation["held_out"], result["change"]["held_out"]
+    assert change["difference"] == pytest.approx(loss["loss"]["value"] - loss["loss_before"]["value"]) and change["rows"] == 6
     weight, adapted = np.array(rows.kept(held)), load_adapter(zoo.speaker("llama"), tmp_path / "out" / "seed-0" / "adapter")
     assert rows.losses(adapted, held) @ weight / weight.sum() == pytest.approx(loss["loss"]["value"], rel=1e-5)
     assert rows.losses(model, held) @ weight / weight.sum() == pytest.approx(loss["loss_before"]["value"], rel=1e-5)
+    d = rows.losses(adapted, held) - rows.losses(model, held)
+    without = [np.average(np.delete(d, i), weights=np.delete(weight, i)) for i in range(6)]
+    assert change["stderr"] == pytest.approx(np.sqrt(5 * np.var(without)), rel=1e-4)
 
 
 def test_a_model_and_rows_by_their_names(saved_model, rows, tmp_path):

@@ -105,11 +105,13 @@ def test_the_advice_is_found_in_the_table_and_followed_by_its_command(tmp_path, 
     monkeypatch.chdir(tmp_path)
     rows = np.array([[1.0 / (1 + i / w) ** 3 for i in range(64)] for w in (4, 4, 7, 7)])
     scores = scores_of(rows, 0.001 * np.ones((4, 64)))
-    dataclasses.replace(scores, unit="nats of average loss", extra={**scores.extra, "tokens": 3000}).save("s.json")
+    data = {**scores.data, "samples": 128, "rows": 600, "completion_tokens": 3000}  # the table is for all rows
+    dataclasses.replace(scores, unit="nats of average loss", extra={**scores.extra, "tokens": 700}, data=data).save("s.json")
     assert main(["plan", "ranks", "s.json", "--mean-rank", "4", "-o", "p.json"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "Next: layerbudget explain plan p.json --scores s.json"
     assert main(["explain", "plan", "p.json", "--scores", "s.json"]) == 0
     shown = capsys.readouterr().out
+    assert "for 3,000 completion tokens" in shown and "all 600 rows, 128 of which were scored" in shown
     above = {r["rank"]: r["gain"] - r["floor"] for r in rank_table(scores, 3000)["rows"]}
     at = next(n for n in (8, 16, 32) if above[2 * n] - above[n] <= 0.05 * above[n])
     assert f"mean rank {2 * at} would add {above[2 * at] / above[at] - 1:.1%} to the gain without noise" in " ".join(

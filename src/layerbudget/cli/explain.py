@@ -145,7 +145,8 @@ def _how_much_rank(a: argparse.Namespace, plan: Plan, scores: Any, result: Any) 
     from ..plans.rank_table import rank_table, terms_of
     from ..plans.verdict import share_of_uniform
 
-    found = rank_table(scores, result["codelengths"]["tokens"], **terms_of(plan))
+    of_all = scores.data.get("completion_tokens") if a.tokens is None else None
+    found = rank_table(scores, of_all or result["codelengths"]["tokens"], **terms_of(plan))
     head = ("mean rank", "parameters", "per token", "gain, nats", "without noise", "uniform has", "largest rank")
     rows = [
         (
@@ -161,7 +162,9 @@ def _how_much_rank(a: argparse.Namespace, plan: Plan, scores: Any, result: Any) 
     ]
     of = "" if a.tokens is None else " (--tokens)"
     show_table(a, f"how much rank for {found['tokens']:,} completion tokens{of}", head, rows)
-    if a.tokens is None:
+    if of_all:
+        say(a, f"These are the tokens of all {scores.data['rows']:,} rows, {scores.data['samples']:,} of which were scored.")
+    elif a.tokens is None:
         say(a, "These are the tokens of the scored text: with --tokens N the table is for N completion tokens.")
     if ends := next((r for r in found["rows"] if r["at_measured"]), None):
         say(a, f"From mean rank {ends['rank']} on, blocks have all ranks that were measured and might earn more with others.")

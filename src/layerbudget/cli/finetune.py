@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from ..data.files import LONGEST
 from ..exports import find_plan
 from ..finetuning.protocol import DEVICES, PRESETS, Protocol
 from ..kinds import check_kind
@@ -18,8 +19,6 @@ from .files import check_rows
 from .options import add, add_out, add_set, add_verb, given, load_model, load_tokenizer, refuse, settings, split_revision
 
 _BESIDE = {"train_rows": Option(name="train_rows", type=int), "bf16": Option(name="bf16", type=bool)}  # beside the protocol
-
-LONGEST = 1024  # tokens of a row of text where no cutoff is named, as TRL has it
 
 
 def register(subparsers: Any) -> None:
@@ -161,6 +160,7 @@ def _adapter_parameters(plan: Any, base: Any) -> int:
 def _expect(a: argparse.Namespace, base: Any, plan: Any, task: Any, protocol: Protocol) -> None:
     """Say what will be trained on, and what it will cost; rows of a labelled task count a quarter of the longest allowed."""
     from ..doctor.cost import Text, training
+    from ..plans.rank_table import by_rule_of_thumb
 
     splits = (("to train on", task.train), *task.evaluation.items())
     rows = ", ".join(f"{len(found)} {_words(split)}" for split, found in splits)
@@ -171,9 +171,7 @@ def _expect(a: argparse.Namespace, base: Any, plan: Any, task: Any, protocol: Pr
         learned = sum(label >= 0 for row in task.train for label in row.labels)
         parameters = _adapter_parameters(plan, base)
         sizes = f"{parameters:,} parameters for {learned:,} completion tokens"
-        enough = "enough by the rule of thumb of one a token"
-        few = "fewer than one a token: a larger mean rank may learn more (explain plan PLAN --scores SCORES)"
-        announce(a, f"The adapter has {sizes}: {enough if parameters >= learned else few}.")
+        announce(a, f"The adapter has {sizes}. {by_rule_of_thumb(parameters, learned)}")
     steps, seeds = -(-len(task.train) // protocol.batch), ", ".join(map(str, a.seeds))
     what = f"{task.name}: {rows}; {protocol.epochs:g} epochs of {steps} steps, seeds {seeds}"
     expect(a, what, base, training(text, protocol.epochs, len(a.seeds), sum(map(len, task.evaluation.values()))))
@@ -189,14 +187,13 @@ def _recounted(a: argparse.Namespace, recipe: Any, seed: int) -> dict[str, int]:
 
 
 def _say_what_follows(a: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Say the command that follows: of text the adapter on rows of one's own, of a labelled task the page of the results."""
-    if a.task:
+    """Say the command that follows: the adapter on held-out rows that have a name, else the page of the results."""
+    held_out = a.held_out or ("stdlib" if a.data == "stdlib" else None)
+    if a.task or held_out is None:
         say_next(a, "report", a.out, "-o", f"{a.out}/report.html")
         return
     words = ("--adapter", f"{a.out}/seed-{result['seeds'][0]}/adapter", "--against", a.model)
-    if a.held_out is None and a.data != "stdlib":
-        say(a, "FILE in the next command are rows like yours that were not trained on.")
-    say_next(a, "evaluate", a.model, *words, "--perplexity", a.held_out or ("stdlib" if a.data == "stdlib" else "FILE"))
+    say_next(a, "evaluate", a.model, *words, "--perplexity", held_out)
 
 
 def _words(name: str) -> str:
@@ -211,7 +208,9 @@ def _verdict(result: dict[str, Any], tests: dict[str, Any], plan: Plan) -> str:
     split, metrics = next(iter(result["metrics"].items()))
     name, before = result["metric"], metrics.get("loss_before")
     told = f"{_words(split)} {name} {metrics[name]['value']:.4f}"
-    told += f" (before: {before['value']:.4f})" if before else ""
+    change = result.get("change", {}).get(split)
+    paired = f"; change {change['difference']:+.4f} +- {change['stderr']:.4f} over {change['rows']} rows" if change else ""
+    told += f" (before: {before['value']:.4f}{paired})" if before else ""
     if plan.rule == "uniform" or len(set(plan.counts.tolist())) == 1:
         return f"Verdict: {told}. This plan is uniform: train another with as many parameters, --against this folder."
     advice = "train a plan of --rule uniform with as many parameters, and add --against"
@@ -231,6 +230,7 @@ def _show(a: argparse.Namespace, result: dict[str, Any]) -> None:
         for split, metrics in result["metrics"].items()
         for name, m in metrics.items()
     ]
-    show_table(a, title, ("split", "metric", "mean over seeds", "standard error"), rows)
+    show_table(a, title, ("split", "metric", "mean over seeds", "standard error over seeds"), rows)
     if result["metric"] == "loss":
-        say(a, f"Loss in nats per learned token, {result['rows']['held_out']} rows held out; before: the base model.")
+        over = "; +- one standard error of the change over rows, paired" if result.get("change") else ""
+        say(a, f"Loss in nats per learned token, {result['rows']['held_out']} rows held out; before: the base model{over}.")

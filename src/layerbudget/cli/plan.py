@@ -251,7 +251,8 @@ def _other_rank(a: argparse.Namespace, plan: Plan, scores: Any) -> int | None:
     gains = isinstance(scores, Scores) and "tokens" in scores.extra and scores.unit == "nats of average loss"
     if not a.out or a.mean_rank is None or not advises_uniform(plan) or not gains:
         return None
-    found = rank_table(scores, tokens_of(scores), **terms_of(plan))["rank"]
+    tokens = scores.data.get("completion_tokens") or tokens_of(scores)
+    found = rank_table(scores, tokens, **terms_of(plan))["rank"]
     return None if found == a.mean_rank else int(found)
 
 

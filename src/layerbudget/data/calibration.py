@@ -25,6 +25,10 @@ class CalibrationSet:
     labels: torch.Tensor | None = None
     source: str = "own tensors"  #: What the user named (``stdlib``, a file, a hub dataset).
     seed: int = 0  #: Seed of the sampling.
+    rows: int | None = None  #: Rows of the source, of which samples were drawn; ``None`` where it has no rows of its own.
+    completion_tokens: int | None = (
+        None  #: Tokens of all these rows that training learns, each row cut as ``finetune`` cuts it.
+    )
 
     def __post_init__(self) -> None:
         if self.input_ids.ndim != 2 or not self.input_ids.numel():
@@ -62,6 +66,11 @@ class CalibrationSet:
     def describe(self) -> dict[str, Any]:
         """``{source, samples, length, digest, seed}``, as the files carry it."""
         return {name: getattr(self, name) for name in ("source", "samples", "length", "digest", "seed")}
+
+    def of_rows(self) -> dict[str, int]:
+        """``{rows, completion_tokens}`` of the source, where it has rows."""
+        named = {name: getattr(self, name) for name in ("rows", "completion_tokens")}
+        return {name: value for name, value in named.items() if value is not None}
 
     def select(self, rows: slice | torch.Tensor | list[int]) -> CalibrationSet:
         """Return the same set restricted to some rows."""

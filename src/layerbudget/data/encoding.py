@@ -54,10 +54,24 @@ def encode(rows: Sequence[tuple[Row, str]], tokenizer: Any, *, limit: int, every
 
     Rows that keep nothing to learn are left out, and said to be.
     """
+    return shortened(whole_rows(rows, tokenizer, everything=everything), limit)
+
+
+def whole_rows(rows: Sequence[tuple[Row, str]], tokenizer: Any, *, everything: bool = False) -> list[Encoded]:
+    """Rows of one format as all of their tokens."""
     check_one_format(rows)
+    return [_tokens(_dialogue(row, where, tokenizer), tokenizer, everything) for row, where in rows]
+
+
+def learned_tokens(rows: Sequence[Encoded], limit: int) -> int:
+    """How many of the first ``limit`` tokens of every row are learned; no loss is taken on the first one."""
+    return sum(label != IGNORE for row in rows for label in row.labels[1:limit])
+
+
+def shortened(rows: Sequence[Encoded], limit: int) -> list[Encoded]:
+    """Rows of at most ``limit`` tokens; those that keep nothing to learn are left out, and said to be."""
     found, cut = [], 0
-    for row, where in rows:
-        whole = _tokens(_dialogue(row, where, tokenizer), tokenizer, everything)
+    for whole in rows:
         cut += len(whole.input_ids) > limit
         kept = Encoded(whole.input_ids[:limit], whole.labels[:limit])
         if any(v != IGNORE for v in kept.labels[1:]):

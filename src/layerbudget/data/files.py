@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import InvalidInput, MissingDependency, NotFound
 
+LONGEST = 1024  # tokens of a row of text to train on where no cutoff is named, as TRL has it
 Row = str | dict[str, Any]
 Placed = tuple[str, Any]  # a row and its place in the file
 

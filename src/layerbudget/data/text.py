@@ -22,8 +22,8 @@ from ..models.loading import check_id
 from . import stdlib
 from .calibration import CalibrationSet
 from .dialogues import format_of
-from .encoding import Encoded, encode, pad_of, padded, text_of
-from .files import Row, is_local, read_rows
+from .encoding import Encoded, encode, learned_tokens, pad_of, padded, shortened, text_of, whole_rows
+from .files import LONGEST, Row, is_local, read_rows
 from .tasks import first_rows
 
 logger = logging.getLogger(__name__)
@@ -59,10 +59,17 @@ def _read_rows(source: str, group: str, limit: int | None = None) -> list[tuple[
         if missing:
             logger.warning("This Python has no module %s: skipped.", ", ".join(missing))
         return [(text, source) for _, text in documents]
-    parts = [p.strip() for p in source.split(",") if p.strip()]
-    if parts and all(is_local(p) for p in parts):
-        return [found for part in parts for found in read_rows(part)]
+    if _is_local(source):
+        return [found for part in _parts(source) for found in read_rows(part)]
     return [(row, f"row {n} of {source}") for n, row in enumerate(_read_hub(source, group, limit), 1)]
+
+
+def _parts(source: str) -> list[str]:
+    return [p.strip() for p in source.split(",") if p.strip()]
+
+
+def _is_local(source: str) -> bool:
+    return bool(_parts(source)) and all(map(is_local, _parts(source)))
 
 
 def _read_hub(source: str, group: str, limit: int | None) -> list[Row]:
@@ -142,11 +149,21 @@ def calibration(
     else:
         name, rows = "own texts", [(row, f"row {n} of your list") for n, row in enumerate(source, 1)]
     if any(format_of(row) for row, _ in rows):
-        found = encode(rows, tokenizer, limit=length)
+        whole = whole_rows(rows, tokenizer)
+        found = shortened(whole, length)
         if samples is not None and len(found) < samples:
             logger.warning("%s has %d rows; %d were asked for: all of them are used.", name, len(found), samples)
         made = padded([found[i] for i in _drawn(len(found), seed, shuffle)[:samples]], pad_of(tokenizer))
-        return CalibrationSet(**made, source=name, seed=seed)
+        limited = isinstance(source, str) and samples is not None and len(whole) >= 64 * samples and not _is_local(name)
+        return CalibrationSet(
+            input_ids=made["input_ids"],
+            attention_mask=made["attention_mask"],
+            labels=made["labels"],
+            source=name,
+            seed=seed,
+            rows=None if limited else len(whole),
+            completion_tokens=None if limited else learned_tokens(whole, LONGEST),
+        )
     texts = [text_of(row, where) for row, where in rows]
     stream = token_stream([text for text in texts if text.strip()], tokenizer)
     windows = len(stream) // length

@@ -61,7 +61,8 @@ def finetune(
 ) -> dict[str, Any]:
     """Fine-tune a plan over seeds; return the record that is also written to ``result.json``.
 
-    It has per split and metric the mean, the standard error and the values by seed; trained parameters; the plan's and the
+    It has per split and metric the mean, the standard error and the values by seed; ``change`` of the loss of held-out rows by
+    training, with its standard error over the rows; trained parameters; the plan's and the
     task's digests; ``against``, see :func:`compare`.
 
     Args:
@@ -130,6 +131,8 @@ def finetune(
             "identity": identity,
             "metrics": _summary(results),
         }
+        if changes := _changes(results, answers_of(task)):
+            summary["change"] = changes
         if is_main():
             for seed in seeds if place != staging else ():
                 _copy_seed(place / f"seed-{seed}", staging / f"seed-{seed}")
@@ -270,6 +273,18 @@ def _summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
             mean, error = statistics.mean_and_error(values)
             summary[split][name] = {"value": mean, "stderr": error, "by_seed": values}
     return summary
+
+
+def _changes(results: Sequence[dict[str, Any]], tokens: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """How training changed the loss per token of held-out rows, mean over seeds, and its paired standard error over rows."""
+    found: dict[str, Any] = {}
+    for split, weights in tokens.items():
+        if len(weights) < 2 or not all(split in r.get("losses_before", {}) for r in results):
+            continue
+        each = np.mean([np.subtract(r["losses"][split], r["losses_before"][split]) for r in results], axis=0)
+        difference, error, _ = statistics.ratio(each, np.asarray(weights, dtype=float))
+        found[split] = {"difference": difference, "stderr": error, "rows": len(weights)}
+    return found
 
 
 def read_result(folder: Path | str) -> dict[str, Any]:

@@ -153,14 +153,16 @@ class TextRows(_Batches):
     def judge(self, model: nn.Module) -> dict[str, Any]:
         """Return the held-out loss with the adapter and, where it can be put aside, without it; losses by row too."""
         metrics: dict[str, dict[str, float]] = {}
-        rows = {}
+        rows, before = {}, {}
         for split, examples in self.task.evaluation.items():
             each, weight = self.losses(model, examples), np.array(self.kept(examples), dtype=float)
             metrics[split], rows[split] = {"loss": float(each @ weight / weight.sum())}, each.tolist()
             if hasattr(model, "disable_adapter"):
                 with cast(Any, model).disable_adapter():
-                    metrics[split]["loss_before"] = float(self.losses(model, examples) @ weight / weight.sum())
-        return {"metrics": metrics, "losses": rows}
+                    dense = self.losses(model, examples)
+                metrics[split]["loss_before"] = float(dense @ weight / weight.sum())
+                before[split] = dense.tolist()
+        return {"metrics": metrics, "losses": rows, "losses_before": before}
 
     @staticmethod
     def kept(examples: Sequence[Encoded]) -> list[int]:

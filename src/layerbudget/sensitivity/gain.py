@@ -108,5 +108,5 @@ def _with_provenance(scores: Scores, model: nn.Module, data: Data | None) -> Sco
     if "computation" in scores.model:
         return scores
     described = {**model_blocks.describe(model), "computation": computation(model), **scores.model}
-    source = scores.data or (data.describe() if data is not None else {})
+    source = scores.data or ({} if data is None else {**data.describe(), **getattr(data, "of_rows", dict)()})
     return dataclasses.replace(scores, model=described, data=source, versions=scores.versions or versions())
