@@ -88,7 +88,7 @@ def test_the_rest_stays_in_16_bits_and_is_counted(tmp_path, make, bits, by, meth
     receipt = write_bits(model, plan, tmp_path / "out", data, resume=tmp_path / "parts")
     assert receipt.bytes == receipt.planned == plan.budget["spent"] and receipt.tensors == plan.budget["file"]
     assert receipt.tensors < receipt.file <= plan.budget["file"] + plan.extra["head_bytes"]
-    assert any(f"{len(kept)} matrices stay in 16 bits ({sum(sizes.values())} of the bytes" in n for n in receipt.notes)
+    assert any(f"{len(kept)} matrices stay in 16 bits ({sum(sizes.values()):,} of the bytes" in n for n in receipt.notes)
     back = lb.load_model(str(tmp_path / "out"), dtype="float32")
     same = make()
     same.load_state_dict({n: t.bfloat16().float() for n, t in same.state_dict().items()})
