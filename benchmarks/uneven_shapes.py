@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import layerbudget as lb
@@ -30,6 +32,7 @@ from layerbudget.decisions.shapes.plan import plans_at_once
 from layerbudget.decisions.shapes.save import save_gguf
 from layerbudget.decisions.shapes.speed import request_seconds
 from layerbudget.evaluation.perplexity import evaluation_set, perplexity
+from layerbudget.evaluation.statistics import ratio
 from layerbudget.models.blocks import layers
 
 LABELS = {"uneven": "uneven", "even": "nearest even shape"}
@@ -73,7 +76,7 @@ def note(a: argparse.Namespace, name: str, **found: Any) -> None:
     rows = json.loads(file.read_text()) if file.is_file() else {}
     rows[name] = {**rows.get(name, {}), **found}
     file.write_text(json.dumps(rows, indent=1))
-    print(name, found, flush=True)
+    print(name, {k: v for k, v in found.items() if k not in ("nll", "tokens")}, flush=True)
 
 
 def quality(a: argparse.Namespace) -> None:
@@ -89,8 +92,11 @@ def quality(a: argparse.Namespace) -> None:
             plan = lb.Plan.load(a.scratch / f"{name}.json")
             lb.apply_shapes(model, plan, data)
         found = [(find_attention(m, n), find_mlp(m, n).width) for n, m in layers(model)]
+        loss = perplexity(model, held)
         row = {
-            "perplexity": perplexity(model, held).value,
+            "perplexity": loss.value,
+            "nll": loss.nll,
+            "tokens": loss.counts,
             "heads": [h.heads for h, _ in found],
             "widths": [w for _, w in found],
         }
@@ -122,13 +128,23 @@ def table(a: argparse.Namespace) -> str:
     def line(label: str, r: dict[str, Any]) -> str:
         ratios = " | ".join(f"{r[k] / dense[k]:.2f}" for k in ("bytes", "read", "written"))
         sizes = f"{spread(r['heads'])}, {spread(r['widths'])}" if "heads" in r else ""
-        return f"| {label} | {r['saved']:.1%} | {sizes} | {ratios} | {r['perplexity']:.2f} |"
+        return f"| {label} | {r['saved']:.1%} | {sizes} | {ratios} | {r['perplexity']:.2f} | {beside(r)} |"
+
+    def beside(r: dict[str, Any]) -> str:
+        """Change of the perplexity from the even shape of the same request, with two standard errors over the windows."""
+        even = next((rows[f"even-{save:g}"] for save in a.saves if r is rows[f"uneven-{save:g}"]), None)
+        if even is None:
+            return ""
+        counts = np.array(r["tokens"])
+        mean, error, _ = ratio(np.array(r["nll"]) - np.array(even["nll"]), counts)
+        return f"{math.expm1(mean):+.1%} +- {2 * error:.1%}"
 
     lines = [
         f"## {a.name or Path(a.model).name}", "",
         f"{a.samples} x {a.length} tokens decide, {a.windows} held-out windows of {a.length}. Bytes and speed are ratios to the "
         f"dense file; it reads {dense['read']:.0f} and writes {dense['written']:.0f} tokens per second of one thread.", "",
-        "| shapes | FLOPs gone | heads, widths | bytes | reading | writing | perplexity |", "|---|---|---|---:|---:|---:|---:|",
+        "| shapes | FLOPs gone | heads, widths | bytes | reading | writing | perplexity | against even |",
+        "|---|---|---|---:|---:|---:|---:|---|",
         line("dense, F16", dense), *([line("dense, Q8_0", rows["q8"])] if "q8" in rows else []),
     ]  # fmt: skip
     for save in a.saves:
