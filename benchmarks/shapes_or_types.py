@@ -10,7 +10,6 @@ are those of a file whose matrices have that mean width with all shapes. KL is f
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
 from pathlib import Path
 

@@ -48,9 +48,10 @@ class Export:
         said = self.use.format(file=path, options=options).strip()
         if part.kind == "bits" and {"kept-experts", "shapes"} & set(parts):
             held = plan.extra.get("experts")
-            what = "fewer heads and channels" if held is None else f"{held['left']} of {held['of']} experts"
+            what = "fewer heads or channels stay"
+            what = what if held is None else f"{held['left']} of {held['of']} experts stay in every layer"
             said += (
-                f" These types are for the smaller file, in which {what} stay in every layer, "
+                f" These types are for the smaller file, in which {what}, "
                 "not for the original: layerbudget apply MODEL PLAN -o DIR writes it with them."
             )
         return said.strip()

@@ -24,6 +24,7 @@ from layerbudget.decisions.shapes.apply import apply_shapes
 from layerbudget.decisions.shapes.plan import plans_at_once
 from layerbudget.decisions.shapes.program import layers_differ
 from layerbudget.errors import CoverageError, InfeasibleBudget, InvalidInput
+from layerbudget.exports import EXPORTS
 from layerbudget.models.blocks import describe
 from layerbudget.models.loading import load_model
 from layerbudget.plan import Plan
@@ -103,6 +104,8 @@ def test_one_program_is_the_best_of_all_choices_with_every_set_of_shapes(seed):
         whole = plan.extra["baselines"].get("all-shapes", {"predicted": np.inf})["predicted"]
         assert whole == pytest.approx(best[0], rel=1e-12)
         assert list(parts_of(plan)) == ["bits", "cache", *(["shapes"] if e["share"] < 1 else [])]
+        said = EXPORTS.find("auto-round").sentence(plan, "file.json")
+        assert ("in which fewer heads or channels stay, not for the original" in said) == (e["share"] < 1)
         seen.add(e["share"])
     assert len(seen) > 1 and plan.extra["curve"][0]["memory"] == low and plan.extra["curve"][-1]["shapes"] == 1.0
     assert plan.extra["passes"] == 60 + 9
