@@ -153,11 +153,14 @@ def show(a: argparse.Namespace, plan: Plan) -> None:
         "bits per weight",
         "per cached number",
         "predicted KL",
-        f"KL per {name}",
+        f"a {name} saves",
     )
     rows = []
+    *_, last = plan.extra["curve"]
     for row in plan.extra["curve"]:
+        saves = "-" if row is last else row["price"] * unit / 2**30
         sizes = [f"{row[n] / unit:.2f}" for n in ("memory", "weights_bytes", "cache_bytes")]
         sizes[1:1] = [f"{row[n]:.1%}" if n == "shapes" else str(row[n]) for n in smaller]
-        rows.append((*sizes, row["weights_bits"], row["cache_bits"], row["predicted"], row["price"] * unit / 2**30))
-    show_table(a, f"best plans over memory ({name}) at {plan.extra['context']} tokens x {plan.extra['batch']}", head, rows)
+        rows.append((*sizes, row["weights_bits"], row["cache_bits"], row["predicted"], saves))
+    title = f"best plans over memory ({name}) at {plan.extra['context']} tokens x {plan.extra['batch']}"
+    show_table(a, f"{title}; a {name} saves: of predicted KL, up to the next row", head, rows)

@@ -17,7 +17,7 @@ from layerbudget.decisions.bits.sensitivity import DenseOutput, mean_and_error
 from layerbudget.decisions.cache.cache import caching, layer_formats, rounding
 from layerbudget.decisions.fit.parts import parts_of
 from layerbudget.decisions.fit.plan import apply_fit, plan_fit, write_fit
-from layerbudget.decisions.fit.program import Fitted, Terms, fits_of
+from layerbudget.decisions.fit.program import GIB, Fitted, Terms, fits_of
 from layerbudget.decisions.fit.removal import numbers, smaller_tables
 from layerbudget.errors import InfeasibleBudget, InvalidInput, UnknownStructure
 from layerbudget.models.experts import cut_experts, find_experts
@@ -88,8 +88,29 @@ def test_one_program_is_the_best_of_all_choices_with_every_number_of_experts(see
         seen.add(e["left"])
     assert len(seen) > 1 and plan.extra["curve"][0]["memory"] == low
     assert [row["experts"] for row in plan.extra["curve"]][-1] == 4
+    for row, after in itertools.pairwise(curve := plan.extra["curve"]):  # no price of a program with one number of experts
+        assert after["predicted"] == pytest.approx(row["predicted"] - row["price"] / GIB * (after["memory"] - row["memory"]))
+    assert curve[-1]["price"] == 0
     with pytest.raises(InfeasibleBudget, match=f"The smallest plan takes {low:,}"):
         plan_fit(scores, memory=f"{low - 1} bytes", context=300, experts=True)
+
+
+def test_a_plan_says_what_little_more_memory_takes_away():
+    """Where one number of experts gives way to another, a price says nothing: the best plans of more memory are solved."""
+    scores, seen = scores_of_experts(0), set()
+    own = {"context": 300, "experts": True}
+    low = min(fit.least for fit in fits_of(scores, Terms(memory="1 GiB", **own)))
+    for memory in range(low, low + 300000, 30000):
+        plan = plan_fit(scores, memory=f"{memory} bytes", **own)
+        more, said, damage = plan.extra["more"], " ".join(explain_plan(plan)["sentences"]), plan.extra["predicted"]
+        near = {row["memory"]: row["predicted"] for row in more["near"]}
+        assert list(near) == [int(memory * s) for s in (1.01, 1.02, 1.05)]
+        assert list(near.values()) == [plan_fit(scores, memory=f"{m} bytes", **own).extra["predicted"] for m in near]
+        half = next((m for m, predicted in near.items() if predicted <= damage / 2), None)
+        assert (f"more memory ({half:,} bytes)" in said) if half else ("more memory" not in said)
+        assert f"With one MiB more the best plan is predicted to cost {more['predicted']:.4g} nats per token in all" in said
+        seen.add(half is None)
+    assert seen == {True, False}
 
 
 def test_experts_are_decided_only_where_they_are_asked_for():

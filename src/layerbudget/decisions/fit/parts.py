@@ -64,13 +64,27 @@ def shares(plan: Plan) -> list[str]:
         f"{c['predicted']:.4g} nats), {beside}.",
         *of_smaller(plan),
     ]
-    if plan.certificate:
-        price, unit = plan.certificate["price"] * GIB, "GiB"
-        if plan.budget["limit"] < GIB:
-            price, unit = price / 1024, "MiB"
+    return [*said, *_on_more(plan)]
+
+
+def _on_more(plan: Plan) -> list[str]:
+    """What one unit of memory more would bring, and how little more takes away half of the damage, where so little does."""
+    e, more = plan.extra, plan.extra["more"]
+    this, own = "this one", e["predicted"]
+    if (best := e["baselines"].get("choices")) and plan.rule != "choices":
+        this, own = "the best plan of this memory", best["predicted"]
+    unit = {GIB: "GiB", GIB >> 10: "MiB"}[more["bytes"]]
+    said = [
+        f"With one {unit} more the best plan is predicted to cost {more['predicted']:.4g} nats per token in all, "
+        f"{max(own - more['predicted'], 0):.4g} less than {this}."
+    ]
+    near = next((row for row in more.get("near", ()) if row["predicted"] <= own / 2 and own > 0), None)
+    if near:
+        left = near["predicted"] / own
+        share = f"{left:.0%}" if left >= 0.01 else "less than 1%"
         said.append(
-            f"At the margin one {unit} is worth {price:.3g} nats; with one GiB more the best plan would lose "
-            f"{e['more']['predicted']:.4g} in all."
+            f"The best plan of only {near['share']:.0%} more memory ({near['memory']:,} bytes) is predicted to cost "
+            f"{near['predicted']:.4g} nats per token, {share} of {this}."
         )
     return said
 

@@ -106,7 +106,7 @@ def plan_fit(
         progress: Called with (steps done, steps).
         **options: Other options of :func:`~layerbudget.decisions.bits.sensitivity.rounding_damage`.
 
-    Its ``extra`` has what each part got, the best plan of one GiB more, and the curve over memory.
+    Its ``extra`` has what each part got, what more memory would bring, and the curve over memory.
 
     Raises:
         InfeasibleBudget: A memory below the smallest plan; said before anything is measured.

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -54,6 +55,7 @@ KIND = "fit"
 UNIFORM, MIX = "uniform-cache", "mix"
 RULES = ("choices", UNIFORM, MIX)
 GIB = 1 << 30
+_SHARES = (0.01, 0.02, 0.05)  # of more memory that is asked what it brings; more of it brings much everywhere
 _PASSES = ("choices", "cache", "experts", "shapes")  # what was measured, each with its forward equivalents
 
 
@@ -266,7 +268,7 @@ class Fit:
     def row(self, found: Choice) -> dict[str, Any]:
         """Return a choice in numbers."""
         own = self.table.totals(found.chosen)
-        row = {"memory": found.budget + self.beside, "predicted": own["predicted"], "price": found.price * GIB}
+        row = {"memory": found.budget + self.beside, "predicted": own["predicted"]}
         row |= {f"{n}_{key}": p[key] for n, p in self.parts(found.chosen).items() for key in ("bytes", "bits") if key in p}
         row |= {} if self.smaller is None else {self.smaller.name: self.smaller.part}
         few = len(self.weights.blocks) + len(self.cache.blocks) <= SHOWN
@@ -316,11 +318,27 @@ def best_of(fits: Sequence[Fit], memory: int) -> tuple[Fit, Choice]:
 
 
 def curve(fits: Sequence[Fit], count: int = CURVE) -> list[dict[str, Any]]:
-    """Return the best plans of several memories, from the smallest to 16 bits for everything, evenly in ratio."""
+    """Return the best plans of several memories, from the smallest to 16 bits for everything, evenly in ratio.
+
+    The ``price`` of a row is what a GiB saves on the way to the next row, in nats per token; zero in the last row. It is no
+    price of a program: that of one number of experts, or of one set of shapes, says nothing of the change to another one.
+    """
     whole = fits[0]
     low = smallest(fits).least - whole.beside
     high = int(np.where(whole.table.has, whole.table.size, 0).max(axis=1).sum())
-    return [point(fits, int(limit) + whole.beside) for limit in np.geomspace(low, high, count).round()]
+    rows = [point(fits, int(limit) + whole.beside) for limit in np.geomspace(low, high, count).round()]
+    for row, after in itertools.pairwise([*rows, rows[-1]]):
+        room = after["memory"] - row["memory"]
+        row["price"] = (row["predicted"] - after["predicted"]) / room * GIB if room else 0.0
+    return rows
+
+
+def with_more(fits: Sequence[Fit], memory: int) -> dict[str, Any]:
+    """Return what the best plan loses with one unit of memory more (``bytes``), and with a few shares more (``near``)."""
+    unit = GIB if memory >= GIB else GIB >> 10
+    near = [{"share": share, "memory": math.floor(memory * (1 + share))} for share in _SHARES]
+    near = [{**row, "predicted": point(fits, int(row["memory"]))["predicted"]} for row in near]
+    return {"bytes": unit, "predicted": point(fits, memory + unit)["predicted"], "near": near}
 
 
 def point(fits: Sequence[Fit], memory: int) -> dict[str, Any]:
@@ -425,7 +443,6 @@ class Fitted:
         weights, cache = fit.apart(chosen)
         decision = dataclasses.replace(self.decision, table=fit.table)
         formats = {m: f for t, c in fit.shown(chosen) for m, f in t.formats_of(c).items()}
-        more = point(self.fits, self.terms.bytes + GIB)
         extra = {
             **extra_of(fit.weights, weights),
             **decision.record(rule),
@@ -437,7 +454,7 @@ class Fitted:
             "cache_formats": fit.cache.formats_of(cache),
             "named": {name: each.name for name, each in self.picks.items() if each.name},
             "uniform_caches": dict(self.caches),
-            "more": {"bytes": GIB, "predicted": more["predicted"]},
+            "more": with_more(self.fits, self.terms.bytes),
             "curve": curve(self.fits),
             "asked": rule,
         }
