@@ -106,7 +106,7 @@ def test_a_plan_says_what_little_more_memory_takes_away():
         near = {row["memory"]: row["predicted"] for row in more["near"]}
         assert list(near) == [int(memory * s) for s in (1.01, 1.02, 1.05)]
         assert list(near.values()) == [plan_fit(scores, memory=f"{m} bytes", **own).extra["predicted"] for m in near]
-        half = next((m for m, predicted in near.items() if predicted <= damage / 2), None)
+        half = next((m for m, predicted in near.items() if predicted <= damage / 2 and damage), None)
         assert (f"more memory ({half:,} bytes)" in said) if half else ("more memory" not in said)
         assert f"With one MiB more the best plan is predicted to cost {more['predicted']:.4g} nats per token in all" in said
         seen.add(half is None)
