@@ -1,3 +1,4 @@
+import dataclasses
 import io
 
 import pytest
@@ -7,9 +8,12 @@ from tests import zoo
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import CorruptFile, NotFound
 from layerbudget.records import dumps, write_text
+from layerbudget.report.data import charts_of
 from layerbudget.report.figures import overview, save_figure
 from layerbudget.report.page import build_page, write_report
+from layerbudget.report.records import cards_of, commands_of, gather
 from layerbudget.report.tables import plan_table, scores_table
+from layerbudget.storage.parts import Cells
 
 ROWS = [
     {"model": "dense", "target": None, "sparsity": 0.0, "perplexity": 3.0, "standard_error": 0.1, "vs_uniform": None},
@@ -70,3 +74,29 @@ def test_tables_show_whole_names_of_layers_on_a_narrow_terminal():
         out = io.StringIO()
         Console(file=out, width=52).print(table)
         assert all(f"{name} " in out.getvalue() for name in scores.names)
+
+
+def test_a_page_takes_the_scores_that_its_plan_was_made_from(tmp_path):
+    """Not the first file of the folder by name; where they are missing, none."""
+    others = dataclasses.replace(zoo.scores([3.0, 2.0, 1.0]), estimator="rank-gain", made_by="layerbudget score demo")
+    mine = dataclasses.replace(zoo.scores([1.0, 2.0, 3.0]), estimator="imported", made_by="layerbudget score --import m.csv")
+    plan = dataclasses.replace(plan_sparsity(mine, sparsity=0.5, rule="owl"), made_by="layerbudget plan sparsity mine.json")
+    others.save(tmp_path / "gains.json")
+    plan.save(tmp_path / "owlmine.json")
+    found, said = gather(tmp_path), "The scores of this plan are not in this folder."
+    assert found.scores is None and "gains" not in charts_of(found) and build_page(tmp_path).count(said) == 2
+    assert commands_of(found) == [f"# {said}", plan.made_by] and "scores" not in dict(cards_of(found))
+    mine.save(tmp_path / "mine.json")
+    found = gather(tmp_path)
+    assert commands_of(found) == [mine.made_by, plan.made_by] and ("scores", "imported") in cards_of(found)
+    assert charts_of(found)["gains"]["gain"] == mine.gain[0] and said not in (page := build_page(tmp_path))
+    assert "gains.json: scores by rank-gain" in page and "mine.json: scores by imported" in page
+
+
+def test_a_page_of_a_comparison_that_was_stopped_says_how_far_it_is(tmp_path):
+    cells = Cells(tmp_path / "cells")
+    cells.expect([{"i": 0}, {"i": 1}], "layerbudget compare demo --out here")
+    cells.get({"i": 1}, lambda: {"x": 1})
+    told = "not finished: 1 of 2 plans are measured.*Run the same compare command again: layerbudget compare demo"
+    with pytest.raises(NotFound, match=told):
+        build_page(tmp_path)

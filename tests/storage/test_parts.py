@@ -6,7 +6,7 @@ import pytest
 from tests.killing import killed_at
 
 from layerbudget.errors import InvalidInput, ModelMismatch
-from layerbudget.storage.parts import STATE, Cells, Parts, clear
+from layerbudget.storage.parts import STATE, Cells, Parts, Standing, clear, standing_of
 
 
 def kept(folder, key="k", value=1):
@@ -94,3 +94,17 @@ def test_cells_are_shared_between_processes(tmp_path):
     assert [one.get({"i": i}, dict)["x"] for i in range(4)] == [0, 1, 2, 3]
     with pytest.raises(InvalidInput):
         Cells(None, (3, 2))
+
+
+def test_a_grid_says_how_far_it_is(tmp_path):
+    """Cells of another grid in the folder do not count, and the same grid again leaves the file as it is."""
+    assert standing_of(tmp_path / "none") is None and standing_of(tmp_path) is None
+    cells, keys = Cells(tmp_path), [{"i": i} for i in range(3)]
+    cells.get({"i": "other"}, lambda: {"x": 1})
+    assert standing_of(tmp_path) == Standing(done=0, total=None, command="")
+    cells.expect([*keys, keys[0]], "layerbudget compare")
+    cells.get(keys[1], lambda: {"x": 1})
+    assert standing_of(tmp_path) == Standing(done=1, total=3, command="layerbudget compare")
+    stamp = (tmp_path / "grid.json").stat().st_mtime_ns
+    Cells(tmp_path).expect(keys, "layerbudget compare")
+    assert (tmp_path / "grid.json").stat().st_mtime_ns == stamp

@@ -183,18 +183,22 @@ def _measured(
     bench: Bench, cells: Cells, grids: Mapping[float, Mapping[int, Grid]], tick: Steps
 ) -> dict[float, dict[str, dict[str, list[Any]]]]:
     """``{budget: {entry: {values[seeds][items], spent[seeds]}}}``, without the cells that are left to other parts."""
-    tables: dict[float, dict[str, dict[str, list[Any]]]] = {}
-    for budget, by_seed in grids.items():
-        table = tables.setdefault(budget, {})
-        for seed, grid in by_seed.items():
-            for entry in grid.entries:
-                key = {"what": "plan", "decision": entry.decision, "seed": seed, "data": bench.data(seed).digest}
-                cell = cells.get({**key, **bench.identity}, functools.partial(bench.measure, entry.plan, seed))
-                tick()
-                row = table.setdefault(entry.name, {"values": [], "spent": []})
-                if cell is not None:
-                    row["values"].append(cell["values"])
-                    row["spent"].append(cell["spent"])
+    tables: dict[float, dict[str, dict[str, list[Any]]]] = {budget: {} for budget in grids}
+    identity = bench.identity
+    each = [
+        (budget, seed, entry, {"what": "plan", "decision": entry.decision, "seed": seed, "data": bench.data(seed).digest})
+        for budget, by_seed in grids.items()
+        for seed, grid in by_seed.items()
+        for entry in grid.entries
+    ]
+    cells.expect(({**key, **identity} for *_, key in each), made_by())
+    for budget, seed, entry, key in each:
+        cell = cells.get({**key, **identity}, functools.partial(bench.measure, entry.plan, seed))
+        tick()
+        row = tables[budget].setdefault(entry.name, {"values": [], "spent": []})
+        if cell is not None:
+            row["values"].append(cell["values"])
+            row["spent"].append(cell["spent"])
     return tables
 
 

@@ -50,7 +50,7 @@ def charts_of(found: Found) -> dict[str, Any]:
         data["gains"] = {"gain": scores.gain[i], "error": scores.standard_error[i], "floor": scores.noise_floor[i]}
         data["gains"] |= {"unit": scores.unit, "names": scores.names}
     kind = plan.kind if plan is not None else "ranks" if scores is not None and "increments" in scores.extra else "sparsity"
-    if scores is not None and (plan is None or scores.names == plan.names) and "cache" not in scores.extra:
+    if scores is not None and (plan is None or scores is found.decisive) and "cache" not in scores.extra:
         data["grid"] = solved_grid(scores, kind, plan)
     if plan is not None and plan.kind == "fit":
         data["memory"] = _memory(plan)

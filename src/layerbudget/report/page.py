@@ -85,7 +85,7 @@ def build_page(folder: Path | str) -> str:
     if found.contest is not None:
         parts.append(_sentences("In words", found.contest["sentences"]))
     if found.plan is not None:
-        parts.append(_sentences("The plan in words", explained(found.plan)))
+        parts.append(_sentences("The plan in words", [*explained(found.plan), *filter(None, [found.left_out])]))
         if found.plan.kind in ("sparsity", "shapes"):
             pattern = ((found.receipt or {}).get("settings") or {}).get("pattern")
             said = html.escape(runtime_box(found.plan.kind, pattern=pattern))
@@ -140,7 +140,7 @@ def _sentences(title: str, lines: Iterable[str]) -> str:
 
 def _details(found: Found) -> str:
     """Every number of every record, folded, and the figures."""
-    parts = [_scores_details(found.scores)] if found.scores is not None else []
+    parts = [_scores_details(scores, name) for name, scores in found.scored.items()]
     parts += [plan_details(plan, name) for name, plan in found.plans.items()]
     records = {"result.json": found.result, "receipt.json": found.receipt, "fine-tuning": found.tuned}
     for name, record in (records | {"comparison.json": found.contest, **found.others}).items():
@@ -159,10 +159,10 @@ def _folded(title: str, body: str) -> str:
     return f"<details><summary>{html.escape(title)}</summary>{body}</details>"
 
 
-def _scores_details(scores: Scores) -> str:
+def _scores_details(scores: Scores, name: str) -> str:
     made = {**scores.model, **scores.data, "digest": scores.digest, **scores.versions}
     table = scores_table(scores)
-    return _folded(f"Scores by {table.title}", table.html() + facts(made).html())
+    return _folded(f"{name}: scores by {table.title}", table.html() + facts(made).html())
 
 
 def plan_details(plan: Plan, name: str) -> str:

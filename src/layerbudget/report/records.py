@@ -13,6 +13,7 @@ from ..plan import Plan
 from ..plans.verdict import passes_of, verdict
 from ..scores import Scores
 from ..storage import reading
+from ..storage.parts import standing_of
 
 # Files of a checkpoint or of a run that are no results.
 _PASSED = (
@@ -30,14 +31,14 @@ _PASSED = (
 
 @dataclasses.dataclass
 class Found:
-    """The results of a folder: the first scores, all plans by file, and records by what made them.
+    """The results of a folder: all scores and plans by file, and records by what made them.
 
     ``receipt`` is of ``apply``, ``result`` of a demo or of what else was measured, ``tuned`` of a fine-tuning, ``contest`` of a
     comparison; ``others`` are further records by file, ``figures`` PNG files.
     """
 
     folder: str
-    scores: Scores | None = None
+    scored: dict[str, Scores] = dataclasses.field(default_factory=dict)
     plans: dict[str, Plan] = dataclasses.field(default_factory=dict)
     receipt: dict[str, Any] | None = None
     result: dict[str, Any] | None = None
@@ -50,6 +51,26 @@ class Found:
     def plan(self) -> Plan | None:
         """The folder's plan, which is ``plan.json`` or else the first one."""
         return self.plans.get("plan.json") or next(iter(self.plans.values()), None)
+
+    @property
+    def decisive(self) -> Scores | None:
+        """The scores that the plan was made from; None where it was made from none, or from scores that are not here."""
+        digest = None if self.plan is None else self.plan.scores_digest
+        return next((scores for scores in self.scored.values() if digest is not None and scores.digest == digest), None)
+
+    @property
+    def scores(self) -> Scores | None:
+        """The scores of the plan; where there is no plan, or one that was made from no scores, the first ones."""
+        if self.plan is not None and self.plan.scores_digest is not None:
+            return self.decisive
+        return next(iter(self.scored.values()), None)
+
+    @property
+    def left_out(self) -> str:
+        """A sentence where the plan was made from scores that are not in the folder; empty where they are, or it measured."""
+        if self.plan is None or self.plan.scores_digest is None or self.decisive is not None:
+            return ""
+        return "" if passes_of(self.plan) else "The scores of this plan are not in this folder."
 
 
 def gather(folder: Path | str) -> Found:
@@ -65,6 +86,7 @@ def gather(folder: Path | str) -> Found:
     if found.tuned is not None:
         found.tuned.setdefault("against", found.others.pop("against.json", None))
     if found == Found(folder=found.folder):
+        _check_finished(folder)
         raise NotFound(
             f"{folder} holds no results.",
             "It should hold scores.json, plan.json, receipt.json, result.json or figures.",
@@ -73,9 +95,19 @@ def gather(folder: Path | str) -> Found:
     return found
 
 
+def _check_finished(folder: Path) -> None:
+    """Say of a comparison that was stopped how far it is."""
+    found = standing_of(folder / "cells")
+    if found is None:
+        return
+    many = "no plan is" if found.total is None else f"{found.done} of {found.total} plans are"
+    again = f"Run the same compare command again{f': {found.command}' if found.command else '.'}"
+    raise NotFound(f"This comparison is not finished: {many} measured.", "What was measured is kept.", again)
+
+
 def _sort(found: Found, path: Path, record: dict[str, Any]) -> None:
     if "estimator" in record and "gain" in record:
-        found.scores = found.scores or Scores.load(path)
+        found.scored[path.name] = Scores.load(path)
     elif "kind" in record and "blocks" in record and "budget" in record:
         found.plans[path.name] = Plan.load(path)
     elif "plan_digest" in record and "modules" in record:
@@ -183,8 +215,8 @@ def cards_of(found: Found) -> list[tuple[str, str]]:
         cards += [("forward equivalents of planning", f"{passes:.0f}")] if (passes := passes_of(plan)) else []
         status = plan.certificate.get("status") or ("optimal" if plan.extra.get("rounding", {}).get("exact") else None)
         cards += [("certificate", str(status))] if status else []
-    if found.scores is not None:
-        cards.append(("scores", found.scores.estimator))
+    if (scores := found.scores if found.plan is None else found.decisive) is not None:
+        cards.append(("scores", scores.estimator))
     if found.receipt is not None and "bits" in found.receipt:
         cards.append(("recounted bits per weight", f"{found.receipt['bits']:.4f}"))
     elif found.receipt is not None:
@@ -217,7 +249,7 @@ def commands_of(found: Found) -> list[str]:
     demo = found.result if "saved" in (found.result or {}) else None
     records: dict[str, Any] = {"demo": demo} if demo else {"scores": found.scores, "plan": found.plan}
     records |= {"receipt": found.receipt, "fine-tuning": found.tuned, "comparison": found.contest}
-    lines = []
+    lines = [f"# {found.left_out}"] if found.left_out and not demo else []
     for what, record in records.items():
         if record is not None:
             made = record.made_by if isinstance(record, (Plan, Scores)) else record.get("made_by")

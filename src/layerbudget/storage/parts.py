@@ -11,11 +11,12 @@ each with its ``--part I/N``.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from .writing import check_writable, new_file, real, sweep, whole, write_text
 logger = logging.getLogger(__name__)
 
 STATE = "resume.json"
+GRID = "grid.json"  # the cells of a grid
 _PART = re.compile(r"([A-Za-z0-9_-]+)\.([0-9a-f]{32})\.(json|npy|npz|safetensors)")
 
 
@@ -181,6 +183,15 @@ class Cells:
         self._left.discard(name)
         return dict(self._memory[name]["cell"])
 
+    def expect(self, keys: Iterable[Mapping[str, Any]], command: str = "") -> None:
+        """Leave which cells a grid has, and the command that measures them: :func:`standing_of` reads it."""
+        if self._parts.folder is None or self._complete:
+            return
+        file, cells = self._parts.folder / GRID, sorted({digest(key) for key in keys})
+        text = reading.dump({"schema_version": 1, "cells": cells, "made_by": command})
+        if not file.is_file() or file.read_bytes() != text.encode():
+            write_text(file, text, overwrite=True)
+
     @property
     def missing(self) -> int:
         """Cells that were asked for and left to other parts."""
@@ -190,6 +201,26 @@ class Cells:
     def seconds(self) -> float:
         """Processor time that the cells which were used took, also where they were found."""
         return sum(cell["seconds"] for cell in self._memory.values())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Standing:
+    """How far a grid is: cells that are there, cells in all (None before they are known), and the command that goes on."""
+
+    done: int
+    total: int | None
+    command: str
+
+
+def standing_of(folder: Path | str) -> Standing | None:
+    """How far the grid in a folder is; None where the folder holds none."""
+    folder = Path(folder)
+    names = {name for _, name, _ in _parts(folder)} if folder.is_dir() else set[str]()
+    if not (folder / GRID).is_file():
+        return Standing(done=0, total=None, command="") if names else None
+    record = reading.read(folder / GRID, "grid", as_type=dict[str, Any], remedy="Run the same command again.")
+    cells = record.get("cells") or []
+    return Standing(done=len(names.intersection(cells)), total=len(cells), command=str(record.get("made_by") or ""))
 
 
 def _timed(key: Mapping[str, Any], make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
