@@ -51,6 +51,13 @@ def test_every_kind_stays_within_its_budget(files, words):
     assert shown
 
 
+def test_parameters_of_adapters_are_named_apart_from_those_of_the_layer(files):
+    plan, shown = run("plan", "ranks", files / "a.json", "--mean-rank", 4, "--table")
+    assert "│ adapter parameters │" in shown.replace("┃", "│") and f"{plan['budget']['spent']:,.0f} adapter parameters" in shown
+    first = next(line for line in shown.splitlines() if "model.layers.0" in line)
+    assert first.split("│")[3].strip() == f"{plan['blocks'][0]['count'] * (64 + 64):,}"
+
+
 def test_rules_without_scores_need_only_a_configuration(files):
     result, _ = run("plan", "ranks", files / "config.json", "--mean-rank", 8, "--rule", "uniform")
     assert {b["count"] for b in result["blocks"]} == {8}

@@ -13,6 +13,7 @@ from tests import zoo
 from tests.cli.helpers import command_result
 
 from layerbudget.cli import display, main, parse
+from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.models.blocks import partition
 from layerbudget.plan import Plan
 from layerbudget.plans.explain import explain_plan
@@ -157,6 +158,9 @@ def test_a_plan_of_ranks_that_is_advised_against_is_followed_by_uniform(tmp_path
         assert explained[-1] == told[0] and sum("niform ranks with as many" in line for line in explained) == (noise < 0.9)
         assert "finetune" in words and ("this is uniform" in told[-2]) == uniform
         Path("uniform.json").unlink(missing_ok=True)
+        swept = command_result("explain", "sweep", "s.json", "--kind", "ranks", "--budgets", "4", "8")[1]
+        assert "noise alone has" in swept
+        assert ("At 4, 8, noise alone would give 95% of the gain, so it decides nothing" in swept) == (noise > 0.9)
 
 
 def test_a_difference_within_the_noise_is_none(made):
@@ -197,6 +201,13 @@ def test_the_terminal_of_a_score_is_short(place, monkeypatch):
     values = dict(zip([b["name"] for b in result["blocks"]], result["gain"][0], strict=True))
     assert max(values, key=values.get) in lines[-2]
     json.dumps(result)
+
+
+def test_the_verdict_of_ranks_says_what_noise_alone_would_give(place, monkeypatch):
+    monkeypatch.chdir(place)
+    shown = command_result("score", "MODEL", "--estimator", "rank-gain", *TEXT, "--set", "largest=12", "-o", "gains.json")[1]
+    found = re.search(r"Verdict: .* of average loss; at mean rank 8, noise alone would give (\d+)% of the gain", shown)
+    assert int(found[1]) == round(100 * plan_ranks(Scores.load("gains.json"), mean_rank=8).extra["noise_share"])
 
 
 def test_the_text_that_checks_is_beside_the_text_that_decides(place, monkeypatch, capsys):

@@ -89,6 +89,13 @@ def test_a_sweep_reports_the_measured_gain(scores):
     assert all(a["value"] < b["value"] for a, b in zip(rows, rows[1:], strict=False)) and all(r["front"] for r in rows)
 
 
+def test_a_sweep_has_the_share_of_noise_at_every_budget(scores):
+    known = {**scores.extra, "increments_floor": (0.3 * np.array(scores.extra["increments"])).tolist()}
+    for row in sweep(dataclasses.replace(scores, extra=known), kind="ranks", budgets=[2, 8], rule="by-rank")["rows"]:
+        assert row["noise_share"] == pytest.approx(0.3)
+    assert sweep(scores, kind="ranks", budgets=[2], rule="by-rank")["rows"][0]["noise_share"] is None
+
+
 def test_blocks_get_at_most_the_ranks_that_were_measured(scores):
     """Up to the measured ranks every budget is planned, as under a cap there; beyond, nothing is known."""
     plan, capped = (plan_ranks(scores, mean_rank=30, rule="by-rank", max_rank=cap) for cap in (None, 32))

@@ -1,10 +1,12 @@
 """Plans in the user's unit: within the budget, whole numbers, comparable, explained."""
 
 import re
+import shlex
 
 import numpy as np
 import pytest
 from tests import zoo
+from tests.cli.helpers import command_result
 
 from layerbudget.decisions.apply import rules_of
 from layerbudget.decisions.experts.plan import plan_experts
@@ -269,3 +271,30 @@ def test_ranks_above_a_side_are_refused():
         plan_ranks(zoo.scores([3, 2]), mean_rank=65)
     with pytest.raises((InvalidInput, InfeasibleBudget)):
         plan_ranks(zoo.scores([3, 2]), mean_rank=8, fixed={"model.layers.0": 65})
+
+
+def test_a_budget_below_the_floors_is_refused_with_commands_that_work(tmp_path, rng):
+    """Both remedies are taken as they are printed; the smallest budget is the smallest."""
+    gains = np.sort(rng.random((4, 12)))[:, ::-1]
+    scores = zoo.scores([3.0, 2.0, 5.0, 1.0], [64, 64, 128, 256], extra={"increments": [gains.tolist()]})
+    scores.save(tmp_path / "s.json")
+    for kind, given in (
+        ("ranks", ("--mean-rank", "0.5")), ("ranks", ("--budget", "300 params")), ("ranks", ("--budget", "600 bytes")),
+        ("ranks", ("--mean-rank", "1", "--fix", "model.layers.0=3")), ("experts", ("--total", "3")),
+        ("ranks", ("--budget", "300 params", "--rule", "uniform")), ("ranks", ("--mean-rank", ".6", "--rule", "mdl")),
+    ):  # fmt: skip
+        words, rest = ["plan", kind, tmp_path / "s.json"], given[2:]
+        with pytest.raises(InfeasibleBudget) as refused:
+            command_result(*words, *given)
+        least = shlex.split(re.search(r"The smallest budget is (--\S+ (?:'.*?'|\S+))\.( |$)", str(refused.value))[1])
+        assert command_result(*words, *least, *rest)[0]["blocks"], "the smallest budget works"
+        short = re.sub(r"[\d.]+", lambda m: f"{float(m[0]) - (0.01 if least[0] == '--mean-rank' else 1):g}", least[1])
+        with pytest.raises(InfeasibleBudget):
+            command_result(*words, least[0], short, *rest)
+        free = re.search(r"(--set) (\S+=0)\.", str(refused.value)).groups()
+        assert command_result(*words, *given, *free)[0]["budget"]["spent"] > 0
+    with pytest.raises(InfeasibleBudget, match=r"600 parameters, and the smallest ranks .* take 768\.") as refused:
+        command_result("plan", "ranks", tmp_path / "s.json", "--budget", "600")
+    assert "--fix" not in str(refused.value)
+    with pytest.raises(InfeasibleBudget, match="or fix less: the blocks of --fix alone take 1,152"):
+        command_result("plan", "ranks", tmp_path / "s.json", "--budget", "600", "--fix", "model.layers.0=9")

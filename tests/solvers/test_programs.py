@@ -172,6 +172,8 @@ def test_calibrated_curves_are_followed_and_capped():
     assert s.value == pytest.approx([0.3, 0.4]) and s.kkt_residual == 0
     with pytest.raises(InfeasibleBudget):
         sparsify([1.0, 1.0], 100.0, 121, max_sparsity=1.0, penalty=curves)
+    with pytest.raises(InfeasibleBudget, match=r"^1,695,740 parameters \(0.8479 of all\) .* allow 1,600,000 "):
+        sparsify([1.0, 1.0], 1e6, 1_695_740, max_sparsity=0.8)
     with pytest.raises(LengthMismatch):
         sparsify([1.0], 100.0, 1, penalty=curves)
     bumpy = CalibratedPenalty([0.2, 0.4], [[3.0, 4.0]])

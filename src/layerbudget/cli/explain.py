@@ -231,15 +231,28 @@ def run_sweep(a: argparse.Namespace) -> dict[str, Any]:
         return to_jsonable(result)
     names = {n: n for n in ("budget", "exponent", "value", "smallest", "largest", "spread", "status", "front")}
     if all("uniform_share" in r for r in solved):
-        names |= {"uniform_share": "uniform has"}
+        names |= {"uniform_share": "uniform has", "noise_share": "noise alone has"}
     # A rule without an exponent has no column of it.
     found = [n for n in names if any(r.get(n) is not None for r in result["rows"])]
-    shown = {"front": lambda v: "yes" if v else "no", "uniform_share": lambda v: "-" if v is None else f"{v:.0%}"}
+    shown = {"front": lambda v: "yes" if v else "no"} | dict.fromkeys(("uniform_share", "noise_share"), _share)
     rows = [[shown.get(n, lambda v: v)(r[n]) if n in r else "-" for n in found] for r in result["rows"]]
     show_table(a, f"{a.kind}: predicted value by budget", [names[n] for n in found], rows)
-    say(a, *unsolved)
+    say(a, *unsolved, *_on_noise(solved))
     say(a, _on_sweep(a.kind, solved))
     return to_jsonable(result)
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def _on_noise(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A sentence on the budgets at which noise alone would give most of the gain."""
+    from ..plans.verdict import MOSTLY_NOISE, noise_alone
+
+    noisy = [r for r in rows if (r.get("noise_share") or 0.0) > MOSTLY_NOISE]
+    at = ", ".join(dict.fromkeys(_named(r["budget"]) for r in noisy))
+    return [f"At {at}, {noise_alone(*(r['noise_share'] for r in noisy))}."] if noisy else []
 
 
 _USUAL = "IQ2_M Q2_K IQ3_XXS IQ3_M Q3_K_M IQ4_XS Q4_K_S Q4_K_M Q5_K_M Q6_K Q8_0".split()  # mixes that people publish

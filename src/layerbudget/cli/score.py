@@ -12,6 +12,8 @@ from .display import expect, progress_bar, say, say_next, say_share, show_table,
 from .files import check_rows
 from .options import DATA, add, add_data, add_out, add_set, add_verb, given, load, load_model, refuse, settings
 
+_RANK = 8  # mean rank of the plan that follows scores of ranks
+
 
 def register(subparsers: Any) -> None:
     """Add the parser of ``score``."""
@@ -52,7 +54,8 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     if not a.json:
         _show(a, scores)
     say(a, f"Written to {path}.", *_sentences(scores))
-    kind: tuple[str, ...] = ("ranks", "--mean-rank", "8") if "increments" in scores.extra else ("sparsity", "--sparsity", "0.5")
+    by_rank = "increments" in scores.extra
+    kind: tuple[str, ...] = ("ranks", "--mean-rank", f"{_RANK}") if by_rank else ("sparsity", "--sparsity", "0.5")
     if a.given and scores.orientation == "gain" and scores.values().max() <= 0:
         say(a, "No score is above zero, which the default rule needs. Add a constant to all, or plan by how they differ:")
         kind += ("--rule", "owl")
@@ -75,12 +78,28 @@ def _sentences(scores: Scores) -> list[str]:
     """The blocks at either end, and the verdict: whether the ranking can be trusted, where the estimator says it."""
     values, own = scores.values(), scores.extra.get("verdict")
     names = [scores.names[i] for i in (int(values.argmax()), int(values.argmin()))]
-    ends = f"most at {names[0]} ({values.max():.3g}), least at {names[1]} ({values.min():.3g}), in {scores.unit}."
+    ends = f"most at {names[0]} ({values.max():.3g}), least at {names[1]} ({values.min():.3g}), in {scores.unit}"
+    ends += f"{_on_noise(scores)}."
     loss, told = scores.extra.get("loss"), list[str]()
     if loss is not None and values.max() > 2 * loss:  # half of a gain is what the quadratic model promises
         more = f"Gains are larger than the loss itself ({loss:.3g}): the steps of the quadratic model have no limit."
         told.append(f"{more} Compare them within this file only.")
     return [*told, f"{ends[0].upper()}{ends[1:]}", f"Verdict: {own}"] if own else [*told, f"Verdict: {ends}"]
+
+
+def _on_noise(scores: Scores) -> str:
+    """Words on how much of the gain of ranks is noise, in the plan that the command which follows makes."""
+    from ..decisions.ranks.plan import plan_ranks
+    from ..errors import LayerbudgetError
+    from ..plans.verdict import noise_alone
+
+    if "increments_floor" not in scores.extra:
+        return ""
+    try:
+        noise = plan_ranks(scores, mean_rank=_RANK).extra["noise_share"]
+    except LayerbudgetError:  # fewer ranks were measured than that plan needs
+        return ""
+    return "" if noise is None else f"; at mean rank {_RANK}, {noise_alone(noise)}"
 
 
 def _imported(a: argparse.Namespace) -> Any:

@@ -28,11 +28,16 @@ def show_plan(a: argparse.Namespace, plan: Plan, price: Any = None) -> None:
         show_reasons(a, plan, reasons(plan))
         return
     title = f"{plan.kind}, rule {plan.rule}{', in percent' if plan.kind == 'sparsity' else ''}"
+    title += "" if price is None else f": {plan.counts @ price:,.0f} adapter parameters"
     formats = plan.extra["formats"] if plan.kind in ("bits", "cache") else {}
     said = [formats[b.modules[0]] for b in plan.blocks] if formats else None
     grid = plan_grid(plan, title, price=price, said=said) if len(plan.blocks) <= BLOCKS and not a.table else None
     if grid is not None:
         a.console.print(grid)
+        return
+    if price is not None:
+        head = ("block", "rank", "adapter parameters")
+        show_table(a, title, head, [(b.name, b.count, int(b.count * p)) for b, p in zip(plan.blocks, price, strict=True)])
         return
     more = dict(zip(plan.names, said, strict=True)) if said else plan.extra.get("capacity", {}).get("counts", {})
     named = ("bits", "bytes", "numbers", "format") if said else ("value", "count", "parameters", "capacity")

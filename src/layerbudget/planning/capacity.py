@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,14 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import InvalidInput, UnknownBlock
+from ..errors import InfeasibleBudget, InvalidInput, UnknownBlock
 from ..plan import Plan, PlanBlock
 from ..records import Block, to_jsonable
 from ..scores import Scores
-from ..solvers.inputs import Vector, bound_vector, number
+from ..solvers.inputs import Vector, bound_vector, number, spoken_amount
 from ..solvers.programs import allocate
 from ..solvers.rounding import round_capacity
-from .costs import Budget, amount_of, parse_budget, unit_cost
+from .costs import Budget, amount_of, parse_budget, rank_parameters, unit_cost
 from .rule import Decision, Problem, find_rule, rule
 
 FLAT = 0.1  # standard deviation over mean of scores below which costs decide
@@ -33,6 +34,11 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
     "experts": {"base": "min_experts", "floor": "lower", "cap": "max_experts", "expert_rank": "expert_rank"},
     "ranks": {"multiple": "multiple", "floor": "min_rank", "cap": "max_rank"},
 }
+
+
+# Units of budgets in words.
+_SPOKEN = {"params": "parameters", "bytes": "bytes", "flops": "FLOPs per token", "latency": "seconds"}
+_SPOKEN |= {"experts": "experts", "ranks": "ranks"}
 
 
 def blocks_of(scores: Scores | Sequence[Block]) -> Sequence[Block]:
@@ -216,6 +222,7 @@ def decide(
     chosen = find_rule(terms.kind, rule)
     options = chosen.resolve_options(given)
     problem = terms.problem(scores, wanted)
+    _check_floors(problem, terms, wanted, record or {})
     decision = chosen.decide(problem, options)
     if decision.counts is None:
         decision = _in_proportion(problem, decision.value)
@@ -223,6 +230,34 @@ def decide(
     budget = {"unit": wanted.unit, "limit": problem.target, "text": wanted.text, "spent": float(problem.amount @ counts)}
     hyper = {**(record or {}), **terms.record(), **recorded(options)}
     return make_plan(scores, terms.kind, chosen.name, decision, counts, budget, hyper)
+
+
+def _check_floors(problem: Problem, terms: Terms, wanted: Budget, record: Mapping[str, Any]) -> None:
+    """Refuse a budget that the floors do not leave anything of, with the smallest one that works, as it is typed."""
+    step, cost, limit = problem.multiple, problem.amount, problem.target
+    whole = np.ceil(problem.low / step - 1e-9) * step
+    least = float(cost @ (whole if (whole <= problem.high).all() else problem.low))
+    if limit >= least * (1 - 1e-12):
+        return
+    ranks, unit = terms.kind == "ranks", wanted.unit
+    if ranks and record.get("mean_rank") is not None:
+        smallest = f"--mean-rank {math.ceil(least / float(rank_parameters(problem.blocks).sum()) * 1e4 - 1e-6) / 1e4:g}"
+    elif unit == "experts":
+        smallest = f"--total {math.ceil(least)}"
+    else:
+        smallest = f"--budget '{least!r} s'" if unit == "latency" else f"--budget '{math.ceil(least)} {unit}'"
+    fixed, free = float(cost[problem.held] @ problem.low[problem.held]), cost[~problem.held]
+    words = "Give that much or more"
+    if limit < fixed:
+        words += f", or fix less: the blocks of --fix alone take {spoken_amount(fixed)}"
+    elif free.size and limit - fixed >= float(free.min()) * step and np.max(terms.floor if ranks else terms.base) > 0:
+        words += f", or let blocks go without any: --set {_NAMES[terms.kind]['floor' if ranks else 'base']}=0"
+    raise InfeasibleBudget(
+        f"The budget {wanted.text} is {spoken_amount(limit)} {_SPOKEN[unit]}, and the smallest {terms.kind} that every block "
+        f"must have take {spoken_amount(least)}.",
+        f"The smallest budget is {smallest}.",
+        f"{words}.",
+    )
 
 
 def _allocated(problem: Problem, weights: Vector, *, method: str = "auto", spend: str = "exactly", **options: Any) -> Decision:

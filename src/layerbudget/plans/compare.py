@@ -75,9 +75,9 @@ def sweep(
     ``smallest``, ``largest`` and ``spread`` of the values of the blocks; and ``front``, whether no other row beats it in both
     spending and value. Its ``value`` is the predicted penalty (kinds that harm) or utility under one yardstick, the scores
     themselves at exponent 1; by rank it is the measured gain of the ranks that are bought, and of bits the damage in nats.
-    Rows by rank have ``uniform_share``, rows of bits ``bits``, ``bytes`` of the file, the ``mix`` of llama.cpp that is
-    named, else the best one that fits, with ``mix_value`` and ``mix_bytes``. A budget that cannot be planned has a row of
-    ``budget``, ``exponent``, ``status`` ``infeasible`` and ``why``, unless none can.
+    Rows by rank have ``uniform_share`` and ``noise_share``, rows of bits ``bits``, ``bytes`` of the file, the ``mix`` of
+    llama.cpp that is named, else the best one that fits, with ``mix_value`` and ``mix_bytes``. A budget that cannot be planned
+    has a row of ``budget``, ``exponent``, ``status`` ``infeasible`` and ``why``, unless none can.
 
     Args:
         scores: The scores.
@@ -141,7 +141,7 @@ def _row(plan: Plan, kind: Kind, q: Vector, worth: Sequence[Sequence[float]] | N
         "largest": float(value.max()),
         "spread": float(value.std()),
         **(file_of(plan) if plan.kind == "bits" else {}),
-        **({} if worth is None else {"uniform_share": plan.extra.get("uniform_share")}),
+        **({} if worth is None else {name: plan.extra.get(name) for name in ("uniform_share", "noise_share")}),
     }
 
 

@@ -23,6 +23,7 @@ from ..kinds import KINDS
 from ..plan import Plan
 from ..records import Result
 from ..scores import Scores
+from ..solvers.inputs import spoken_amount
 from .verdict import ENDS, MOSTLY_NOISE, advises_uniform, beside_uniform, of_noise
 
 NEARLY_UNIFORM = 0.05  # standard deviation over mean
@@ -96,7 +97,7 @@ def _on_budget(plan: Plan) -> list[str]:
     name, value, low, high = plan.names, plan.values, int(plan.counts.min()), int(plan.counts.max())
     spent, limit, unit = plan.budget["spent"], plan.budget["limit"], plan.budget.get("unit")
     what = KINDS.find(plan.kind)
-    of = f"{_amount(float(spent))} of {_amount(float(limit))} {'units' if unit in (None, 'count') else unit}"
+    of = f"{spoken_amount(float(spent))} of {spoken_amount(float(limit))} {'units' if unit in (None, 'count') else unit}"
     of += f" of {what.bytes_of}" if what.bytes_of else ""
     told = f"The rule {plan.rule} decides {what.decides} for {len(name)} blocks and uses {of}."
     if (kinds := types_of_blocks(plan)) is not None:
@@ -130,11 +131,6 @@ def _on_types(plan: Plan, kinds: Sequence[str]) -> str:
         one = f" ({'' if many[kind] == 1 else 'one is '}{first[kind]})" if kind in ends else ""
         told.append(f"{many[kind]} {'has' if many[kind] == 1 else 'have'} {kind}{one}")
     return f"From the largest format to the smallest: {', '.join(told)}."
-
-
-def _amount(value: float) -> str:
-    """A whole number with its thousands, another one in six digits."""
-    return f"{value:,.0f}" if value == round(value) and abs(value) < 1e15 else f"{value:.6g}"
 
 
 def _on_certificate(plan: Plan) -> list[str]:
@@ -186,7 +182,8 @@ def _on_decision(plan: Plan) -> list[str]:
         proof = "proven optimal" if r["exact"] else f"within {r['gap']:.1e} of the best integers"
         said.append(
             f"Whole numbers, {proof}: {'expected gain' if r['method'] == 'increments' else 'utility'} {r['value']:.6g}, and "
-            f"{r['optimum']:.6g} if fractions were allowed; {_amount(r['spent'])} of {_amount(r['budget'])} is spent."
+            f"{r['optimum']:.6g} if fractions were allowed; {spoken_amount(r['spent'])} of {spoken_amount(r['budget'])} is "
+            "spent."
         )
     share = e.get("uniform_share")
     if share is not None:

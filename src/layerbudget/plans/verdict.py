@@ -44,7 +44,7 @@ def expected(plan: Plan) -> str:
 def beside_uniform(share: float, noise: float | None = None) -> str:
     """Words on a gain of ranks of which uniform has a share and noise alone another one: the share, and what to take."""
     if noise is not None and noise > MOSTLY_NOISE:
-        return f"noise alone would give {noise:.0%} of the gain, so it decides nothing: take uniform, or score more rows"
+        return noise_alone(noise)
     told = f"uniform ranks with as many parameters have {share_of_uniform(share)} of the plan's gain"
     if share >= TAKE_UNIFORM:
         return f"{told} ({TAKE_UNIFORM:.0%} or more): take uniform"
@@ -58,6 +58,13 @@ def share_of_uniform(share: float) -> str:
     ('95.1%', '94.9%')
     """
     return f"{share if share >= TAKE_UNIFORM else min(share, TAKE_UNIFORM - 0.001):.1%}"
+
+
+def noise_alone(*shares: float) -> str:
+    """Words on the shares of gains of ranks that noise alone would give, and what to take where that is most of them."""
+    ends = list(dict.fromkeys(f"{share:.0%}" for share in (min(shares), max(shares))))
+    told = f"noise alone would give {' to '.join(ends)} of the gain"
+    return f"{told}, so it decides nothing: take uniform, or score more rows" if min(shares) > MOSTLY_NOISE else told
 
 
 def advises_uniform(plan: Plan) -> bool:

@@ -134,7 +134,7 @@ def plan_grid(
 ) -> Table | None:
     """The decision of a plan as :func:`grid_table`; ``said`` is written for every block in the place of its value.
 
-    With the ``price`` of one unit of every block, in parameters, each row ends with those of its adapters.
+    With the ``price`` of one rank of every block, in parameters, each row ends with those of its adapters.
     """
     words = [_decided(plan, block) for block in plan.blocks] if said is None else list(said)
     each = None if price is None else [b.count * p for b, p in zip(plan.blocks, price, strict=True)]
@@ -166,7 +166,7 @@ def grid_table(
     for name in grid.columns:
         table.add_column(name.removesuffix("_proj"), justify="right", no_wrap=True)
     if parameters is not None:
-        table.add_column("parameters", justify="right", no_wrap=True)
+        table.add_column("adapter parameters", justify="right", no_wrap=True)
     near, far = (len(grid.rows), 0) if len(grid.rows) <= most else (most // 2, len(grid.rows) - most // 2)
     for row, label in enumerate(grid.rows):
         if near <= row < far:

@@ -81,6 +81,15 @@ def choice(value: str, name: str, options: tuple[str, ...]) -> str:
     raise InvalidInput(f"{name} is {value!r}.", f"It is one of {', '.join(options)}.", f"Use {name}={options[0]!r}.")
 
 
+def spoken_amount(value: float) -> str:
+    """A whole or a large number with its thousands, another one in six digits.
+
+    >>> spoken_amount(33792.0), spoken_amount(1695743.7), spoken_amount(0.25)
+    ('33,792', '1,695,744', '0.25')
+    """
+    return f"{value:,.0f}" if abs(value) < 1e15 and (value == round(value) or abs(value) >= 1e5) else f"{value:.6g}"
+
+
 def _finite(v: Vector, name: str) -> Vector:
     bad = ~np.isfinite(v)
     if bad.any():

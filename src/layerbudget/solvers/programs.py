@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..errors import DegenerateScores, InfeasibleBudget, InvalidInput, LengthMismatch
-from .inputs import Vector, bound_vector, choice, cost_vector, number, weight_vector
+from .inputs import Vector, bound_vector, choice, cost_vector, number, spoken_amount, weight_vector
 from .separable import Function, Program, Solution, solve
 from .utilities import CalibratedPenalty, resolve
 
@@ -232,8 +232,8 @@ def _sparsity_target(n: Vector, target: float, low: Vector, high: Vector, *, exa
     everything, least, most = (float(np.dot(n, v)) for v in (np.ones(n.size), low, high))
     if target > most * (1.0 + _ROUNDING):
         raise InfeasibleBudget(
-            f"{target:g} parameters ({target / everything:.4g} of all) are to go and the caps allow {most:g} "
-            f"({most / everything:.4g}).",
+            f"{spoken_amount(target)} parameters ({target / everything:.4g} of all) are to go and the caps allow "
+            f"{spoken_amount(most)} ({most / everything:.4g}).",
             f"The global sparsity must lie in [{least / everything:.4g}, {most / everything:.4g}].",
             f"Raise max_sparsity to at least {target / everything:.4g}, or prune less."
             if target <= everything
@@ -241,7 +241,7 @@ def _sparsity_target(n: Vector, target: float, low: Vector, high: Vector, *, exa
         )
     if exactly and target < least * (1.0 - _ROUNDING):
         raise InfeasibleBudget(
-            f"{target:g} parameters are to go and the floors alone prune {least:g}.",
+            f"{spoken_amount(target)} parameters are to go and the floors alone prune {spoken_amount(least)}.",
             f"Under spend='exactly' the global sparsity must lie in [{least / everything:.4g}, {most / everything:.4g}].",
             "Lower min_sparsity, or use spend='at_least'.",
         )

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from .dual import monotone_root, piecewise_root
-from .inputs import Vector
+from .inputs import Vector, spoken_amount
 
 _STATUSES = {
-    "binding": "The budget binds: every unit of it is worth the shadow price.",
+    "binding": "The budget binds: one more unit of it is worth {price}, the shadow price.",
     "slack": "The budget does not bind: the price per unit alone decides, and part of the budget is left.",
     "saturated": "Every block is at its cap: only larger caps can change the decision.",
     "degenerate": "Every block sits at the same bound: the constants decide, the scores do not.",
@@ -28,10 +28,10 @@ _REMEDIES = {
     ("saturated", 1): " Raise the cap, or lower the budget to leave a choice.",
     ("degenerate", -1): " No block earns more than its base. Use spend='exactly' to spend the budget, or units='relative' so "
     "that costs and weights are compared on one scale.",
-    ("degenerate", 1): " The bits saved outweigh the penalty everywhere, so {spent:.6g} parameters go instead of the "
-    "{budget:.6g} asked for. Use spend='exactly' to prune what was asked for.",
-    ("slack", -1): " {slack:.6g} of {budget:.6g} is left; spend='exactly' spends it.",
-    ("slack", 1): " {slack:.6g} more than the {budget:.6g} asked for is pruned; spend='exactly' stops there.",
+    ("degenerate", 1): " The bits saved outweigh the penalty everywhere, so {spent} parameters go instead of the "
+    "{budget} asked for. Use spend='exactly' to prune what was asked for.",
+    ("slack", -1): " {slack} of {budget} is left; spend='exactly' spends it.",
+    ("slack", 1): " {slack} more than the {budget} asked for is pruned; spend='exactly' stops there.",
 }
 
 
@@ -172,9 +172,12 @@ class Solution:
     def message(self) -> str:
         """The status in a sentence, with the cheapest remedy where there is something to remedy."""
         if self.status == "slack" and isinstance(self.program, Program) and self.program.cannot_bind():
-            return f"The floors alone prune {self.spent:.6g}, and {self.budget:.6g} was asked for. Lower min_sparsity."
+            spent, budget = spoken_amount(self.spent), spoken_amount(self.budget)
+            return f"The floors alone prune {spent}, and {budget} was asked for. Lower min_sparsity."
+        told = {name: spoken_amount(getattr(self, name)) for name in ("spent", "budget", "slack")}
+        told["price"] = f"{self.shadow_price:.3g}"
         remedy = _REMEDIES.get((self.status, self.program.sign), "")
-        return _STATUSES[self.status] + remedy.format(spent=self.spent, budget=self.budget, slack=self.slack)
+        return (_STATUSES[self.status] + remedy).format(**told)
 
     def certificate(self) -> dict[str, Any]:
         """Return everything but the decision, as plain JSON values."""
