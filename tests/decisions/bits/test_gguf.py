@@ -185,6 +185,14 @@ def test_what_llama_cpp_computes_otherwise_is_refused_with_the_remedy(kind, chan
         architecture(config)
 
 
+@pytest.mark.parametrize(
+    ("kind", "remedy"), [("mimo_v2_flash", "Convert it by llama.cpp's convert_hf_to_gguf"), ("qwen3", "Plan with --even")]
+)
+def test_layers_that_differ_by_design_are_no_matter_of_the_plan(kind, remedy):
+    with pytest.raises(InvalidInput, match=remedy):
+        architecture(transformers.AutoConfig.for_model(kind), uneven=True)
+
+
 def test_an_architecture_that_is_not_written_is_planned_all_the_same(tmp_path):
     model = zoo.build("gpt-neox", hidden_size=64, intermediate_size=64)
     plan = plan_bits(model, zoo.tokens(2, 8), bits=7.0, family="gguf", draws=1)

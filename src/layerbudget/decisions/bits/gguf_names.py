@@ -142,7 +142,7 @@ def architecture(config: Any, *, uneven: bool = False) -> Architecture:
     ``uneven`` says that its layers differ in heads or widths.
     """
     kind = str(config.model_type)
-    if uneven and kind not in _UNEVEN_TYPES:
+    if uneven and kind in ARCHITECTURES and kind not in _UNEVEN_TYPES:
         raise InvalidInput(
             f"A {kind} model whose layers differ is not written as GGUF.",
             f"llama.cpp computes layers that differ as {UNEVEN.name}: of {', '.join(_UNEVEN_TYPES)}.",
