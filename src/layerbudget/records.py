@@ -391,6 +391,15 @@ class Result(Mapping[str, Any]):
         return len(self.__dict__)
 
 
+def unit_of(size: float) -> tuple[int, str]:
+    """Return the bytes and the name of the unit in which such a memory is read.
+
+    >>> unit_of(8 << 30), unit_of(24 << 20)
+    ((1073741824, 'GiB'), (1048576, 'MiB'))
+    """
+    return (1 << 30, "GiB") if size >= 1 << 30 else (1 << 20, "MiB")
+
+
 def check_fraction(value: float, name: str, *, low: float = 0.0, high: float = 1.0) -> float:
     """Return ``value`` if it is a finite number in ``[low, high]``.
 

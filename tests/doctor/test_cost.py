@@ -1,6 +1,8 @@
 """Costs come from shapes and one timed forward; nothing is loaded, and the shapes are those of the model."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -154,7 +156,10 @@ def test_the_doctor_says_what_fits_before_anything_is_loaded(tmp_path, capsys):
     capsys.readouterr()
     assert main(["doctor", str(tmp_path), "--card", "2GiB", "--context", "32k"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "none" in said and "chooses both together" not in said and "Nothing fits 2GiB" in said
+    assert "none" in said and "chooses both together" not in said and "Nothing fits 2GiB" in said and "its GiB" in said
+    assert main(["doctor", str(tmp_path), "--card", "40MiB", "--context", "256"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "its MiB" in said and "MiB for weights" in said and "32.00" in said, "256 tokens of 128 KiB"
     for wrong in (["--context", "32k"], ["--card", "8GiB", "--context", "64k"], ["--card", "8GiB", "--context", "x"]):
         assert main(["doctor", str(tmp_path), *wrong]) == 2
     capsys.readouterr()
@@ -163,6 +168,20 @@ def test_the_doctor_says_what_fits_before_anything_is_loaded(tmp_path, capsys):
     assert "A context of 1,048,576 tokens is too long. The model reads at most 32768 tokens." in said
     given = said[said.index("--context ") :].replace(",", "").split()[:2]
     assert main(["doctor", str(tmp_path), "--card", "8GiB", *given]) == 0, "the remedy works"
+
+
+@pytest.mark.parametrize("name", ["demo", "config.json", "nested"])
+def test_a_context_that_is_too_long_is_refused_before_torch_is_loaded(tmp_path, name):
+    config = {"max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "nested").mkdir()
+    (tmp_path / "nested" / "config.json").write_text(json.dumps({"text_config": config}))
+    words = (
+        f"import sys; from layerbudget.cli import main; code = main(['doctor', {name!r}, '--card', '8GiB', '--context', '2k'])"
+    )
+    words += "; sys.exit(1 if 'torch' in sys.modules else code)"
+    found = subprocess.run([sys.executable, "-c", words], cwd=tmp_path, capture_output=True, text=True)
+    assert found.returncode == 2 and "The model reads at most 512 tokens." in " ".join(found.stderr.split())
 
 
 def test_quiet_says_nothing_and_a_record_has_no_figures_of_the_clock(saved_model, tmp_path, capsys):

@@ -7,10 +7,14 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from ..decisions.bits.memory import check_positions, read_context
 from ..decisions.bits.program import read_bytes
+from ..records import unit_of
+from ..storage import reading
 from .display import announce, say, show_table
 from .options import add, add_place, add_verb, load, refuse, split_revision
 
+_DEMO = Path(__file__).parents[1] / "demo" / "model"
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "bold red"}
 
 
@@ -33,17 +37,21 @@ def register(subparsers: Any) -> None:
 
 def handler(a: argparse.Namespace) -> dict[str, Any]:
     """Examine the model, price every long command; exit code 1 where something will fail."""
+    from ..errors import InvalidInput
+
+    if a.context and not a.card:
+        raise InvalidInput("--context needs a memory.", "The cache lies in it.", "Give --card '8 GiB'.")
+    if a.context:
+        _refuse_long(a.model, a.context)  # at once: PyTorch and transformers take seconds to load
     from rich.table import Table
     from rich.text import Text as Words
 
     from ..doctor import diagnose
     from ..doctor.cost import Text, place_of
     from ..doctor.diagnosis import refusals
-    from ..errors import InvalidInput, UnknownStructure
+    from ..errors import UnknownStructure
     from ..models.loading import describe_place
 
-    if a.context and not a.card:
-        raise InvalidInput("--context needs a memory.", "The cache lies in it.", "Give --card '8 GiB'.")
     if a.card or not _has_weights(a.model):
         why = "--card, which reads no text and no weights" if a.card else "a configuration without weights"
         refuse(a, ("data", "stream"), why)
@@ -66,6 +74,16 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
         return {**result, "forecast": []}
     where = f"on this machine's {next(model.parameters()).device.type}"
     return {**result, "refused": refused, "forecast": _priced(a, place, where, refused)}
+
+
+def _refuse_long(name: str, context: str) -> None:
+    """Refuse a context that a local configuration says to be too long; others are refused once they are loaded."""
+    tokens, path = read_context(context), Path(name).expanduser()
+    file = path if path.suffix == ".json" else (_DEMO if name == "demo" else path) / "config.json"
+    record = reading.read(file, "configuration", limit=1 << 26) if file.is_file() else None
+    record = record.get("text_config") or record if isinstance(record, dict) else {}
+    most = record.get("max_position_embeddings")
+    check_positions(tokens, most if isinstance(most, int) else 0)
 
 
 def _reached(a: argparse.Namespace, model: Any, data: Any) -> list[dict[str, Any]]:
@@ -116,13 +134,13 @@ def _unloaded(a: argparse.Namespace) -> dict[str, Any]:
 
 def _fits(a: argparse.Namespace, config: Any, memory: int, experts: bool) -> list[dict[str, Any]]:
     """Show what fits the memory at the context."""
-    from ..decisions.bits.memory import read_context
     from ..doctor.fits import what_fits
 
     rows = what_fits(config, memory, context := read_context(a.context))
-    head, shown = ("cache", "its GiB", "GiB for weights", "bits per weight", "largest mix"), []
+    unit, name = unit_of(memory)
+    head, shown = ("cache", f"its {name}", f"{name} for weights", "bits per weight", "largest mix"), []
     for r in rows:
-        sizes = (f"{r[n] / 2**30:.2f}" for n in ("cache_bytes", "left"))
+        sizes = (f"{r[n] / unit:.2f}" if r[n] >= 0.1 * unit else f"{r[n] / unit:.2g}" for n in ("cache_bytes", "left"))
         shown.append((r["cache"], *sizes, r["bits"] or "none", r["mix"] or ("-" if r["cache"] == "fp8" else "none")))
     show_table(a, f"what fits {a.card} at {context} tokens, beside buffers", head, shown)
     mixes = [r["mix"] for r in rows if r["mix"]]

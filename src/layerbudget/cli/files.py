@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ..errors import CorruptFile, InvalidInput
+from ..errors import CorruptFile, InvalidInput, NotFound
 from ..plan import Plan
 from ..records import Block
 from ..scores import Scores
@@ -36,12 +36,15 @@ def load_scores(path: str) -> Scores | Sequence[Block]:
     return scores_with_shapes(file) if table else Scores.load(file)
 
 
-def need_scores(path: str) -> Scores:
-    """Return scores from scores.json."""
+def need_scores(path: str, makes: str = "score") -> Scores:
+    """Return scores from scores.json, or say which command ``makes`` them."""
+    if not Path(path).exists() and makes != "score":
+        remedy = f"Check the path, or measure first: layerbudget {makes}."
+        raise NotFound(f"There is no scores file at {path}.", "MODEL is a folder or a hub id.", remedy)
     found = load_scores(path)
     if isinstance(found, Scores):
         return found
-    raise InvalidInput(f"{path} is a configuration and holds no scores.", "", "Score the model first: layerbudget score.")
+    raise InvalidInput(f"{path} is a configuration and holds no scores.", "", f"Measure the model first: layerbudget {makes}.")
 
 
 def _read(path: str, what: str, kind: Any, needed: str) -> tuple[Any, Mapping[str, Any]]:

@@ -12,7 +12,7 @@ from ..decisions.bits.program import Limits, check_bits
 from ..decisions.cache.formats import CACHES
 from ..decisions.fit.program import RULES, Terms
 from ..plan import Plan
-from ..records import check_output
+from ..records import check_output, unit_of
 from ..registry import Option
 from .display import expect, on_check, progress_bar, show_table, text_of, words_of
 from .files import need_scores
@@ -70,7 +70,7 @@ def _again(a: argparse.Namespace) -> Plan:
 
     unread = ("formats", "save_scores", "resume", "dry_run", *DATA, *PLACE)
     refuse(a, unread, "scores that were measured before")
-    scores = need_scores(a.source)
+    scores = need_scores(a.source, "plan fit MODEL --memory SIZE --context TOKENS --save-scores FILE")
     check_measured(a, scores.extra.get("choices") or {}, "plan fit")
     a.model, rules = None, {"rule": Option(name="rule", type=str, default=RULES[0])}
     own = given(a, "memory", "context", "batch") | settings(a, Terms, rules, what="a plan of what was measured before")
@@ -143,7 +143,7 @@ def _cache(a: argparse.Namespace) -> Plan:
 
 def show(a: argparse.Namespace, plan: Plan) -> None:
     """Show the best plans of several memories."""
-    unit, name = (2**30, "GiB") if plan.budget["limit"] >= 2**30 else (2**20, "MiB")
+    unit, name = unit_of(plan.budget["limit"])
     smaller = [name for name in ("experts", "shapes") if name in plan.extra]
     head = (
         "memory",

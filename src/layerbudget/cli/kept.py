@@ -44,7 +44,7 @@ def plan(a: argparse.Namespace) -> Plan:
     check_output(a.out, overwrite=a.overwrite)
     own = options_for(a, plan_kept_experts, _TYPES)
     if "types" in own:
-        own["types"] = need_scores(str(own["types"]))
+        own["types"] = need_scores(str(own["types"]), "plan bits MODEL --bits N --save-scores FILE")
     keep = None if a.keep is None else float(a.keep) if _is_number(a.keep) else a.keep
     model, _, data = load(a)
     expect(a, words_of("experts", data), model, removing(text_of(data, a), draws=own.get("draws", 4)))

@@ -141,7 +141,7 @@ def run_bits(a: argparse.Namespace) -> dict[str, Any]:
     if not a.source.endswith(".json"):
         return _finish(a, measured.plan_bits(a))
     refuse(a, (*_MEASURING, "dry_run", *DATA, *PLACE), "scores that were measured before")
-    scores = need_scores(a.source)
+    scores = need_scores(a.source, "plan bits MODEL --bits N --save-scores FILE")
     check_measured(a, scores.extra.get("choices") or {}, "plan bits")
     return _finish(a, plan_bits(scores, **measured.limits_of(a), rule=a.rule), write=True)
 
@@ -194,7 +194,13 @@ def run_joint(a: argparse.Namespace) -> dict[str, Any]:
     scores = need_scores(a.source)
     if a.formats:
         refuse(a, ("capacity",), "a recipe of formats and ranks")
-        return _finish(a, plan_recipe(scores, need_scores(a.formats), **options_for(a, plan_recipe)), write=True)
+        return _finish(
+            a,
+            plan_recipe(
+                scores, need_scores(a.formats, "plan bits MODEL --bits N --save-scores FILE"), **options_for(a, plan_recipe)
+            ),
+            write=True,
+        )
     return _finish(a, plan_joint(scores, **options_for(a, plan_joint)), write=True)
 
 

@@ -16,6 +16,7 @@ from ..errors import LayerbudgetError
 from ..kinds import KINDS
 from ..plan import Plan
 from ..plans.verdict import less_than
+from ..records import unit_of
 from ..scores import Scores
 from .records import Found
 from .tables import grid_of
@@ -146,7 +147,7 @@ def _by_step(path: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
 
 def _unit(plan: Plan) -> tuple[int, str]:
     """Bytes of the unit in which a memory is read, and its name."""
-    return (1 << 30, "GiB") if plan.budget["limit"] >= 1 << 30 else (1 << 20, "MiB")
+    return unit_of(plan.budget["limit"])
 
 
 def curved_grid(plan: Plan) -> dict[str, Any] | None:

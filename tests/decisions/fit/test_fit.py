@@ -244,6 +244,37 @@ def test_bad_input_is_one_sentence_before_anything_is_measured(monkeypatch):
         plan_fit(model, data, memory="1 GiB", context=8)
 
 
+def test_a_refusal_advises_other_formats_only_where_they_fit():
+    wide = {**WIDE, "hidden_size": 256, "num_attention_heads": 8, "intermediate_size": 256}  # K types have groups of 256
+    model, data = zoo.build("llama", **wide), zoo.tokens(2, 8, vocabulary=96)
+    own = {"context": 64, "batch": 8}
+    least = {name: plan_fit_least(model, **own, **given) for name, given in (
+        ("usual", {}), ("large", {"formats": ["Q8_0"]}), ("weighted", {"method": "weighted"}), ("cache", {"cache": []}),
+    )}  # fmt: skip
+    assert least["weighted"] < least["usual"] < min(least["large"], least["cache"])
+    weighted = "take --method weighted, which has smaller formats."
+    for memory, given, advised in (
+        (least["usual"], {"formats": ["Q8_0"]}, "or leave out --formats."),
+        (least["usual"], {"cache": []}, "or leave out --set cache."),
+        (least["usual"], {"formats": ["Q8_0"], "cache": [], "forbid": ["slow-cpu"]},
+         "or leave out --formats and --set forbid and --set cache."),
+        (least["weighted"], {}, weighted),
+        (least["weighted"] - 1, {}, None),
+        (least["weighted"] - 1, {"formats": ["Q8_0"], "cache": []}, None),
+    ):  # fmt: skip
+        with pytest.raises(InfeasibleBudget) as refused:
+            plan_fit(model, data, memory=f"{memory} bytes", **own, **given)
+        said = str(refused.value)
+        assert said.endswith(advised) if advised else not ("--formats" in said or "--set" in said or "--method" in said), said
+    scores = zoo.fit_scores(1)
+    low = min(fit.least for fit in fits_of(scores, Terms(memory="1 GiB", context=64)))
+    with pytest.raises(InfeasibleBudget, match="or leave out --set cache.$"):
+        plan_fit(scores, memory=f"{low} bytes", context=64, cache=[])
+    with pytest.raises(InfeasibleBudget) as refused:
+        plan_fit(scores, memory=f"{low - 1} bytes", context=64, cache=[])
+    assert "--set" not in str(refused.value) and "--formats" not in str(refused.value)
+
+
 def test_the_longest_context_is_counted_as_the_runtime_allocates():
     """Steps of 16 tokens for vLLM, single ones for transformers: fewer than 256 tokens are a context too."""
     model, data = zoo.build("llama", **WIDE), zoo.tokens(2, 8, vocabulary=96)
@@ -302,6 +333,7 @@ def test_the_command_plans_plans_again_and_applies(folder, monkeypatch, capsys):
         ([model, "--memory", "1 KiB", "--context", "64"], "The smallest plan takes"),
         ([model, "--memory", "8 MiB", "--context", "1k"], "reads at most 64 tokens"),
         (["sizes.json", "--memory", "8 MiB", "--context", "1k"], "reads at most 64"),
+        (["size.json", "--memory", "8 MiB", "--context", "64"], "measure first: layerbudget plan fit MODEL --memory"),
         (["sizes.json", "--memory", "8 MiB", "--context", "64", "--runtime", "vllm"], "with --runtime llama.cpp, not vllm"),
         (
             ["sizes.json", "--memory", "8 MiB", "--context", "64", "--set", "draws=8"],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -249,8 +249,14 @@ def whole(model: nn.Module) -> dict[str, Any]:
 
 
 def check_fits(
-    model: nn.Module, rows: Sequence[Mapping[str, Any]], dense: Fit, terms: Terms, tokenizer: Any, options: Mapping[str, Any]
+    model: nn.Module,
+    rows: Sequence[Mapping[str, Any]],
+    dense: Fit,
+    terms: Terms,
+    tokenizer: Any,
+    options: Mapping[str, Any],
+    others: Callable[[], Iterable[tuple[str, Fit]]] = tuple,
 ) -> None:
     """Refuse a memory in which neither the whole model nor one of those that are cut has a plan."""
     cuts = [Fit.of(*sized(model, Plan.from_dict(row["plan"]), tokenizer, terms, options), terms) for row in rows]
-    smallest([dense, *cuts]).limit(terms.bytes)
+    smallest([dense, *cuts]).limit(terms.bytes, others)

@@ -6,7 +6,8 @@ import dataclasses
 
 from ...errors import InvalidInput
 from ...plan import Plan
-from .program import GIB, KIND, MIX, UNIFORM
+from ...records import unit_of
+from .program import KIND, MIX, UNIFORM
 from .smaller import ALL, plans_of
 from .smaller import sentences as of_smaller
 
@@ -73,7 +74,7 @@ def _on_more(plan: Plan) -> list[str]:
     this, own = "this one", e["predicted"]
     if (best := e["baselines"].get("choices")) and plan.rule != "choices":
         this, own = "the best plan of this memory", best["predicted"]
-    unit = {GIB: "GiB", GIB >> 10: "MiB"}[more["bytes"]]
+    _, unit = unit_of(more["bytes"])
     said = [
         f"With one {unit} more the best plan is predicted to cost {more['predicted']:.4g} nats per token in all, "
         f"{max(own - more['predicted'], 0):.4g} less than {this}."

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...compressors.formats import RUNTIMES
+from ...compressors.base import find_quantiser
+from ...compressors.formats import GGUF, RUNTIMES
 from ...data.calibration import CalibrationSet
-from ...errors import CoverageError, InvalidInput
+from ...errors import CoverageError, InvalidInput, LayerbudgetError
 from ...kinds import check_kind
 from ...models.blocks import describe
 from ...models.experts import find_experts, masked
@@ -161,12 +162,14 @@ class Ready:
         space: Of the cache.
         options: Of the formats.
         cutting: How shapes are planned, where they are.
+        others: The same with other formats, for a refusal.
     """
 
     tables: dict[int, Table]
     space: CacheSpace
     options: Mapping[str, Any]
     cutting: Cutting | None = None
+    others: Callable[[], Iterable[tuple[str, Fit]]] = tuple
 
 
 def prepare(model: nn.Module, terms: Terms, tokenizer: Any, options: Mapping[str, Any], multiple: int | None = None) -> Ready:
@@ -177,18 +180,35 @@ def prepare(model: nn.Module, terms: Terms, tokenizer: Any, options: Mapping[str
     if multiple is not None and not terms.shapes:
         raise InvalidInput("multiple has no meaning without shapes.", "", "Leave it out, or add --set shapes=true.")
     space = cache_space(model, terms.tokens, terms.batch, str(options["runtime"]), terms.cache)
-    cutting = cutting_for(model, options, multiple) if terms.shapes else None
+    cutting, asked = cutting_for(model, options, multiple) if terms.shapes else None, options
     options = options if cutting is None else cutting.options
     if terms.experts:
         modules = [n for e in find_experts(model) for n in e.modules]
         check_written(model, options, modules, "the experts go", "kept-experts")
-        tables = smaller_tables(model, tokenizer, options)
-    else:
-        tables = {0: empty_table(model, tokenizer, options)}
-    least = smallest([Fit.of(table, space, terms) for table in tables.values()])
+    tables = _tables(model, terms, tokenizer, options)
+    others = partial(_other_formats, model, terms, tokenizer, asked)
     if cutting is None:
-        least.limit(terms.bytes)
-    return Ready(tables=tables, space=space, options=options, cutting=cutting)
+        smallest([Fit.of(table, space, terms) for table in tables.values()]).limit(terms.bytes, others)
+    return Ready(tables=tables, space=space, options=options, cutting=cutting, others=others)
+
+
+def _tables(model: nn.Module, terms: Terms, tokenizer: Any, options: Mapping[str, Any]) -> dict[int, Table]:
+    return smaller_tables(model, tokenizer, options) if terms.experts else {0: empty_table(model, tokenizer, options)}
+
+
+def _other_formats(model: nn.Module, terms: Terms, tokenizer: Any, options: Mapping[str, Any]) -> Iterator[tuple[str, Fit]]:
+    """The smallest fits with all formats, and with those that need the inputs of a matrix; each with what leads to it."""
+    named = [*(["--formats"] if options.get("formats") else []), *([terms.given] if terms.given else [])]
+    ways: list[tuple[str, Terms, dict[str, str | None]]] = []
+    if named:
+        ways.append((f"leave out {' and '.join(named)}", terms.free, {"formats": None}))
+    if options["family"] == GGUF and find_quantiser(str(options.get("method", "rtn"))).statistic == "none":
+        ways.append(("take --method weighted, which has smaller formats", terms, {"method": "weighted"}))
+    for words, freed, changed in ways:
+        with contextlib.suppress(LayerbudgetError):
+            space = cache_space(model, freed.tokens, freed.batch, str(options["runtime"]), freed.cache)
+            tables = _tables(model, freed, tokenizer, {**options, **changed})
+            yield words, smallest([Fit.of(table, space, freed) for table in tables.values()])
 
 
 def _cut(
@@ -207,7 +227,8 @@ def _cut(
     key = digest({"way": cutting.way, "cache": ready.space.record()})
     say(progress, "shapes")
     seen = parts.json(f"shapes-{key}", lambda: candidates(model, data, cutting, **own))
-    check_fits(model, seen["plans"], Fit.of(ready.tables[0], ready.space, terms), terms, tokenizer, ready.options)
+    whole_fit = Fit.of(ready.tables[0], ready.space, terms)
+    check_fits(model, seen["plans"], whole_fit, terms, tokenizer, ready.options, ready.others)
     how, rows = {**given, "progress": progress}, [whole(model)]
     for i, row in enumerate(seen["plans"], 1):
         say(progress, f"shapes, {i} of {len(seen['plans'])}")

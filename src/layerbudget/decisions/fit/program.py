@@ -22,14 +22,14 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ...errors import InfeasibleBudget, InvalidInput
 from ...plan import Plan
-from ...records import to_jsonable
+from ...records import to_jsonable, unit_of
 from ...scores import Scores
 from ...solvers.choices import Choice, choose
 from ..bits.memory import Cache, check_positions, read_context
@@ -91,6 +91,17 @@ class Terms:
     def limits(self) -> Limits:
         """The constraints on formats of the weights."""
         return Limits(forbid=self.forbid, keep=self.keep)
+
+    @property
+    def given(self) -> str:
+        """The settings that leave out formats, in words; empty where there are none."""
+        named = {"forbid": self.forbid, "keep": self.keep, "cache": self.cache is not None}
+        return " and ".join(f"--set {name}" for name, said in named.items() if said)
+
+    @property
+    def free(self) -> Terms:
+        """The same with all formats."""
+        return dataclasses.replace(self, forbid=(), keep={}, cache=None)
 
     @property
     def tokens(self) -> int:
@@ -190,20 +201,26 @@ class Fit:
         """Bytes of the smallest plan, everything counted."""
         return int(self.weights.smallest.sum() + self.cache.smallest.sum()) + self.beside
 
-    def limit(self, memory: int) -> int:
-        """Return the bytes of a memory that formats may take; one below the smallest plan is refused."""
+    def limit(self, memory: int, others: Callable[[], Iterable[tuple[str, Fit]]] = tuple) -> int:
+        """Return the bytes of a memory that formats may take; one below the smallest plan is refused.
+
+        Args:
+            memory: Bytes in all.
+            others: Asked for where nothing fits: the same with other formats, each with the words that lead to it.
+        """
         if memory < self.least:
             tokens, batch = self.space.context, self.space.batch
             longest = self.known.longest(lambda context: self.at(context).least <= memory, self.space.runtime.step)
             fits = f"At most {longest} tokens fit." if longest else "No context fits."
             file = int(self.weights.smallest.sum()) + self.weights.beside
             rest, least = self.state + self.buffers, math.ceil(10 * self.least / 2**20) / 10
+            ways = [f"Raise the memory (to {least:g} MiB)", *(["shorten the context"] if longest else [])]
+            ways += [words for words, other in others() if other.least <= memory]
             raise InfeasibleBudget(
                 f"{memory:,} bytes are too few at {tokens} tokens x {batch}.",
                 f"The smallest plan takes {self.least:,}: {file:,} of the file, {self.least - file - rest:,} of the cache, "
                 f"{rest:,} of buffers. {fits}",
-                f"Raise the memory (to {least:g} MiB){', shorten the context' * bool(longest)}, or "
-                "allow smaller formats (--formats).",
+                f"{', or '.join(ways)}.",
             )
         return memory - self.beside
 
@@ -335,7 +352,7 @@ def curve(fits: Sequence[Fit], count: int = CURVE) -> list[dict[str, Any]]:
 
 def with_more(fits: Sequence[Fit], memory: int) -> dict[str, Any]:
     """Return what the best plan loses with one unit of memory more (``bytes``), and with a few shares more (``near``)."""
-    unit = GIB if memory >= GIB else GIB >> 10
+    unit, _ = unit_of(memory)
     near = [{"share": share, "memory": math.floor(memory * (1 + share))} for share in _SHARES]
     near = [{**row, "predicted": point(fits, int(row["memory"]))["predicted"]} for row in near]
     return {"bytes": unit, "predicted": point(fits, memory + unit)["predicted"], "near": near}
@@ -404,7 +421,7 @@ class Fitted:
     def of(cls, scores: Scores, terms: Terms) -> Fitted:
         """Return the decision under some terms."""
         fits = fits_of(scores, terms)
-        smallest(fits).limit(terms.bytes)
+        smallest(fits).limit(terms.bytes, lambda: [(f"leave out {terms.given}", smallest(fits_of(scores, terms.free)))])
         fit, found = best_of(fits, terms.bytes)
         picks = {"choices": Pick(fit=fit, chosen=found.chosen)}
         if terms.smaller and fits[0].least <= terms.bytes:
