@@ -18,6 +18,7 @@ from layerbudget.decisions.apply import rules_of
 from layerbudget.decisions.ranks.apply import adapted_ranks
 from layerbudget.kinds import KINDS
 from layerbudget.planning.rule import RULES
+from layerbudget.sensitivity.curvature.common import SWEEPS
 from layerbudget.sensitivity.estimators import ESTIMATORS
 
 ROOT = Path(__file__).parents[1]
@@ -100,6 +101,13 @@ def test_the_page_on_smaller_matrices_saves_a_model(tmp_path, monkeypatch):
     exec(compile(block, "docs/smaller-matrices.md", "exec"), space)
     saved = lb.load_model("smaller-python")
     assert saved.num_parameters() < lb.load_model("demo").num_parameters()
+
+
+def test_the_page_on_notation_has_the_dampings_that_hold():
+    page = (ROOT / "docs/notation.md").read_text(encoding="utf-8")
+    for unit, values in SWEEPS.items():
+        (found,) = re.findall(rf"^\| `{unit}`.*?\| (.*?) \|", page, re.MULTILINE)
+        assert [float(v) for v in found.split(", ")] == list(values), unit
 
 
 def test_every_page_with_python_is_run_here():

@@ -63,7 +63,7 @@ def spoken(declared: Any) -> str:
     """A type in words, such as ``a number or a list of numbers``."""
     origin, parts = typing.get_origin(declared), typing.get_args(declared)
     if origin in (types.UnionType, typing.Union):
-        return " or ".join(spoken(part) for part in parts if part is not types.NoneType)
+        return " or ".join(spoken(part) for part in parts if part not in (types.NoneType, Any))
     if origin is typing.Literal:
         return ", ".join(map(str, parts))
     if origin is Mapping:

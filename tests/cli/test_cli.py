@@ -114,7 +114,7 @@ def test_ranks_by_the_gain_of_every_further_rank(saved_model, tmp_path, capsys):
     assert main(words) == 0
     capsys.readouterr()
     assert main(["plan", "ranks", scores, "--mean-rank", "4", "-o", plan]) == 0
-    assert "than uniform ranks with as many parameters" in " ".join(capsys.readouterr().out.split())
+    assert "uniform ranks with as many parameters have" in " ".join(capsys.readouterr().out.split())
     written = json.loads((tmp_path / "p.json").read_text())
     assert written["rule"] == "by-rank" and written["extra"]["rounding"]["price"] > 0
     assert len({b["count"] for b in written["blocks"]}) > 1
@@ -191,6 +191,11 @@ def test_a_misspelt_option_is_answered_with_the_right_one(words, meant, capsys):
         ("score demo --estimator kfac", "labels: "),
         ("score demo --import own.csv", "orientation: text; default: gain"),
         ("plan ranks config.json --mean-rank 4 --rule uniform", "multiple: a whole number; default: 1"),
+        ("plan ranks scores.json", "bytes_per_parameter: a number; default: 2; of budgets in bytes"),
+        ("plan sparsity scores.json --rule owl", "width: a number; default: 0.08; OWL's lambda"),
+        ("plan sparsity scores.json --rule mdl", "penalty: quadratic, log-barrier; default: quadratic; damage"),
+        ("plan sparsity scores.json --rule mdl", "spend: exactly, at_most, at_least; default: exactly; "),
+        ("plan experts scores.json", "min_experts: a number; default: 1"),
         ("plan bits demo --bits 4", "draws: a whole number; default: 4"),
         ("plan shapes demo --save 10%flops", "compensate: "),
         ("plan kept-experts demo --keep 0.5", "draws: a whole number; default: 4"),
@@ -206,6 +211,8 @@ def test_set_help_prints_the_options_that_there_are(words, shown, tmp_path, monk
         main([*words.split(), "--set", "help"])
     said = capsys.readouterr().out
     assert stop.value.code == 0 and shown in said and "progress" not in said and "batch_size" not in said
+    if words.startswith(("plan sparsity", "plan ranks", "plan experts")):
+        assert "Any" not in said and all("default: " in line for line in said.splitlines()), "no setting without its default"
 
 
 def test_the_whole_command_line_has_few_options():

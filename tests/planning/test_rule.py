@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -122,3 +123,26 @@ def test_an_estimator_of_ones_own():
             score(model, None, partition(model), "weight-norm", damping=0.1)
     with pytest.raises(InvalidInput, match="There is no estimator"):
         registry.ESTIMATORS.find("weight-norm")
+
+
+@pytest.mark.parametrize(
+    ("kind", "planner", "budget"),
+    [
+        ("sparsity", plan_sparsity, {"sparsity": 0.5}),
+        ("experts", plan_experts, {"total": 40}),
+        ("ranks", plan_ranks, {"mean_rank": 4}),
+    ],
+)
+def test_a_default_that_the_help_says_is_the_one_that_holds(kind, planner, budget):
+    """Where a setting has no value of its own, as the constants of the programs and the widths of maps."""
+    scores, tried = zoo.scores([5, 3, 2, 1, 1]), set()
+    for name, known in rules_of(kind).items():
+        said = {n: re.match(r"default: ([\d.]+|relative)[;,]", o.help) for n, o in known.options.items()}
+        for option, found in said.items():
+            if not found or "calibrated" in name:
+                continue
+            given = found[1] if found[1] == "relative" else float(found[1])
+            plain, same = (planner(scores, rule=name, **budget, **own) for own in ({}, {option: given}))
+            assert plain.values.tolist() == same.values.tolist() and plain.certificate == same.certificate, (name, option)
+            tried.add(option)
+    assert tried == ({"width", "bits", "eta", "units"} if kind == "sparsity" else {"alpha", "gamma", "units"})

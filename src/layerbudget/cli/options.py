@@ -6,6 +6,7 @@ import argparse
 import inspect
 import json
 import math
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -223,7 +224,9 @@ def settings(a: argparse.Namespace, *sources: Callable[..., Any] | Mapping[str, 
         for name, option in known.items():
             default = "" if option.default in (None, inspect.Parameter.empty) else f"default: {option.default}"
             says = spoken(option.type)
-            plain = says if "_" not in says and says != "Any" else ""  # an array's type has no words
+            if re.search(r"\b_", says):  # an array's type has no words
+                says = "a number" if isinstance(option.default, (int, float)) else ""
+            plain = "" if says == "Any" else says
             a.console.print(f"{name}: {'; '.join(filter(None, (plain, default, option.help)))}")
         raise SystemExit(0)
     parameters = [p for s in sources if not isinstance(s, Mapping) for p in inspect.signature(s).parameters.values()]

@@ -121,7 +121,8 @@ def run_sparsity(a: argparse.Namespace) -> dict[str, Any]:
         return _finish(a, measured.plan_sparsity(a))
     unread = (name for name in (*DATA, *PLACE) if name != "seed")
     refuse(a, ("by", "method", "passes", "resume", "dry_run", *unread), "scores: it belongs to a model")
-    own = options_for(a, plan_by_scores, _options_of_rule(a)) | given(a, "seed")
+    shared = {name: option for name, option in options_of(plan_by_scores).items() if name != "penalty"}  # a rule's own
+    own = options_for(a, shared, _options_of_rule(a)) | given(a, "seed")
     curves, method = read_curves(a.curves) if a.curves else (None, None)
     if curves and own.get("penalty") is not None:
         raise InvalidInput("--curves and a penalty were given together.", "Curves are the penalty.", "Leave one out.")

@@ -36,8 +36,8 @@ def show_plan(a: argparse.Namespace, plan: Plan, price: Any = None) -> None:
         a.console.print(grid)
         return
     if price is not None:
-        head = ("block", "rank", "adapter parameters")
-        show_table(a, title, head, [(b.name, b.count, int(b.count * p)) for b, p in zip(plan.blocks, price, strict=True)])
+        ranks = ("block", "rank", "adapter parameters")
+        show_table(a, title, ranks, [(b.name, b.count, int(b.count * p)) for b, p in zip(plan.blocks, price, strict=True)])
         return
     more = dict(zip(plan.names, said, strict=True)) if said else plan.extra.get("capacity", {}).get("counts", {})
     named = ("bits", "bytes", "numbers", "format") if said else ("value", "count", "parameters", "capacity")

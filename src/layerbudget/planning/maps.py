@@ -6,6 +6,8 @@ out. Fixed blocks keep what they have; the map is made on the others.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import numpy as np
 
 from ..errors import InfeasibleBudget, InvalidInput
@@ -26,7 +28,12 @@ def _size(problem: Problem) -> Decision:
 
 @rule("sparsity", "layerif", summary="LayerIF's map: scores stretched to a band around the target")
 @rule("sparsity", "alphapruning", summary="AlphaPruning's map: scores stretched to a band around the target")
-def _stretched(problem: Problem, *, damping: float | None = None, width: float | None = None) -> Decision:
+def _stretched(
+    problem: Problem,
+    *,
+    damping: float | None = None,
+    width: Annotated[float | None, "default: 0.3; sparsities are stretched to 1 - width ... 1 + width of the target"] = None,
+) -> Decision:
     """The metric stretched to ``[1 - width, 1 + width]`` and rescaled to the budget; published scripts use 0.1 to 0.3.
 
     A larger metric means more pruning; a flat one gives the uniform plan (the originals divide 0 by 0).
@@ -37,7 +44,12 @@ def _stretched(problem: Problem, *, damping: float | None = None, width: float |
 
 
 @rule("sparsity", "owl", summary="OWL's map: the more outliers, the fewer zeros")
-def _owl(problem: Problem, *, damping: float | None = None, width: float | None = None) -> Decision:
+def _owl(
+    problem: Problem,
+    *,
+    damping: float | None = None,
+    width: Annotated[float | None, "default: 0.08; OWL's lambda: half of the span of the sparsities"] = None,
+) -> Decision:
     """``d = (o - min o) / (max o - min o) 2 width``, ``rho = s + mean(d) - d``, the mean over blocks.
 
     All are shifted by one number until the budget, which counts parameters, is met under the caps.
@@ -49,7 +61,9 @@ def _owl(problem: Problem, *, damping: float | None = None, width: float | None 
 
 
 @rule("sparsity", "atp", summary="ATP: an arithmetic progression over depth")
-def _atp(problem: Problem, *, step: float | None = None) -> Decision:
+def _atp(
+    problem: Problem, *, step: Annotated[float | None, "default: half of the largest; zeros more from block to block"] = None
+) -> Decision:
     """``rho_i = s - step (L - 1) / 2 + step i`` (ICML 2025); its step is found by a grid on perplexity, here it is given."""
     length, share = len(problem.blocks), problem.share
     most = min(2 * share, 2 * (1 - share)) / max(length - 1, 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -22,24 +22,29 @@ from ..solvers.rounding import METHODS
 from ..solvers.separable import Solution
 from ..solvers.utilities import PENALTIES, UTILITIES
 
+_Penalty: TypeAlias = Literal[tuple(PENALTIES)] | Any  # type: ignore[valid-type]
+_Utility: TypeAlias = Literal[tuple(UTILITIES)] | Any  # type: ignore[valid-type]
+_Spend = Literal["exactly", "at_most", "at_least"]
+_Method: TypeAlias = Literal[METHODS]  # type: ignore[valid-type]
+
 
 def _shared(
     *,
-    exponent: float = 1.0,  # of the weights (paper: beta, kappa)
-    exponent_on: Literal["density", "block"] = "density",
-    penalty: Literal[tuple(PENALTIES)] | Any = "quadratic",  # type: ignore[valid-type]
-    utility: Literal[tuple(UTILITIES)] | Any = "log",  # type: ignore[valid-type]
-    spend: Literal["exactly", "at_most", "at_least"] = "exactly",  # at_most capacity, at_least sparsity: the theorems
-    alpha: float | None = None,  # of the program, like the next three; inert where the budget binds
-    gamma: float | None = None,
-    bits: float | None = None,
-    eta: float | None = None,
-    units: Literal["relative", "literal"] | None = None,
-    method: Literal[METHODS] = "auto",  # type: ignore[valid-type]  # how counts are rounded
-    damping: float | None = None,  # row of the scores; the middle one
-    smoothing: float = 0.0,  # added to every score, in units of the mean score
-    seed: int = 0,  # of the controls
-    width: float | None = None,  # of the published maps
+    exponent: Annotated[float, "power of the scores in the weights; beta and kappa of the paper"] = 1.0,
+    exponent_on: Annotated[Literal["density", "block"], "the power of the score per parameter, or of all of it"] = "density",
+    penalty: Annotated[_Penalty, "damage of a block by its sparsity"] = "quadratic",
+    utility: Annotated[_Utility, "worth of a block's capacity"] = "log",
+    spend: Annotated[_Spend, "all of the budget; at_most that is for capacity, at_least that for zeros"] = "exactly",
+    alpha: Annotated[float | None, "default: 0.5; price of a unit of cost, without effect where the budget binds"] = None,
+    gamma: Annotated[float | None, "default: 0.9; weight of the utility, without effect where the budget binds"] = None,
+    bits: Annotated[float | None, "default: 16; bits that a zero saves, without effect where the budget binds"] = None,
+    eta: Annotated[float | None, "default: 2; weight of the penalty, without effect where the budget binds"] = None,
+    units: Annotated[Literal["relative", "literal"] | None, "default: relative; to their means, or as they are"] = None,
+    method: Annotated[_Method, "how whole numbers are found: the best or nearly so, or rounded down"] = "auto",
+    damping: Annotated[float | None, "default: the middle one of the scores; another one of those"] = None,
+    smoothing: Annotated[float, "added to every score, as a share of the mean score"] = 0.0,
+    seed: Annotated[int, "of the shuffle"] = 0,
+    width: float | None = None,
 ) -> None: ...
 
 
@@ -139,8 +144,9 @@ class Rule:
     def options(self) -> dict[str, Option]:
         """Every option that it has; of a shared one the default is its own."""
         own = options_of(self.function, without=("rule",))
-        known = {n: dataclasses.replace(OPTIONS[n], default=o.default) if n in OPTIONS else o for n, o in own.items()}
-        return {**known, **({"seed": OPTIONS["seed"]} if self.control else {})}
+        shared = {n: OPTIONS[n] for n in own if n in OPTIONS}
+        known = {n: dataclasses.replace(o, default=own[n].default, help=own[n].help or o.help) for n, o in shared.items()}
+        return {**own, **known, **({"seed": OPTIONS["seed"]} if self.control else {})}
 
     def resolve_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return all options; one that it does not have is refused, never ignored and never recorded."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -28,7 +28,7 @@ def plan_experts(
     max_experts: ArrayLike | None = None,
     expert_rank: int = 8,
     rule: str | Callable[..., Any] = "mdl",
-    bytes_per_parameter: float | None = None,
+    bytes_per_parameter: Annotated[float | None, "default: 2; of budgets in bytes"] = None,
     latency: Mapping[str, float] | None = None,
     fixed: Mapping[str, int] | None = None,
     **options: Any,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -34,7 +34,7 @@ def plan_ranks(
     min_rank: ArrayLike = 1,
     max_rank: ArrayLike | None = None,
     rule: str | Callable[..., Any] | None = None,
-    bytes_per_parameter: float | None = None,
+    bytes_per_parameter: Annotated[float | None, "default: 2; of budgets in bytes"] = None,
     latency: Mapping[str, float] | None = None,
     fixed: Mapping[str, int] | None = None,
     **options: Any,
