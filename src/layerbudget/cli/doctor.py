@@ -164,7 +164,7 @@ def _configuration(a: argparse.Namespace) -> Any:
     path = Path(name).expanduser()
     where = str(path) if path.is_file() else resolve(name, revision)
     with foreign(f"{a.model} is no configuration", "It is a transformers config.json.", "Point to a model folder."):
-        return AutoConfig.from_pretrained(where, revision=revision)
+        return AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=False)
 
 
 def _priced(a: argparse.Namespace, place: tuple[Any, ...], title: str, refused: dict[str, str]) -> list[dict[str, Any]]:

@@ -8,7 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from .display import expect, progress_bar, say
-from .options import add, add_out, add_place, add_verb, batch_of, load_model, load_tokenizer, one_process, refuse
+from .options import (
+    add,
+    add_out,
+    add_place,
+    add_verb,
+    batch_of,
+    load_model,
+    load_tokenizer,
+    one_process,
+    refuse,
+    split_revision,
+)
 
 
 def register(subparsers: Any) -> None:
@@ -33,6 +44,7 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     """Evaluate, show what was measured, with its parameters, and compare where asked."""
     from ..evaluation.statistics import compare_results
     from ..execution.processes import is_main
+    from ..models.loading import resolve
     from ..records import check_output, dumps, write_text
 
     a.names = [t.strip() for t in (a.tasks or "").split(",") if t.strip()]
@@ -44,6 +56,8 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     refuse(a, () if a.names else ("data_dir", "limit"), "perplexity alone")
     refuse(a, () if a.texts else ("length", "windows"), "tasks alone")
     other = _read(a.against) if a.against and a.against.endswith(".json") else None  # before the work
+    if a.against and other is None:
+        resolve(*split_revision(a.against))  # what cannot be loaded is refused before the work
     result = _measured(a, 2.0 if a.against and other is None else 1.0)
     if a.against:
         other = other or _measured(argparse.Namespace(**{**vars(a), "model": a.against, "adapter": None}))

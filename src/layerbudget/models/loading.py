@@ -77,7 +77,13 @@ def resolve(name: str, revision: str | None = None) -> str:
                 "A model folder has config.json and safetensors files.",
                 "Point to the folder that save_pretrained wrote.",
             )
-        _read_config(path / "config.json")
+        if _read_config(path / "config.json").get("model_type") == "nemotron-nas":  # layers of different shapes
+            raise BadModel(
+                f"{name} is a folder for vLLM alone: transformers computes no layers of different shapes.",
+                "What the shapes cost when they were planned is in its README.md.",
+                f"Evaluate it in vLLM (vllm serve {name} --trust-remote-code). Or plan equal layers "
+                "(plan shapes --even): every command reads these.",
+            )
         return str(path)
     if path.suffix == ".gguf" and path.is_file():
         raise NotFound(
@@ -176,6 +182,9 @@ def foreign(what: str, feasible: str, remedy: str) -> Iterator[None]:
         raise
     except Exception as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if "custom code" in first:
+            first = "it needs code of its own, which is not run here."
+            feasible, remedy = "Models that transformers computes by itself are read.", "Take another model."
         raise BadModel(f"{what}: {first[:300]}", feasible, remedy) from error
 
 
@@ -331,7 +340,7 @@ def find_checkpoint(name: str, *, revision: str | None, device: str, four_bit: b
     place = find_device(device)
     where = resolve(name, revision)
     with foreign(f"{name} could not be loaded", _MODEL_IS, "Check the name, or download it first and give the folder."):
-        config = AutoConfig.from_pretrained(where, revision=revision)
+        config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=False)
         auto = auto_class(config)
     check_quantised(name, config, stream, four_bit)
     if hasattr(config, EXPERTS_KEPT):  # layers with different numbers of experts
@@ -426,6 +435,6 @@ def load_tokenizer(name: str, *, revision: str | None = None) -> Any:
 
     where = resolve(name, revision)
     with foreign(f"{name} has no tokenizer that loads", "", "Save the tokenizer beside the model."):
-        tokenizer = AutoTokenizer.from_pretrained(where, revision=revision)
+        tokenizer = AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=False)
         tokenizer("a", truncation=True)  # a length that is no number shows here
         return tokenizer

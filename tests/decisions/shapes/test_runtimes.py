@@ -18,8 +18,9 @@ from layerbudget.decisions.shapes.nemotron import check_nemotron, save_nemotron
 from layerbudget.decisions.shapes.plan import _alike, plan_shapes
 from layerbudget.decisions.shapes.program import layers_differ
 from layerbudget.decisions.shapes.save import check_exportable
-from layerbudget.errors import InvalidInput
+from layerbudget.errors import BadModel, InvalidInput
 from layerbudget.models.blocks import layers
+from layerbudget.models.loading import load_model, load_tokenizer
 
 QUICK = {"multiple": 4, "passes": 24.0, "strides": 1, "draws": 1, "batch_size": 4}
 KINDS = ["llama", "llama-tied", "mistral", "qwen2"]
@@ -101,6 +102,23 @@ def test_a_plan_for_vllm_has_equal_heads_and_widths_that_differ(tmp_path):
     save_nemotron(model, None, tmp_path / "out", plan=plan)
     check_folder(model, tmp_path / "out")
     assert (tmp_path / "out" / "README.md").read_text().count("--trust-remote-code") == 1
+
+
+def test_a_folder_for_vllm_is_refused_at_once_and_says_where_it_is_evaluated(tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "wide"
+    save_nemotron(zoo.build("llama"), None, folder)
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr("layerbudget.cli.evaluate._measured", lambda *_: pytest.fail("measured"))
+    assert main(["evaluate", "demo", "--against", str(folder)]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "is a folder for vLLM alone" in said and "Evaluate it in vLLM (vllm serve" in said and "plan shapes --even" in said
+    for load in (load_model, load_tokenizer):
+        with pytest.raises(BadModel, match="folder for vLLM alone"):
+            load(str(folder))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "another"}))
+    with pytest.raises(BadModel, match="it needs code of its own, which is not run here.*Take another model"):
+        load_model(str(folder))
 
 
 def test_groups_of_key_value_heads_may_differ_where_query_heads_do_not(tmp_path):
