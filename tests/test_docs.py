@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import layerbudget as lb
+from layerbudget.comparison.run import ScoreComparison, flat
 from layerbudget.compressors import TREATMENTS
 from layerbudget.compressors.base import QUANTISERS
 from layerbudget.decisions.apply import rules_of
@@ -108,6 +109,18 @@ def test_the_page_on_notation_has_the_dampings_that_hold():
     for unit, values in SWEEPS.items():
         (found,) = re.findall(rf"^\| `{unit}`.*?\| (.*?) \|", page, re.MULTILINE)
         assert [float(v) for v in found.split(", ")] == list(values), unit
+
+
+def test_the_page_on_research_names_every_column_of_a_comparison():
+    page = (ROOT / "docs/research.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"\| column \|.*?\n\n", page, re.DOTALL)
+    test = dict.fromkeys(("difference", "low", "high", "p", "holm"), 0.0)
+    row = {"name": "a", "rule": "mdl", "score": "a", "control": False, "mean": 1.0, "spent": [1], "first": 1.0}
+    row |= {"rank_low": 1, "rank_high": 1, "versus_uniform": test, "versus_permuted": test}
+    made = ScoreComparison(
+        kind="sparsity", unit="", seeds=[0], settings={}, versions={}, budgets=[{"budget": 0.5, "rows": [row]}]
+    )
+    assert set(flat(made)[0]) == {name for line in table.split("\n|") for name in re.findall("`(.*?)`", line.split("|")[0])}
 
 
 def test_every_page_with_python_is_run_here():

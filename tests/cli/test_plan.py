@@ -29,7 +29,9 @@ def test_sparsity_writes_the_plan_that_it_prints(files):
     assert set(result["budget"]) >= {"unit", "limit", "spent"}
     assert set(result["certificate"]) >= {"status", "multiplier", "gap", "kkt_residual", "inert"}
     assert "model.layers.7" in shown and "The budget binds" not in shown
-    assert "The budget binds" in run("plan", "sparsity", files / "a.json", "--sparsity", 0.5, "--table")[1]
+    price = f"{plan.certificate['shadow_price']:.3g}"
+    said = f"The budget binds: one more unit of it raises the penalty by {price} (the shadow price)."
+    assert said in run("plan", "sparsity", files / "a.json", "--sparsity", 0.5, "--table")[1]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,9 @@ def test_diff_explain_sweep_transfer(files):
     same, _ = run("explain", "diff", files / "one.json", files / "one.json")
     assert same["same"] and same["moved"] == 0
     result, shown = run("explain", files / "one.json")
-    assert "One percent" in shown and not any("cannot change this plan" in s for s in result["sentences"])  # nothing was given
+    assert "With one percent more zeros" in shown and not any(
+        "cannot change this plan" in s for s in result["sentences"]
+    )  # nothing was given
     result, _ = run("explain", "sweep", files / "a.json", "--budgets", 0.3, 0.5, "--exponents", 1, 2)
     front = [r for r in result["rows"] if r["front"]]
     assert len(result["rows"]) == 4 and {r["exponent"] for r in front} == {1.0}

@@ -72,5 +72,5 @@ def test_bits_of_codelength():
     with pytest.raises(ModelMismatch):
         codelengths(plan, other)
     norm = zoo.scores([3.0, 2.0, 1.0])
-    with pytest.raises(InvalidInput, match="no gains in nats"):
+    with pytest.raises(InvalidInput, match="not nats of loss"):
         codelengths(lb.plan_sparsity(norm), norm)

@@ -108,7 +108,7 @@ def _on_budget(plan: Plan) -> list[str]:
         return [told, f"Every block gets {value[0]:.4g}{whole}."]
     order = np.argsort(value, kind="stable")
     mean = plan.hyperparameters.get("mean_rank") if plan.kind == "ranks" else None
-    by_size = f" ({spent / limit * mean:.4g} by parameters: a rank of a large matrix has more)" if mean and limit else ""
+    by_size = f" ({spent / limit * mean:.4g} where large matrices count for more, as in --mean-rank)" if mean and limit else ""
     return [
         told,
         f"Most goes to {name[order[-1]]} ({value[order[-1]]:.4g}), least to {name[order[0]]} ({value[order[0]]:.4g}); "
@@ -168,11 +168,12 @@ def _on_price(plan: Plan, more: float) -> str:
     """A sentence on the gain of one percent more budget."""
     c, given = plan.certificate, plan.hyperparameters
     if plan.kind not in ("sparsity", "ranks", "experts"):
-        return f"One percent more budget lowers the objective by about {c['multiplier'] * more:.3g}."
+        return f"With one percent more budget the objective is about {c['multiplier'] * more:.3g} lower."
     zeros = plan.kind == "sparsity"
-    what, name, default = ("zeros raises the penalty", "eta", 2.0) if zeros else ("budget raises the utility", "gamma", 0.9)
-    scaled = "" if given.get("units") == "literal" else f" (its weights are scaled to mean {given.get(name) or default:g})"
-    return f"One percent more {what} by about {c['shadow_price'] * more:.3g}{scaled}."
+    more_of, what, name, default = ("zeros", "penalty", "eta", 2.0) if zeros else ("budget", "utility", "gamma", 0.9)
+    mean = given.get(name) or default
+    scaled = "" if given.get("units") == "literal" else f", where the weights of the blocks have the mean {mean:g}"
+    return f"With one percent more {more_of} the {what} is about {c['shadow_price'] * more:.3g} higher{scaled}."
 
 
 def _on_decision(plan: Plan) -> list[str]:
@@ -272,7 +273,8 @@ def _on_formats(plan: Plan) -> list[str]:
     said += _on_unwritten(plan)
     if plan.certificate:
         price = plan.certificate["price"] * 0.01 * plan.budget["limit"]
-        said.append(f"One percent more bytes of {KINDS.find(plan.kind).bytes_of} would save about {price:.2g} nats.")
+        more = f"With one percent more bytes for {KINDS.find(plan.kind).bytes_of}"
+        said.append(f"{more} the damage is about {price:.2g} nats per token lower.")
     if ties := e["near_ties"]:
         many = (
             f"{len(ties)}{' or more' if len(ties) >= 20 else ''} single changes cannot be told from the plan within the noise"
@@ -330,7 +332,7 @@ def codelengths(plan: Plan, scores: Scores, tokens: int | None = None) -> dict[s
     """
     if scores.unit != "nats of average loss":
         raise InvalidInput(
-            f"Scores of {scores.estimator} are no gains in nats ({scores.unit}), so they are worth no bits of codelength.",
+            f"The unit of the scores by {scores.estimator} is {scores.unit!r}, not nats of loss, as bits of codelength need.",
             f"What is known of a plan of {plan.kind} is explained without them.",
             "Leave out --scores (in Python: scores).",
         )

@@ -18,7 +18,7 @@ from .dual import monotone_root, piecewise_root
 from .inputs import Vector, spoken_amount
 
 _STATUSES = {
-    "binding": "The budget binds: one more unit of it is worth {price}, the shadow price.",
+    "binding": "The budget binds: one more unit of it raises the {what} by {price} (the shadow price).",
     "slack": "The budget does not bind: the price per unit alone decides, and part of the budget is left.",
     "saturated": "Every block is at its cap: only larger caps can change the decision.",
     "degenerate": "Every block sits at the same bound: the constants decide, the scores do not.",
@@ -175,7 +175,7 @@ class Solution:
             spent, budget = spoken_amount(self.spent), spoken_amount(self.budget)
             return f"The floors alone prune {spent}, and {budget} was asked for. Lower min_sparsity."
         told = {name: spoken_amount(getattr(self, name)) for name in ("spent", "budget", "slack")}
-        told["price"] = f"{self.shadow_price:.3g}"
+        told |= {"price": f"{self.shadow_price:.3g}", "what": "utility" if self.program.sign < 0 else "penalty"}
         remedy = _REMEDIES.get((self.status, self.program.sign), "")
         return (_STATUSES[self.status] + remedy).format(**told)
 

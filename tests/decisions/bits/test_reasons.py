@@ -193,7 +193,7 @@ def test_scores_that_are_no_gains_are_refused_with_a_remedy(tmp_path):
     scores = zoo.fit_scores()
     scores.save(tmp_path / "fit-scores.json")
     plan_fit(scores, memory="600 KB", context=64).save(tmp_path / "fit.json")
-    with pytest.raises(InvalidInput, match=r"no gains in nats.*Leave out --scores"):
+    with pytest.raises(InvalidInput, match=r"not nats of loss.*Leave out --scores"):
         command_result("explain", "plan", tmp_path / "fit.json", "--scores", tmp_path / "fit-scores.json")
     result, shown = command_result("explain", "plan", tmp_path / "fit.json")
     assert result["matrices"] and "damage" not in result["matrices"][0] and "layer" in shown
