@@ -128,8 +128,20 @@ def test_the_verdict_compares_the_forecast_with_that_of_equal_layers(made, kind,
     known = plan.extra["beside"]
     assert known["uneven"] <= known["even"] * (1 + 1e-9) or known.get("error")
     for even, uneven, error, words in (
-        (0.2, 0.1, 0.0, "differ are forecast at 50 % less than this" if alike else "50 % less than equal layers"),
-        (0.2, 0.19, 0.1, "sees nothing to gain from layers that differ" if alike else "not to be told from equal layers"),
+        (
+            0.2,
+            0.1,
+            0.0,
+            "damage of layers that differ is 50 % less than that of this plan"
+            if alike
+            else "50 % less than that of equal layers",
+        ),
+        (
+            0.2,
+            0.19,
+            0.1,
+            "sees nothing to gain from layers that differ" if alike else "not to be told from that of equal layers",
+        ),
     ):
         beside = {"even": even, "uneven": uneven, "error": error}
         if kind == "kept-experts" and len(set(plan.counts.tolist())) == 1:

@@ -128,6 +128,7 @@ def standing(plan: Plan) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]] |
     mix = [str(plan.extra.get("mix"))] if len(against) > 1 else []
     uniform = _ALIKE if plan.kind in ("kept-experts", "shapes") else names[base] if plan.kind == "fit" else "uniform"
     column = ("measured" if plan.extra.get("check") else "predicted") if typed else "nats per token"
+    column = "forecast" if plan.kind in ("kept-experts", "shapes") else column
     counted = f"bytes of {'the file' if plan.extra.get('family') == GGUF else 'all tensors'}"
     head = ("plan", *([counted] if size else []), column)
     told = f"damage in nats per token, {on}" if typed else f"damage {on}"
@@ -141,7 +142,9 @@ def _change(plan: Plan, damage: Mapping[str, tuple[float, float]], name: str, ba
     if name == base or other[0] <= 0:
         return "–"
     error = (other[1] if name == plan.rule else own[1] if base == plan.rule else 0.0) / other[0]
-    return f"{own[0] / other[0] - 1:+.1%}" + (f" +-{2 * error:.{0 if error >= 0.05 else 1}%}" if error else "")
+    change = own[0] / other[0] - 1
+    within = ", within the error" if abs(change) <= 2 * error else ""
+    return f"{change:+.1%}" + (f" +-{2 * error:.{0 if error >= 0.05 else 1}%}{within}" if error else "")
 
 
 def _sizes(plan: Plan) -> dict[str, int]:
@@ -172,6 +175,7 @@ def _measured(plan: Plan) -> tuple[str, dict[str, tuple[float, float]], str] | N
         error = found.get("error", 0.0)
         rows = {names[0]: (found["even"], error), names[1]: (found["uneven"], error)}
         first = ", of the first plan, before anything was cut" if plan.kind == "shapes" else ""
+        first = ", without masks: the verdict has what was measured with them" if plan.kind == "kept-experts" else first
         return f"as it is forecast{first}", rows, names[0]
     return None
 
@@ -212,8 +216,17 @@ def _on_formats(plan: Plan) -> str:
     rows = [less_than(own, kl, names[n], error) for n, (kl, error) in found.items() if n in names]
     beside = f", {' and '.join(rows)} within the same limit" if rows else ""
     asked = e.get("asked", plan.rule)
-    took = "" if asked == plan.rule else f". The plan is {names.get(plan.rule, plan.rule)}, which was better than the program's"
+    took = (
+        "" if asked == plan.rule else f". The plan is {names.get(plan.rule, plan.rule)}, which measured {_beside_asked(plan)}"
+    )
     return f"{size} for {own:.3g} nats per token{beside}, {on}{took}.{_on_few_tokens(plan)}"
+
+
+def _beside_asked(plan: Plan) -> str:
+    """How a plan that the check took stands beside the program's."""
+    check = plan.extra["check"]
+    (kl, error), own = _checked(plan)[plan.extra["asked"]], check["rows"][plan.rule]["kl"]
+    return "less than the program's" + (", within the error" if kl - own <= 2 * error else "")
 
 
 def _on_few_tokens(plan: Plan) -> str:
@@ -231,7 +244,7 @@ def _checked(plan: Plan) -> dict[str, tuple[float, float]]:
     e = plan.extra
     if check := e.get("check"):
         return {n: (r["kl"], r.get("difference_error", 0.0)) for n, r in check["rows"].items() if not r.get("same")}
-    others = {n: (r["predicted"], e["predicted_error"]) for n, r in e["baselines"].items()}
+    others = {n: (r["predicted"], e["predicted_error"]) for n, r in e["baselines"].items() if r["predicted"] != e["predicted"]}
     return {**others, plan.rule: (e["predicted"], 0.0)}
 
 
@@ -255,10 +268,10 @@ def _beside(plan: Plan, alike: bool) -> str:
     own, other = (found["even"], found["uneven"]) if alike else (found["uneven"], found["even"])
     error = found.get("error", 0.0)
     if not alike:
-        return f"; its forecast is {less_than(own, other, _ALIKE, error)}"
+        return f"; its forecast damage is {less_than(own, other, f'that of {_ALIKE}', error)}"
     if own - other <= max(2 * error, _SAME * own):
         return "; the forecast sees nothing to gain from layers that differ"
-    return f"; layers that differ are forecast at {less_than(other, own, 'this', error)}"
+    return f"; the forecast damage of layers that differ is {less_than(other, own, 'that of this plan', error)}"
 
 
 def _on_kept(plan: Plan) -> str:

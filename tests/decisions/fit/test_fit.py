@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from layerbudget.cli import main
 from layerbudget.compressors.formats import find_format
 from layerbudget.decisions.bits.apply import apply_bits
 from layerbudget.decisions.bits.memory import cache_of
+from layerbudget.decisions.bits.plan import check_record
 from layerbudget.decisions.bits.sensitivity import DenseOutput, mean_and_error
 from layerbudget.decisions.cache.cache import caching, layer_formats, rounding
 from layerbudget.decisions.fit.parts import split_fit
@@ -26,6 +28,7 @@ from layerbudget.errors import CoverageError, InfeasibleBudget, InvalidInput, Mo
 from layerbudget.exports import EXPORTS
 from layerbudget.plan import Plan
 from layerbudget.plans.explain import explain_plan
+from layerbudget.plans.verdict import standing, verdict
 from layerbudget.report.records import gather
 from layerbudget.scores import Scores
 
@@ -164,6 +167,41 @@ def test_the_check_rounds_both_at_once(measured):
             assert torch.equal(a, other(held.input_ids).logits)
     with pytest.raises(ModelMismatch):
         lb.apply_plan(zoo.build("llama", seed=5, **WIDE), plan)
+
+
+def test_a_plan_that_the_check_takes_stands_beside_the_others_with_paired_errors():
+    """Rows of the mix are the lowest: the differences of the others are from it, and one is within its error."""
+    rng = np.random.default_rng(0)
+    rows = {n: np.stack([rng.normal(kl, 0.01, 64), np.ones(64), rng.random(64), np.ones(64)], 1)
+            for n, kl in (("choices", 0.301), ("uniform-cache", 0.5), ("mix", 0.3))}  # fmt: skip
+    rows["choices"][:, 0] = rows["mix"][:, 0] + rng.normal(0.001, 0.02, 64)
+    rows["choices"][:, 0] += 0.001 - (rows["choices"][:, 0] - rows["mix"][:, 0]).mean()
+    dense = SimpleNamespace(rows=lambda _: rows["mix"], text={"source": "text"})
+    record = check_record(None, dense, "choices", rows, dict.fromkeys(rows, 100), ["choices"])
+    assert record["taken"] == "mix" and "difference" not in record["rows"]["mix"]
+    for name in ("choices", "uniform-cache"):
+        apart = rows[name][:, 0] - rows["mix"][:, 0]
+        assert record["rows"][name]["difference"] == pytest.approx(apart.mean())
+        assert record["rows"][name]["difference_error"] == pytest.approx(apart.std(ddof=1) / 8, rel=0.02)
+    said = record["verdict"]
+    assert said.startswith("mix has the lowest KL on held-out text, 0.29") and said.count("within the error") == 1
+    found = Fitted.of(zoo.fit_scores(3), Terms(memory=f"{BUFFERS + 30000} bytes", context=64)).plan("mix")
+    plan = dataclasses.replace(found, extra={**found.extra, "check": record, "asked": "choices"})
+    assert "which measured less than the program's, within the error." in verdict(plan)
+    _, head, table = standing(plan)
+    cells = dict((row[0], row[-1]) for row in table)
+    assert head[-1] == "against one format for the cache" and "+-" in cells["this plan"]
+    assert "within the error" not in cells["this plan"]
+    rows["choices"][:, 0] += 0.1
+    record = check_record(None, dense, "choices", rows, dict.fromkeys(rows, 100), ["choices"])
+    assert "within the error" not in verdict(dataclasses.replace(plan, extra={**plan.extra, "check": record}))
+
+
+def test_a_choice_with_the_same_prediction_is_not_named_as_another_one():
+    scores = zoo.fit_scores(3)
+    plan = plan_fit(scores, memory="1 GiB", context=64, cache=[])
+    assert plan.extra["baselines"]["uniform-cache"]["predicted"] == plan.extra["predicted"]
+    assert "one format for the cache" not in verdict(plan)
 
 
 def test_what_was_measured_serves_other_memories(measured):

@@ -328,7 +328,8 @@ def divergence(model, found, data, kept):
 
 def test_a_curve_bends_where_experts_become_dear():
     rows = [{"keep": k, "measured": m} for k, m in ((0.75, 0.1), (0.5, 0.2), (0.25, 1.2))]
-    assert "Between 50 % and 25 %" in bend(rows) and "10.0 times" in bend(rows)
+    assert "Below 50 % of" in bend(rows) and "(down to 25 %) costs 10 times" in bend(rows)
+    assert "more than 100 times as much" in bend([{"keep": 0.75, "measured": 0.0001}, {"keep": 0.5, "measured": 0.2}])
     assert bend(rows[:2]) == "" and bend([]) == ""
 
 

@@ -216,6 +216,8 @@ def check_record(
 ) -> dict[str, Any]:
     """Return the record of whole plans on held-out text: ``rows``, the one that is ``taken``, and the ``verdict``.
 
+    The differences of the rows are from the one that is taken, paired by sequences.
+
     Args:
         model: The dense model.
         dense: Its output on the text.
@@ -224,10 +226,11 @@ def check_record(
         spent: Its bytes.
         same: Rules whose plan is the one of ``rule``.
     """
-    table = {n: describe_rows(r, None if n == rule else rows[rule]) for n, r in rows.items()}
+    kl = {n: mean_and_error(r[:, :2])[0] for n, r in rows.items()}
+    best = min(kl, key=lambda n: (kl[n], n != rule)) if rule == "choices" else rule
+    table = {n: describe_rows(r, None if n == best else rows[best]) for n, r in rows.items()}
     for name, row in table.items():
         row |= {"bytes": spent[name], "same": name != rule and name in same}
-    best = min(table, key=lambda n: (table[n]["kl"], n != rule)) if rule == "choices" else rule
     perplexity = float(describe_rows(dense.rows(model))["perplexity"])
     record = {"data": dense.text, "dense_perplexity": perplexity, "rows": table, "taken": best}
     return {**record, "verdict": verdict(rule, best, table)}
@@ -246,19 +249,18 @@ def describe_rows(rows: np.ndarray, beside: np.ndarray | None = None) -> dict[st
 
 def verdict(rule: str, best: str, table: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a sentence on the check: the KL of the plan and of the baselines, or which baseline is better."""
-    own = table[rule]["kl"]
+    own = table[best]["kl"]
+    parts = [f"{n} {r['kl']:.4g} ({_difference(r)})" for n, r in table.items() if n != best and not r["same"]]
     if best != rule:
-        row = table[best]
-        return (
-            f"{best} is better here: KL {row['kl']:.4g} against {own:.4g} of {rule}, measured on held-out text "
-            f"(difference {row['difference']:+.2g} +- {row['difference_error']:.1g}). The plan is {best}."
-        )
-    parts = [
-        f"{n} {r['kl']:.4g} (difference {r['difference']:+.2g} +- {r['difference_error']:.1g})"
-        for n, r in table.items()
-        if n != rule and not r["same"]
-    ]
+        others = ", ".join(parts)
+        return f"{best} has the lowest KL on held-out text, {own:.4g} nats per token; beside it {others}. The plan is {best}."
     beside = [f"beside it {', '.join(parts)}"] if parts else []
     if alike := [n for n, r in table.items() if r["same"]]:
         beside.append(f"{' and '.join(alike)} {'choose' if len(alike) > 1 else 'chooses'} the same formats")
     return f"Measured on held-out text: KL {own:.4g} nats per token; {'; '.join(beside)}."
+
+
+def _difference(row: Mapping[str, Any]) -> str:
+    """The paired difference of KL from the plan that is taken, with its standard error."""
+    within = ", within the error" if abs(row["difference"]) <= 2 * row["difference_error"] else ""
+    return f"difference {row['difference']:+.2g} +- {row['difference_error']:.1g}{within}"

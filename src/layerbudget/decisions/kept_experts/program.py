@@ -25,6 +25,7 @@ RULES = ("directional", "reap", "frequency", "norm", "random")
 RIVAL = "reap"  # the signal that large changes are measured against
 SHARES = (0.875, 0.75, 0.625, 0.5)  # of the forecast
 _BEND = 3.0  # times the damage of the step before
+_MANY = 100  # times as much: more says no more, for the step before cost nearly nothing
 _HEAVY = 0.1  # of a plan's predicted damage: layers that carry as much are tried with their other set
 Counts = tuple[int, ...]  # for every layer, how many of the steps of its removal are taken
 Kept = Mapping[str, list[int]]  # experts that stay, by layer
@@ -234,7 +235,7 @@ def bend(forecast: Sequence[Mapping[str, float]]) -> str:
     """Where the forecast bends, in a sentence; empty where it does not.
 
     >>> bend([{"keep": 0.875, "measured": 0.01}, {"keep": 0.75, "measured": 0.02}, {"keep": 0.625, "measured": 0.08}])
-    'Between 75 % and 62.5 % of the experts each one costs 6.0 times what it did before: the curve bends there.'
+    'Below 75 % of the experts, each one that goes (down to 62.5 %) costs 6 times as much as each one before.'
     """
     rows = [{"keep": 1.0, "measured": 0.0}, *forecast]
     each = [max(b["measured"] - a["measured"], 0.0) / (a["keep"] - b["keep"]) for a, b in itertools.pairwise(rows)]
@@ -243,8 +244,8 @@ def bend(forecast: Sequence[Mapping[str, float]]) -> str:
     if not ratios or ratios[worst] < _BEND:
         return ""
     near, far = (f"{100 * rows[worst + i]['keep']:.3g} %" for i in (1, 2))
-    times = f"{ratios[worst]:.1f} times what it did before"
-    return f"Between {near} and {far} of the experts each one costs {times}: the curve bends there."
+    times = f"{ratios[worst]:.2g}" if ratios[worst] <= _MANY else f"more than {_MANY}"
+    return f"Below {near} of the experts, each one that goes (down to {far}) costs {times} times as much as each one before."
 
 
 def _told(found: Mapping[str, float]) -> str:
