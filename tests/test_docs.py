@@ -83,7 +83,12 @@ def test_the_four_doors_of_a_contributor(registries):
     blocks = blocks_of("CONTRIBUTING.md")
     for block in blocks:
         exec(compile(block, "CONTRIBUTING.md", "exec"), space)
-    assert len(blocks) == 5 and all(len(block.splitlines()) <= 40 for block in blocks)
+    assert len(blocks) == 6 and all(len(block.splitlines()) <= 40 for block in blocks)
+    model, text, padding = space["model"], space["text"], torch.zeros(4, 8, dtype=torch.long)
+    mask = torch.cat([torch.ones_like(text.input_ids), padding], 1)
+    padded = lb.CalibrationSet(input_ids=torch.cat([text.input_ids, padding], 1), attention_mask=mask)
+    plain, same = (lb.score(model, data, lb.partition(model), "input-power") for data in (text, padded))
+    assert same.values() == pytest.approx(plain.values(), rel=1e-2), "the example reads the mask"
 
 
 def test_the_serving_page_merges_an_adapter_and_pads_one():
