@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..errors import LayerbudgetError
 from .display import expect, progress_bar, say
 from .options import (
     add,
@@ -128,7 +130,27 @@ def _measured(a: argparse.Namespace, models: float = 1.0) -> dict[str, Any]:
     if a.names:
         result |= _tasks(a, model, tokenizer, kept)
     kept.clear()
+    say(a, *_on_cache(a.model))
     return result
+
+
+def _on_cache(name: str) -> list[str]:
+    """A sentence on a folder that has the plan of a cache, which is no part of what is measured here."""
+    from ..plan import Plan
+
+    file = Path(name).expanduser() / "cache.json"
+    if not file.is_file():
+        return []
+    with contextlib.suppress(LayerbudgetError):
+        plan = Plan.load(file)
+        whole = plan.extra.get("whole")
+        if plan.kind == "cache" and whole and min(plan.values, default=16) < 16:
+            cost, how = (whole["measured"], "measured") if whole["measured"] is not None else (whole["predicted"], "predicted")
+            return [
+                f"{name}: these figures have the rounded weights in them and not the rounded cache, which is in 16 bits here; "
+                f"the {cost:.3g} nats per token that were {how} for the plan have both in them."
+            ]
+    return []
 
 
 def _tasks(a: argparse.Namespace, model: Any, tokenizer: Any, kept: Any) -> dict[str, Any]:

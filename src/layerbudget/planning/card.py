@@ -87,7 +87,12 @@ def _damage(plan: Plan) -> dict[str, str]:
     e, rows = plan.extra, {"chosen by": f"{plan.rule}, over {len(plan.blocks)} blocks"}
     if (predicted := e.get("predicted")) is not None:
         error, other = e.get("predicted_error"), ", on other text" if plan.kind == "shapes" and e.get("crossed") else ""
+        whole = e.get("whole")
+        other = ", of the weights without the cache" if whole else other
         rows["predicted KL divergence"] = f"{predicted:.4g}{f' +- {error:.1g}' if error else ''} nats per token{other}"
+        if whole:
+            cost = [f"{whole[how]:.4g} {how}" for how in ("predicted", "measured") if whole[how] is not None]
+            rows["weights and cache together"] = f"{', '.join(cost)} nats per token"
     if verdict := (e.get("check") or {}).get("verdict"):
         rows["measured"] = verdict
     elif (measured := e.get("measured")) is not None:

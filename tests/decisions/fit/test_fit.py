@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -367,6 +368,22 @@ def test_the_command_plans_plans_again_and_applies(folder, monkeypatch, capsys):
     assert main(["report", ".", "-o", "page.html", "--quiet"]) == 0
     assert main(["export", "plan.json", "--to", "llama-cache", "-o", "words.txt"]) == 0
     capsys.readouterr()
+    cost = plan.extra["check"]["rows"][plan.rule]["kl"]
+    assert (
+        f"| weights and cache together | {plan.extra['predicted']:.4g} predicted, {cost:.4g} measured nats per token |"
+        in (folder / "out" / "README.md").read_text()
+    )
+    shutil.copytree(model, "served")
+    cache = Plan.load("out/cache.json")
+    dataclasses.replace(cache, blocks=tuple(dataclasses.replace(b, value=4.5) for b in cache.blocks)).save("served/cache.json")
+    assert main(["evaluate", "served", "--perplexity", "text.txt", "--windows", "1", "--length", "16", "--quiet"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"not the rounded cache, which is in 16 bits here; the {cost:.3g} nats per token that were measured" in said
+    dataclasses.replace(cache, blocks=tuple(dataclasses.replace(b, value=16) for b in cache.blocks)).save(
+        "served/cache.json", overwrite=True
+    )
+    assert main(["evaluate", "served", "--perplexity", "text.txt", "--windows", "1", "--length", "16", "--quiet"]) == 0
+    assert "cache" not in capsys.readouterr().out
     for words, wrong in (
         ([model, "--memory", "1 KiB", "--context", "64"], "The smallest plan takes"),
         ([model, "--memory", "8 MiB", "--context", "1k"], "reads at most 64 tokens"),
