@@ -197,7 +197,8 @@ def _requantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     """Give a GGUF file the types of a plan."""
     from ..decisions.bits.requantise import requantise
 
-    refuse(a, (*DATA, "dtype", "device", "stream", "resume"), "a GGUF file")
+    refuse(a, DATA, "a GGUF file", "Leave it out: for --method weighted, what is known of the inputs is in --set imatrix=FILE.")
+    refuse(a, ("dtype", "device", "stream", "resume"), "a GGUF file")
     own = settings(a, requantise) | given(a, "method")
     with progress_bar(a, "requantise, tensors") as progress:
         receipt = requantise(a.model, plan, a.out, overwrite=a.overwrite, progress=progress, **own)
@@ -230,6 +231,9 @@ def _say_end(a: argparse.Namespace, plan: Any, *told: str) -> None:
         file = a.out if a.out.endswith(".gguf") else f"{a.out}/model.gguf"
         dense = a.model if a.model.endswith(".gguf") else "model-f16.gguf"
         kept, run = "--kl-divergence-base base.kld", "llama-perplexity -m"
+        say(a, "llama.cpp rounds activations too: its own figures are higher, for every file.")
+        if dense != a.model:
+            say(a, "model-f16.gguf is the unrounded model, as llama.cpp's convert_hf_to_gguf.py --outtype f16 writes it.")
         say(a, f"Next: {run} {shlex.quote(dense)} -f TEXT {kept} && {run} {shlex.quote(file)} {kept} --kl-divergence")
         return
     say_next(a, "evaluate", a.out, "--against", a.model, *on_text(a, plan))

@@ -138,7 +138,7 @@ def plan_bits(a: argparse.Namespace) -> Plan:
     parts = choosing(
         text_of(data, a), None if check is None else text_of(check, a), draws=own.get("draws", 4), ggml=a.family == GGUF
     )
-    expect(a, words_of("damages of formats", data) + on_check(check), model, parts)
+    expect(a, words_of("measuring what every format costs", data) + on_check(check), model, parts)
     with progress_bar(a, "measuring formats") as progress:
         batch = batch_of(a, model, data)
         plan = plan_bits(

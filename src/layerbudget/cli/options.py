@@ -267,11 +267,11 @@ def flag_of(a: argparse.Namespace, name: str) -> str:
     return next((s for s in strings if s.startswith("--")), f"--{name.replace('_', '-')}")
 
 
-def refuse(a: argparse.Namespace, names: Sequence[str], what: str) -> None:
+def refuse(a: argparse.Namespace, names: Sequence[str], what: str, remedy: str = "Leave it out.") -> None:
     """Refuse options that were given and would be ignored."""
     for name in names:
         if getattr(a, name, None) not in (None, False, []):
-            raise InvalidInput(f"{flag_of(a, name)} has no meaning for {what}.", "It would be ignored.", "Leave it out.")
+            raise InvalidInput(f"{flag_of(a, name)} has no meaning for {what}.", "It would be ignored.", remedy)
 
 
 def check_measured(a: argparse.Namespace, held: Mapping[str, Any], command: str) -> None:

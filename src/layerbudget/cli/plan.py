@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..compressors.formats import GGUF
 from ..decisions.apply import find_rule, rules_of
 from ..decisions.fit.parts import parts_of
 from ..errors import InvalidInput
@@ -289,4 +290,8 @@ def _say_what_follows(a: argparse.Namespace, plan: Plan, another: int | None = N
     more = {"apply": (model, a.out, "-o", "DIR"), "finetune": (model, a.out, "--data", "FILE", "-o", "DIR"), "export": (a.out,)}
     given = plan.hyperparameters.get("imatrix")
     beside = ["--set", f"imatrix={given}"] if given and command == "apply" else []
+    if plan.kind == "bits" and plan.extra.get("family") == GGUF:
+        own = beside or ["--set", "imatrix=FILE"] * (plan.extra["method"] == "weighted")
+        shown = shlex.join(["layerbudget", "apply", "model-f16.gguf", a.out, *own, "-o", "planned.gguf"])
+        say(a, *([] if plan.extra["method"] == "gptq" else [f"A GGUF file that you have gets these types by {shown}"]))
     say_next(a, command, *more[command], *(_CACHES[plan.extra["runtime"]] if plan.kind == "cache" else beside))

@@ -132,7 +132,9 @@ def standing(plan: Plan) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]] |
     counted = f"bytes of {'the file' if plan.extra.get('family') == GGUF else 'all tensors'}"
     head = ("plan", *([counted] if size else []), column)
     told = f"damage in nats per token, {on}" if typed else f"damage {on}"
-    told += ", +- two standard errors" if any("+-" in cell for row in rows for cell in row) else ""
+    ended = any(" (to " in cell for row in rows for cell in row[1:])
+    told += ", +- two standard errors" if ended or any("+-" in cell for row in rows for cell in row) else ""
+    told += " (to: their upper end)" if ended else ""
     return f"{told}{legend}{took}", (*head, *(f"against {n}" for n in (uniform, *mix))), rows
 
 
@@ -142,9 +144,11 @@ def _change(plan: Plan, damage: Mapping[str, tuple[float, float]], name: str, ba
     if name == base or other[0] <= 0:
         return "–"
     error = (other[1] if name == plan.rule else own[1] if base == plan.rule else 0.0) / other[0]
-    change = own[0] / other[0] - 1
+    change, digits = own[0] / other[0] - 1, 0 if error >= 0.05 else 1
     within = ", within the error" if abs(change) <= 2 * error else ""
-    return f"{change:+.1%}" + (f" +-{2 * error:.{0 if error >= 0.05 else 1}%}{within}" if error else "")
+    if error and not within and change - 2 * error < -1:  # no damage is below zero
+        return f"{change:+.1%} (to {change + 2 * error:+.{digits}%})"
+    return f"{change:+.1%}" + (f" +-{2 * error:.{digits}%}{within}" if error else "")
 
 
 def _sizes(plan: Plan) -> dict[str, int]:

@@ -74,7 +74,8 @@ class Choice:
         left = self.budget - self.spent
         rest = f" The {left:,} {self.unit} that are left cannot be used for less damage." if left else ""
         return {
-            "optimal": f"Proven optimal: no other choice within {self.budget:,} {self.unit}{self.among} has less damage.{rest}",
+            "optimal": f"Proven optimal: no other choice within {self.budget:,} {self.unit}{self.among} "
+            f"has less predicted damage.{rest}",
             "slack": f"Every block has its own best choice, so {self.unit} do not limit this plan.",
             "bounded": f"The search was cut: at most {self.gap:.1e} of the damage could still be saved.",
         }[self.status]

@@ -104,7 +104,7 @@ def check_folder(out_dir: Path | str, *, overwrite: bool = False) -> Path:
     recover(out)
     if _holds_something(out):
         if not overwrite:
-            raise AlreadyExists(f"{out_dir} exists already.", "", "Choose another output folder, or pass --overwrite.")
+            raise AlreadyExists(f"{out_dir} exists already.", "", "Choose another output, or pass --overwrite.")
         if not out.is_dir() or manifest(out) is None:
             raise AlreadyExists(
                 f"{out_dir} exists and holds no {MANIFEST} of this package.",

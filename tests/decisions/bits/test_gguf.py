@@ -327,9 +327,18 @@ def test_a_plan_of_another_model_is_refused(tmp_path, converted, capsys):
     deep.save(tmp_path / "plan.json")
     asked = ["apply", str(converted / "llama.gguf"), str(tmp_path / "plan.json"), "-o", str(tmp_path / "o.gguf"), "--quiet"]
     assert main(asked) == 2 and "model.layers.3.mlp.down_proj is not in it" in " ".join(capsys.readouterr().err.split())
-    assert main([*asked, "--samples", "3"]) == 2 and "--samples has no meaning for a GGUF file" in capsys.readouterr().err
-    planned(build("llama"), ["Q8_0"]).save(tmp_path / "plan.json", overwrite=True)
+    said = "--samples has no meaning for a GGUF file. It would be ignored. Leave it out: for --method weighted"
+    assert main([*asked, "--samples", "3"]) == 2 and said in " ".join(capsys.readouterr().err.split())
+    plan = planned(build("llama"), ["Q8_0"])
+    plan.save(tmp_path / "plan.json", overwrite=True)
     assert main(asked) == 0 and main(asked) == 2
+    size = (tmp_path / "o.gguf").stat().st_size
+    counted = plan.budget["spent"] + plan.extra["fixed_bytes"] + 1
+    small = dataclasses.replace(plan, extra={**plan.extra, "head_bytes": 1})
+    noted = requantise(converted / "llama.gguf", small, tmp_path / "o.gguf", overwrite=True).notes
+    assert f"The whole file has {size - counted:,} bytes more than the plan counted ({counted:,})" in noted[0]
+    large = dataclasses.replace(plan, extra={**plan.extra, "head_bytes": size})
+    assert not requantise(converted / "llama.gguf", large, tmp_path / "o.gguf", overwrite=True).notes
     assert sorted(f.name for f in tmp_path.iterdir()) == ["o.gguf", "plan.json"]
 
 

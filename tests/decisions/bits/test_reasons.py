@@ -138,6 +138,9 @@ def test_the_table_beside_the_verdict_has_bytes_and_both_comparisons():
     title, head, rows = standing(dataclasses.replace(plan, extra={**e, "check": check}))
     assert "measured on held-out text, +- two standard errors" in title and head[2] == "measured"
     assert rows[0][3:] == ("-75.0% +-15%", "-50.0% +-30%") and rows[1][3:] == ("–", "+100.0%")
+    check["rows"]["mix"] |= {"kl": 0.9, "difference": 0.8, "difference_error": 0.1}  # no damage is below none
+    title, _, rows = standing(dataclasses.replace(plan, extra={**e, "check": check}))
+    assert rows[0][4] == "-88.9% (to -67%)" and "+- two standard errors (to: their upper end)" in title
 
 
 def test_exports_and_pages_say_types_and_damages(folder, tmp_path):

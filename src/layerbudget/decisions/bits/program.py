@@ -105,8 +105,11 @@ class Limits:
             others = "forbid and keep less" if self.forbid or self.keep else measured
             others = "plan for a shorter context" if table.family == CACHE else others
             beside = f", {least + table.beside:,} with what stays as it is" if table.beside else ""
+            asked = f"{given:,} bytes for {len(table.blocks)} blocks ({8 * given / table.numel:.3f} bits per {per})"
+            if self.budget is not None and table.beside:
+                asked = f"{max(0, limit + table.beside):,} bytes for {len(table.blocks)} blocks and what stays as it is"
             raise InfeasibleBudget(
-                f"{given:,} bytes for {len(table.blocks)} blocks ({8 * given / table.numel:.3f} bits per {per}) are too few.",
+                f"{asked} are too few.",
                 f"The smallest {what} takes {least:,} bytes ({8 * least / table.numel:.4f} bits per {per}){beside}.",
                 f"Raise the budget to that (--bits {_bits_up(least, table.numel):g}, or --budget {least + table.beside}), "
                 f"or {others}.",

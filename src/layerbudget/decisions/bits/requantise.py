@@ -102,8 +102,8 @@ def _method(plan: Plan, method: str | None, imatrix: str | None) -> str:
     if method == "weighted" and imatrix is None:
         raise InvalidInput(
             "weighted needs an importance matrix of the file.",
-            "apply writes one beside the model (imatrix.gguf), and so does llama-imatrix.",
-            "Use --set imatrix=FILE, or --method rtn.",
+            "llama-imatrix makes one. apply MODEL PLAN -o DIR leaves one too (imatrix.gguf), where it writes the model's file.",
+            "Add --set imatrix=FILE. (--method rtn needs none, and costs more than the plan says.)",
         )
     if method not in ("rtn", "weighted") or (method == "rtn" and imatrix is not None):
         raise InvalidInput(
@@ -340,6 +340,13 @@ class _Work:
             notes.append(
                 f"{self.held.path.name} was quantised before ({', '.join(again)}): its errors stay, and those of the plan "
                 "come on top, so that this file costs more than the plan says. A file in 16 bits gives a better one."
+            )
+        e = self.plan.extra
+        counted = int(self.plan.budget["spent"]) + e.get("fixed_bytes", 0) + e.get("head_bytes", 0)
+        if e.get("head_bytes") and self.size > counted:
+            notes.append(
+                f"The whole file has {self.size - counted:,} bytes more than the plan counted ({counted:,}): what is not "
+                f"planned, metadata among it, is as it was in {self.held.path.name}."
             )
         bare = [n for n in self.kinds if self.importances is not None and n not in self.importances]
         if bare:
