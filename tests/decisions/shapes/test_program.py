@@ -133,7 +133,7 @@ def test_prices_and_the_json_round_trip(unit, tmp_path):
     space = ShapeSpace(parts, f"20% {unit}", bytes_per_parameter=4.0)
     around = space.around(space.start(), 1.0, 3)
     hyper = {"by": "groups", "multiple": 8, "compensate": "refit"}
-    plan = space.plan(*(s := space.step(around, 1.0 * around.sum(2)))[:1], s[1].damage, s[1], hyper, {})
+    plan = space.plan(*(s := space.step(around, 1.0 * around.sum(2)))[:1], s[1].damage, s[1], hyper, {"measured": 0.1})
     plan.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json")
     assert again == plan and again.digest == plan.digest and plan.kind == "shapes"
