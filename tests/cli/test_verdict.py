@@ -222,6 +222,13 @@ def test_the_verdict_of_ranks_says_what_noise_alone_would_give(place, monkeypatc
     assert int(found[1]) == round(100 * plan_ranks(Scores.load("gains.json"), mean_rank=8).extra["noise_share"])
 
 
+def test_the_verdict_of_imported_scores_names_no_unit_that_there_is_not(place, monkeypatch):
+    monkeypatch.chdir(place)
+    Path("mine.csv").write_text("layer,score\n" + "".join(f"{i},{i + 1}\n" for i in range(12)))
+    shown = command_result("score", "MODEL", "--import", "mine.csv", "-o", "mine.json")[1]
+    assert "Verdict: most at model.layers.11 (12), least at model.layers.0 (1), in the unit of the file." in shown
+
+
 def test_the_text_that_checks_is_beside_the_text_that_decides(place, monkeypatch, capsys):
     """The recorded command names the samples that decide: those of the check come on top when it runs again."""
     monkeypatch.chdir(place)

@@ -78,7 +78,8 @@ def _sentences(scores: Scores) -> list[str]:
     """The blocks at either end, and the verdict: whether the ranking can be trusted, where the estimator says it."""
     values, own = scores.values(), scores.extra.get("verdict")
     names = [scores.names[i] for i in (int(values.argmax()), int(values.argmin()))]
-    ends = f"most at {names[0]} ({values.max():.3g}), least at {names[1]} ({values.min():.3g}), in {scores.unit}"
+    ends = f"most at {names[0]} ({values.max():.3g}), least at {names[1]} ({values.min():.3g}), in "
+    ends += "the unit of the file" if scores.unit == "arbitrary" else scores.unit
     ends += f"{_on_noise(scores)}."
     loss, told = scores.extra.get("loss"), list[str]()
     if loss is not None and values.max() > 2 * loss:  # half of a gain is what the quadratic model promises

@@ -155,7 +155,7 @@ def plan_fit(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ready:
-    """What is to be decided, before anything is measured.
+    """The choices of a fit, before anything is measured.
 
     Attributes:
         tables: Formats of the weights, by the number of experts that stay, all of them first; where none may go that is 0.
@@ -168,8 +168,8 @@ class Ready:
     tables: dict[int, Table]
     space: CacheSpace
     options: Mapping[str, Any]
-    cutting: Cutting | None = None
-    others: Callable[[], Iterable[tuple[str, Fit]]] = tuple
+    cutting: Cutting | None
+    others: Callable[[], Iterable[tuple[str, Fit]]]
 
 
 def prepare(model: nn.Module, terms: Terms, tokenizer: Any, options: Mapping[str, Any], multiple: int | None = None) -> Ready:
@@ -222,7 +222,7 @@ def _cut(
     given: Mapping[str, Any],
     progress: Progress | None,
 ) -> dict[str, Any]:
-    """What several sets of shapes cost, with the scores of the models that were cut."""
+    """The damages of several sets of shapes, with the scores of the models that were cut."""
     own = {name: given[name] for name in ("seed", "batch_size")}
     key = digest({"way": cutting.way, "cache": ready.space.record()})
     say(progress, "shapes")

@@ -84,7 +84,7 @@ class Terms:
 
     @property
     def smaller(self) -> str:
-        """What may go beside bits: ``experts``, ``shapes`` or nothing."""
+        """The part that may go beside bits, ``experts`` or ``shapes``, else an empty text."""
         return "experts" if self.experts else "shapes" if self.shapes else ""
 
     @property
@@ -366,7 +366,7 @@ def point(fits: Sequence[Fit], memory: int) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pick:
-    """What a rule decides: the formats of all blocks of a fit.
+    """The decision of a rule: the formats of all blocks of a fit.
 
     Attributes:
         name: The format or mix of a rule without a program.
@@ -392,7 +392,7 @@ class Pick:
 
     @property
     def place(self) -> int:
-        """Which of the smaller models it is of; 0: the whole one."""
+        """The place of the smaller model that it is of, 0 of the whole one."""
         return 0 if self.fit.smaller is None else self.fit.smaller.place
 
 

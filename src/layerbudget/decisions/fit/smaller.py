@@ -43,7 +43,7 @@ class _Way:
 
     @property
     def own(self) -> Mapping[str, Any]:
-        """What was measured of this one."""
+        """The measured row of this number of experts or set of shapes."""
         row: Mapping[str, Any] = self.held[self.rows][self.place]
         return row
 
