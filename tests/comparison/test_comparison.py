@@ -14,7 +14,7 @@ from layerbudget.comparison import bench as benches
 from layerbudget.comparison import grid, run
 from layerbudget.comparison.bench import counted
 from layerbudget.comparison.names import by_name
-from layerbudget.comparison.run import compare_scores
+from layerbudget.comparison.run import _on_second, compare_scores
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.errors import InvalidInput
 from layerbudget.evaluation import statistics
@@ -53,6 +53,21 @@ def test_every_pair_is_measured_at_one_budget_and_the_model_is_put_back(bench):
     assert found.cost["own"] == {"forward": 0.0, "backward": 0.0, "seconds": 0.0}
     assert found.cost["gain"]["forward"] == found.cost["gain"]["backward"] == 6
     assert any("ignore the score: size, deeper" in s for s in found.sentences)
+    assert all("be told from the second" in s for s in found.sentences if s.startswith("First is") and "1 to 1" in s)
+
+
+def test_a_sentence_says_whether_the_first_can_be_told_from_the_second():
+    def row(name, low, high):
+        return {"name": name, "rank_low": low, "rank_high": high}
+
+    for rows, twins, said in (
+        ([row("a", 1, 1), row("b", 2, 3), row("c", 2, 3)], [], " It can be told from the second, b."),
+        ([row("a", 1, 2), row("b", 1, 3), row("c", 2, 3)], [], " It cannot be told from the second, b."),
+        ([row("a", 1, 1), row("b", 1, 1), row("c", 2, 3)], [["a", "b"]], " It can be told from the second, c."),
+        ([row("a", 1, 2), row("b", 2, 3), row("c", 1, 3)], [], ""),
+        ([row("a", 1, 1)], [], ""),
+    ):
+        assert _on_second({"rows": rows, "twins": twins}) == said
 
 
 def test_a_measurement_is_what_pruning_by_hand_gives(bench):

@@ -267,7 +267,7 @@ def expect(a: argparse.Namespace, what: str, model: Any = None, parts: Sequence[
             a.expected = price(a.verb, parts, *place_of(model, text))
             said = f": about {duration(a.expected.seconds)} and {a.expected.memory / 2**30:.2g} GiB"
             said += f"{'' if a.expected.fits else ', more than is free here'}, {HOWS[a.expected.how]}"
-    a.began = time.perf_counter()
+    a.began, a.loaded = time.perf_counter(), model is not None
     if a.dry_run:
         a.told = {"model": place.removesuffix("."), "runs": what, "expected": expected_record(a)}
     else:
@@ -281,7 +281,9 @@ def conclude(a: argparse.Namespace, result: dict[str, Any]) -> dict[str, Any]:
     from ..doctor.cost import duration
 
     seconds, expected = time.perf_counter() - a.began, a.expected
-    announce(a, f"took {duration(seconds)}{'' if expected is None else f'; expected {duration(expected.seconds)}'}.")
+    beside = "" if expected is None else f"; expected {duration(expected.seconds)}"
+    loaded = " and the loading of the model" if a.loaded else ""
+    announce(a, f"took {duration(seconds)} without the start of the program{loaded}{beside}.")
     before = expected_record(a)
     before = before and {name: value for name, value in before.items() if name != "fits"}
     return {**result, "expected": before, "took": {"seconds": seconds}}

@@ -267,7 +267,7 @@ def _sentences(result: ScoreComparison) -> list[str]:
         best = b["rows"][0]
         lines.append(
             f"First is {best['name']} (in {best['first']:.0%} of the resamples; place {best['rank_low']:.0f} to "
-            f"{best['rank_high']:.0f})."
+            f"{best['rank_high']:.0f}).{_on_second(b)}"
         )
         if b["ignoring"]:
             lines.append(f"These rules ignore the score: {', '.join(b['ignoring'])}.")
@@ -288,6 +288,16 @@ def _sentences(result: ScoreComparison) -> list[str]:
     spent = ", ".join(f"{n} {c['forward']:.0f} forward and {c['backward']:.0f} backward" for n, c in result.cost.items())
     lines.append(f"Sequences through the model per seed: {spent}.")
     return lines + ([f"{', '.join(free)} needed none here."] if free and len(free) < len(result.cost) else [])
+
+
+def _on_second(budget: Mapping[str, Any]) -> str:
+    """Whether the first plan can be told from the next one that is another plan, by their places in the paired resamples."""
+    best, *others = budget["rows"]
+    alike = next((group for group in budget["twins"] if best["name"] in group), [best["name"]])
+    second = next((r for r in others if r["name"] not in alike), None)
+    if second is None or (best["rank_high"] > 1 and second["rank_low"] > 1):
+        return ""
+    return f" It {'can' if best['rank_high'] <= 1 else 'cannot'} be told from the second, {second['name']}."
 
 
 def flat(result: ScoreComparison) -> list[dict[str, Any]]:
