@@ -108,14 +108,15 @@ def standing(plan: Plan) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]] |
 
     Returns:
         A title, a header, and rows of name, bytes (of formats), nats per token, and the change against uniform and, of bits,
-        against llama.cpp's mix. A change of the plan comes with two standard errors of it. None where nothing is known.
+        against llama.cpp's mix. A change of the plan comes with two standard errors of it. None where nothing else is known.
     """
     found = _measured(plan)
-    if found is None:
+    if found is None or len(found[1]) < 2:
         return None
     on, damage, base = found
     size, typed = _sizes(plan), plan.kind in ("bits", "cache", "fit")
-    against = [base, *(["mix"] if "mix" in damage and plan.rule != "mix" and plan.kind == "bits" else [])]
+    against = [base] * (base in damage)
+    against += ["mix"] if "mix" in damage and plan.rule != "mix" and plan.kind == "bits" else []
     names = {"choices": "the exact program", **_names(plan), plan.rule: "this plan"}
     rows = list[tuple[str, ...]]()
     for name, (kl, _) in damage.items():
@@ -125,8 +126,8 @@ def standing(plan: Plan) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]] |
     passes = passes_of(plan)
     took = f"; planning took {passes:.0f} forward equivalents" if passes else ""
     legend = f". ends: {ENDS[plan.kind == 'cache']}" if "ends" in damage else ""
-    mix = [str(plan.extra.get("mix"))] if len(against) > 1 else []
-    uniform = _ALIKE if plan.kind in ("kept-experts", "shapes") else names[base] if plan.kind == "fit" else "uniform"
+    shown = {"mix": str(plan.extra.get("mix"))} if plan.kind == "bits" else {}
+    shown |= {base: _ALIKE if plan.kind in ("kept-experts", "shapes") else names[base] if plan.kind == "fit" else "uniform"}
     column = ("measured" if plan.extra.get("check") else "predicted") if typed else "nats per token"
     column = "forecast" if plan.kind in ("kept-experts", "shapes") else column
     counted = f"bytes of {'the file' if plan.extra.get('family') == GGUF else 'all tensors'}"
@@ -135,7 +136,7 @@ def standing(plan: Plan) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]] |
     ended = any(" (to " in cell for row in rows for cell in row[1:])
     told += ", +- two standard errors" if ended or any("+-" in cell for row in rows for cell in row) else ""
     told += " (to: their upper end)" if ended else ""
-    return f"{told}{legend}{took}", (*head, *(f"against {n}" for n in (uniform, *mix))), rows
+    return f"{told}{legend}{took}", (*head, *(f"against {shown[n]}" for n in against)), rows
 
 
 def _change(plan: Plan, damage: Mapping[str, tuple[float, float]], name: str, base: str) -> str:
@@ -219,6 +220,8 @@ def _on_formats(plan: Plan) -> str:
     names = _names(plan)
     rows = [less_than(own, kl, names[n], error) for n, (kl, error) in found.items() if n in names]
     beside = f", {' and '.join(rows)} within the same limit" if rows else ""
+    alike = [names[n] for n, r in (e.get("check") or {"rows": {}})["rows"].items() if r.get("same") and n in names]
+    beside += f" ({' and '.join(alike)} is the best choice here)" if alike and plan.kind == "fit" else ""
     asked = e.get("asked", plan.rule)
     took = (
         "" if asked == plan.rule else f". The plan is {names.get(plan.rule, plan.rule)}, which measured {_beside_asked(plan)}"

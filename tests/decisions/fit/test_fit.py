@@ -196,6 +196,11 @@ def test_a_plan_that_the_check_takes_stands_beside_the_others_with_paired_errors
     rows["choices"][:, 0] += 0.1
     record = check_record(None, dense, "choices", rows, dict.fromkeys(rows, 100), ["choices"])
     assert "within the error" not in verdict(dataclasses.replace(plan, extra={**plan.extra, "check": record}))
+    rows["choices"] = rows["uniform-cache"]  # the program chose one format for the cache, and no mix fits
+    own = {name: rows[name] for name in ("choices", "uniform-cache")}
+    record = check_record(None, dense, "choices", own, dict.fromkeys(own, 100), ["uniform-cache"])
+    plan = dataclasses.replace(plan, rule="choices", extra={**plan.extra, "check": record})
+    assert standing(plan) is None and "(one format for the cache is the best choice here)" in verdict(plan)
 
 
 def test_a_choice_with_the_same_prediction_is_not_named_as_another_one():
