@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 from tests import zoo
+from tests.decisions.bits.test_program import record
 
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.experts.plan import plan_experts
@@ -155,6 +156,16 @@ def test_every_kind_of_folder_has_its_headline(folders, pruned):
         assert not re.search(r"https?://|src=\"(?!data:)|@import|url\(", text), "the page must be self-contained"
     text = build_page(pruned)
     assert "Recounted:" in text and "layerbudget apply" in text and "What you have: unstructured zeros" in text
+
+
+def test_a_page_of_bits_speaks_of_costs_and_says_one_command_once(tmp_path):
+    scores = dataclasses.replace(record(), made_by="layerbudget plan bits demo --save-scores scores.json --out plan.json")
+    scores.save(tmp_path / "scores.json")
+    plan = plan_bits(scores, bits=4.0)
+    dataclasses.replace(plan, made_by=scores.made_by).save(tmp_path / "plan.json")
+    text = build_page(tmp_path)
+    assert "What the smallest format costs each block" in text and "can still gain" not in text
+    assert text.count("--save-scores scores.json") == 1
 
 
 def test_the_grid_is_the_planners_own(folders):

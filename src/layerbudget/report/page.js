@@ -9,7 +9,7 @@ const ticks = (lo, hi, n) => {
   if (!(hi > lo)) hi = lo + 1;
   const raw = (hi - lo) / n, mag = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 2.5, 5, 10].map(m => m * mag).find(s => s >= raw), out = [];
-  for (let v = Math.ceil(lo / step) * step; v <= hi + step * 1e-9; v += step) out.push(+v.toPrecision(12));
+  for (let k = Math.ceil(lo / step); k * step <= hi + step * 1e-9; k++) out.push(+(k * step).toPrecision(12) || 0);
   return out;
 };
 // A tick in as few digits as tell it from the others.

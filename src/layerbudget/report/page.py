@@ -44,6 +44,7 @@ _CHARTS = (
     ("paired", "Differences, paired", "On the same text or seeds, 95 % intervals. Across zero: cannot be told apart."),
     ("gains", "What each block can still gain", "Bars with their standard errors; the mark is the noise floor."),
 )
+_COARSEST = ("gains", "What the smallest format costs each block", "Bars with their standard errors.")
 _RUNS = {
     "unstructured": (
         "unstructured zeros, stored densely",
@@ -73,6 +74,7 @@ def build_page(folder: Path | str) -> str:
     title, verdict = (html.escape(text) for text in headline_of(found))
     data = charts_of(found)
     cards = "".join(f"<div class='card'><b>{html.escape(v)}</b><span>{html.escape(n)}</span></div>" for n, v in cards_of(found))
+    charts = _CHARTS if found.scores is None or "choices" not in found.scores.extra else (*_CHARTS[:-1], _COARSEST)
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
@@ -80,7 +82,7 @@ def build_page(folder: Path | str) -> str:
         f"<style>{_asset('page.css')}</style></head><body>",
         f"<header><p class='kicker'>layerbudget · {html.escape(found.folder)}</p><h1>{title}</h1>",
         f"<p class='verdict'>{verdict}</p><div class='cards'>{cards}</div></header><main>",
-        *(_chart(*told, _slider(data.get("grid")) if told[0] == "water" else "") for told in _CHARTS if data.get(told[0])),
+        *(_chart(*told, _slider(data.get("grid")) if told[0] == "water" else "") for told in charts if data.get(told[0])),
     ]
     if found.contest is not None:
         parts.append(_sentences("In words", found.contest["sentences"]))

@@ -254,4 +254,4 @@ def commands_of(found: Found) -> list[str]:
         if record is not None:
             made = record.made_by if isinstance(record, (Plan, Scores)) else record.get("made_by")
             lines.append(made or f"# The {what}: made from Python, or by an older release. No command is recorded.")
-    return lines
+    return list(dict.fromkeys(lines))  # one command may make scores and a plan

@@ -250,12 +250,14 @@ def describe_rows(rows: np.ndarray, beside: np.ndarray | None = None) -> dict[st
 def verdict(rule: str, best: str, table: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a sentence on the check: the KL of the plan and of the baselines, or which baseline is better."""
     own = table[best]["kl"]
-    parts = [f"{n} {r['kl']:.4g} ({_difference(r)})" for n, r in table.items() if n != best and not r["same"]]
+    words = {"uniform-cache": "one format for the cache"}
+    parts = [f"{words.get(n, n)} {r['kl']:.4g} ({_difference(r)})" for n, r in table.items() if n != best and not r["same"]]
     if best != rule:
         others = ", ".join(parts)
-        return f"{best} has the lowest KL on held-out text, {own:.4g} nats per token; beside it {others}. The plan is {best}."
+        taken = words.get(best, best)
+        return f"{taken} has the lowest KL on held-out text, {own:.4g} nats per token; beside it {others}. The plan is {taken}."
     beside = [f"beside it {', '.join(parts)}"] if parts else []
-    if alike := [n for n, r in table.items() if r["same"]]:
+    if alike := [words.get(n, n) for n, r in table.items() if r["same"]]:
         beside.append(f"{' and '.join(alike)} {'choose' if len(alike) > 1 else 'chooses'} the same formats")
     return f"Measured on held-out text: KL {own:.4g} nats per token; {'; '.join(beside)}."
 
