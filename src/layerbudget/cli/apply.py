@@ -62,14 +62,16 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
 
 
 def _read_its_text(a: argparse.Namespace, plan: Any) -> None:
-    """Read the text that the plan was made on, where none is named; of shapes as much of it: their refit was measured so."""
+    """Read the text that the plan was made on, where none is named; of shapes as much of any text: their refit was measured so."""
     made, usual = text_of_plan(plan), a.data_defaults["data"]
+    if plan.kind == "shapes":
+        a.data_defaults = {**a.data_defaults, **{name: value for name, value in made.items() if name != "data"}}
     if a.data is not None or "data" not in made:
         return
     if made["data"] != usual and not Path(made["data"]).exists():
         announce(a, f"The plan was made on {made['data']}, which is not here: {usual} is read. --data names a text.")
         return
-    a.data_defaults = {**a.data_defaults, **(made if plan.kind == "shapes" else {"data": made["data"]})}
+    a.data_defaults = {**a.data_defaults, "data": made["data"]}
 
 
 def _prune(a: argparse.Namespace, plan: Any) -> dict[str, Any]:

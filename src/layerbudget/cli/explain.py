@@ -206,7 +206,8 @@ def _on_difference(result: Mapping[str, Any], changed: int, typed: bool) -> str:
         return f"All {many} blocks are equal."
     said = f"{changed} of {many} blocks differ, {many - changed} are equal"
     if typed:
-        more = sum(r["count_difference"] for r in result["blocks"])
+        first, second = (int(budget["spent"]) for budget in result["budgets"])
+        more = second - first
         what = KINDS.find(result["kind"]).bytes_of
         return (
             f"{said}; the second plan takes {abs(more):,} bytes{f' of {what}' * bool(what)} {'more' if more >= 0 else 'less'}."

@@ -106,14 +106,14 @@ def read_fixed(items: Iterable[str]) -> dict[str, float]:
 
 
 def text_of_plan(plan: Plan) -> dict[str, Any]:
-    """Return ``data``, ``samples`` and ``length`` of the command that made a plan; nothing where Python made it.
+    """Return ``data``, ``samples``, ``length`` and ``seed`` of the command that made a plan; nothing where Python made it.
 
     >>> from types import SimpleNamespace
     >>> text_of_plan(SimpleNamespace(made_by="layerbudget plan shapes demo --data my.txt --samples 8 --length 64"))
     {'data': 'my.txt', 'samples': 8, 'length': 64}
     """
     made = dict(itertools.pairwise(shlex.split(plan.made_by)))
-    found = {name: made[f"--{name}"] for name in ("data", "samples", "length") if f"--{name}" in made}
+    found = {name: made[f"--{name}"] for name in ("data", "samples", "length", "seed") if f"--{name}" in made}
     return {name: value if name == "data" else int(value) for name, value in found.items()}
 
 

@@ -245,6 +245,19 @@ def test_an_interrupted_run_continues_to_the_same_plan(measured, tmp_path, monke
         plan_fit(model, data.select([0, 1]), held, **own)
 
 
+def test_a_check_is_not_kept_for_other_formats_in_the_same_places(tmp_path):
+    """Q8_0 and Q4_0 each stand first where the cache has one of them beside 16 bits."""
+    model, data, held = zoo.build("llama", **WIDE), zoo.tokens(2, 16, vocabulary=96), zoo.tokens(2, 16, vocabulary=96, seed=9)
+    own = {"context": 64, "formats": ["Q4_0"], "draws": 1}
+    for form in ("Q8_0", "Q4_0"):
+        memory = f"{plan_fit_least(model, 64, cache=[form], formats=['Q4_0'], draws=1)} bytes"
+        resumed, fresh = (
+            plan_fit(model, data, held, memory=memory, cache=[form], **own, resume=folder)
+            for folder in (tmp_path / "parts", None)
+        )
+        assert set(fresh.extra["cache_formats"].values()) == {form} and resumed.extra["check"] == fresh.extra["check"]
+
+
 def test_a_cache_differs_by_layer_where_the_runtime_lets_it(tmp_path):
     model, data = zoo.build("llama", **WIDE), zoo.tokens(2, 16, vocabulary=96)
     plan = plan_fit(model, data, memory=f"{BUFFERS + 200000} bytes", context=64, batch=8, runtime="vllm", draws=1,
@@ -404,3 +417,15 @@ def test_the_command_plans_plans_again_and_applies(folder, monkeypatch, capsys):
     ):
         assert main(["plan", "fit", *words, "--quiet", "-o", "none.json"]) == 2
         assert wrong in " ".join(capsys.readouterr().err.split()) and not (folder / "none.json").exists()
+
+
+def test_the_difference_of_two_fits_counts_what_lies_beside_their_blocks(folder, capsys, monkeypatch):
+    """A longer context takes more for buffers, which are in no block."""
+    monkeypatch.chdir(folder)
+    plans = [plan_fit(zoo.fit_scores(), memory="1 GiB", context=context) for context in (300, 3000)]
+    for name, plan in zip(("short.json", "long.json"), plans, strict=True):
+        plan.save(name)
+    assert main(["explain", "diff", "short.json", "long.json"]) == 0
+    more, blocks = plans[1].budget["spent"] - plans[0].budget["spent"], plans[1].counts.sum() - plans[0].counts.sum()
+    assert more > blocks > 0
+    assert f"takes {more:,} bytes of file, cache and buffers more" in " ".join(capsys.readouterr().out.split())

@@ -12,6 +12,7 @@ import torch
 from tests import zoo
 
 from layerbudget.cli import main
+from layerbudget.data.text import calibration
 from layerbudget.decisions.bits.plan import empty_table
 from layerbudget.decisions.bits.sensitivity import DenseOutput, mean_and_error
 from layerbudget.decisions.cache.cache import caching, layer_formats, rounding
@@ -26,7 +27,7 @@ from layerbudget.decisions.shapes.program import layers_differ
 from layerbudget.errors import CoverageError, InfeasibleBudget, InvalidInput
 from layerbudget.exports import EXPORTS
 from layerbudget.models.blocks import describe
-from layerbudget.models.loading import load_model
+from layerbudget.models.loading import load_model, load_tokenizer
 from layerbudget.plan import Plan
 from layerbudget.plans.explain import explain_plan
 from layerbudget.plans.verdict import verdict
@@ -283,7 +284,7 @@ def test_the_command_plans_applies_and_explains_with_shapes(folder, monkeypatch,
     build(vocab_size=97).save_pretrained(folder / "model")
     monkeypatch.chdir(folder)
     given = ["--context", "32", "--formats", "Q4_0,Q8_0", "--quiet"]
-    text = ["--data", "text.txt", "--samples", "4", "--length", "16", "--set", "check=2", "--set", "draws=1"]
+    text = ["--data", "text.txt", "--samples", "4", "--length", "16", "--seed", "3", "--set", "check=2", "--set", "draws=1"]
     assert main(["plan", "fit", "model", "--memory", "1 KiB", *given, *text, "-o", "none.json"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     memory = ["--memory", f"{int(said.split('The smallest plan takes ')[1].split(':')[0].replace(',', '')) - 1} bytes"]
@@ -300,3 +301,14 @@ def test_the_command_plans_applies_and_explains_with_shapes(folder, monkeypatch,
     capsys.readouterr()
     assert main(["apply", "out/model.gguf", "plan.json", "-o", "file.gguf"]) == 2
     assert "lets heads or widths go" in " ".join(capsys.readouterr().err.split())
+    seen = list[str]()
+
+    def stop(model, plan, data, **_):
+        seen.append(data.digest)
+        raise InvalidInput("seen", "", "")
+
+    monkeypatch.setattr("layerbudget.decisions.fit.plan.apply_shapes", stop)
+    for words in ([], ["--data", "text.txt"]):  # also where the text is named: as much of it, from the same draw
+        assert main(["apply", "model", "plan.json", "-o", "again", *words, "--quiet"]) == 2
+    data = calibration("text.txt", load_tokenizer("model"), samples=6, length=16, seed=3)
+    assert seen == [data.select(slice(0, 4)).digest] * 2

@@ -258,8 +258,7 @@ def _checked(
         rows = joint_rows(model, dense, picks, data, found.scores.extra["choices"].get("imatrix"))
         return {name: each.tolist() for name, each in rows.items()}
 
-    key = {n: [p.chosen.tolist(), *([] if p.fit.smaller is None else [p.place, p.fit.smaller.part])] for n, p in picks.items()}
-    kept = parts.json(f"check-{digest(key)}", measure)
+    kept = parts.json(f"check-{digest({n: p.key for n, p in picks.items()})}", measure)
     rows = {name: np.array(each, dtype=np.float64) for name, each in kept.items()}
     spent = {n: p.spent for n, p in picks.items()}
     same = [n for n, p in picks.items() if p.same(picks[rule])]

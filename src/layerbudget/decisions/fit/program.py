@@ -391,6 +391,12 @@ class Pick:
         return self.place == other.place and np.array_equal(self.chosen, other.chosen)
 
     @property
+    def key(self) -> list[Any]:
+        """What it decides, by names: the places of formats are others where other ones are chosen among."""
+        formats = [t.formats[j] for t, c in self.fit.shown(self.chosen) for j in c]
+        return formats if self.fit.smaller is None else [*formats, self.place, self.fit.smaller.own.get("plan")]
+
+    @property
     def place(self) -> int:
         """The place of the smaller model that it is of, 0 of the whole one."""
         return 0 if self.fit.smaller is None else self.fit.smaller.place
