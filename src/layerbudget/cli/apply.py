@@ -62,7 +62,7 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
 
 
 def _read_its_text(a: argparse.Namespace, plan: Any) -> None:
-    """Read the text that the plan was made on, where none is named; of shapes as much of any text: their refit was measured so."""
+    """Read the text that the plan was made on, where none is named; of shapes as much of any: their refit was measured so."""
     made, usual = text_of_plan(plan), a.data_defaults["data"]
     if plan.kind == "shapes":
         a.data_defaults = {**a.data_defaults, **{name: value for name, value in made.items() if name != "data"}}

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..compressors.formats import GGUF
 from ..decisions.bits.mixes import MIXES
+from ..decisions.fit.smaller import of_rule
 from ..decisions.ranks.plan import TAKE_UNIFORM
 from ..decisions.shapes.program import layers_differ
 from ..kinds import KINDS
@@ -256,12 +257,12 @@ def _checked(plan: Plan) -> dict[str, tuple[float, float]]:
 
 
 def _names(plan: Plan) -> dict[str, str]:
-    """Words for the baselines of a plan of formats."""
+    """Words for the baselines of a plan of formats; of a fit with what stays of a smaller model."""
     mix = (plan.extra.get("named") or {}).get("mix") or plan.extra.get("mix")
     return {
-        "mix": f"llama.cpp's {mix}" if mix in MIXES else f"the weights as {mix}",
+        "mix": (f"llama.cpp's {mix}" if mix in MIXES else f"the weights as {mix}") + of_rule(plan, "mix"),
         "uniform": "uniform",
-        "uniform-cache": "one format for the cache",
+        "uniform-cache": f"one format for the cache{of_rule(plan, 'uniform-cache')}",
         "all-experts": "all experts",
         "all-shapes": "all shapes",
     }

@@ -114,6 +114,16 @@ def test_one_program_is_the_best_of_all_choices_with_every_set_of_shapes(seed):
         plan_fit(scores, memory=f"{low - 1} bytes", context=300, shapes=True)
 
 
+def test_what_a_plan_is_compared_with_says_that_it_is_smaller_too():
+    """Where all shapes do not fit, neither does the mix of the whole model."""
+    plan = plan_fit(scores_of_shapes(1), memory=f"{2 * BUFFERS + 20000} bytes", context=300, shapes=True)
+    part = plan.extra["smaller"]["mix"]
+    assert "all-shapes" not in plan.extra["baselines"] and part < 1
+    said = f"{plan.extra['named']['mix']} with {part:.1%} of the FLOPs"
+    assert said in verdict(plan) and said in " ".join(explain_plan(plan)["sentences"])
+    assert "smaller" not in plan_fit(scores_of_shapes(1), memory="8 MiB", context=300).extra
+
+
 def test_shapes_are_decided_only_where_they_are_asked_for():
     scores, own = scores_of_shapes(1), {"memory": f"{2 * BUFFERS + 60000} bytes", "context": 300}
     plan = plan_fit(scores, **own)

@@ -8,7 +8,7 @@ from ...errors import InvalidInput
 from ...plan import Plan
 from ...records import unit_of
 from .program import KIND, MIX, UNIFORM
-from .smaller import ALL, plans_of
+from .smaller import ALL, of_rule, plans_of
 from .smaller import sentences as of_smaller
 
 
@@ -103,5 +103,6 @@ def _others(plan: Plan) -> str:
     e = plan.extra
     words = {UNIFORM: "one format for the cache ({})", MIX: "the weights as {}", "choices": "the program"}
     words |= {rule: f"all {name}" for name, rule in ALL.items()}
-    rows = [f"{words[n].format(e['named'].get(n))} {r['predicted']:.4g}" for n, r in e["baselines"].items() if n != plan.rule]
+    words = {n: f"{words[n].format(e['named'].get(n))}{of_rule(plan, n)}" for n in e["baselines"] if n != plan.rule}
+    rows = [f"{told} {e['baselines'][n]['predicted']:.4g}" for n, told in words.items()]
     return f" ({'; '.join(rows)})" if rows else ""

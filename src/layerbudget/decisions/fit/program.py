@@ -485,6 +485,7 @@ class Fitted:
             extra["passes"] = sum(passes)
         if fit.smaller is not None:
             extra[fit.smaller.name] = fit.smaller.record(fit.weights, weights, self.fits[0].weights)
+            extra["smaller"] = {name: p.fit.smaller.part for name, p in self.picks.items() if p.fit.smaller and p.place}
         terms = {k: v for k, v in dataclasses.asdict(self.terms).items() if v} | imatrix_of(self.scores)
         return Plan(
             kind=KIND,

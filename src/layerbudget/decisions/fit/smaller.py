@@ -227,6 +227,14 @@ def sentences(plan: Plan) -> list[str]:
     ]
 
 
+def of_rule(plan: Plan, rule: str) -> str:
+    """Words on what stays in the plan of another rule, to follow its name; empty where all does."""
+    e, part = plan.extra, (plan.extra.get("smaller") or {}).get(rule)
+    if part is None or rule == plan.rule:
+        return ""
+    return f" with {part} of {e['experts']['of']} experts" if "experts" in e else f" with {part:.1%} of the FLOPs"
+
+
 def _cost(e: Mapping[str, Any]) -> str:
     where = "text that did not choose them" if e["crossed"] else "the text that chose them"
     return f"costs {e['measured']:.4g} +- {e['measured_error']:.2g} nats per token, measured on {where}"
