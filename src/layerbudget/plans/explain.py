@@ -151,7 +151,8 @@ def _on_certificate(plan: Plan) -> list[str]:
         if c["at_lower"] or c["at_upper"]:
             said.append(f"In that step {c['at_lower']} blocks fell and {c['at_upper']} rose as far as one step may.")
         return said
-    said = [f"The plan was reached step by step. Of the last step: {c['message']}" if plan.kind == "shapes" else c["message"]]
+    stepwise = plan.kind == "shapes" and plan.extra.get("path")
+    said = [f"The plan was reached step by step. Of the last step: {c['message']}" if stepwise else c["message"]]
     if "kkt_residual" in c:
         said.append(f"Duality gap {c['gap']:.1e}, KKT residual {c['kkt_residual']:.1e}: the continuous decision is optimal.")
     if c["status"] == "binding" and c.get("shadow_price"):

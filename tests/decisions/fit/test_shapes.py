@@ -190,6 +190,25 @@ def test_an_interrupted_run_continues_to_the_same_plan(measured, monkeypatch):
     assert plan_fit(model, data, held, **own, resume=path.parent / "parts").digest == plan.digest
 
 
+def test_metadata_of_another_tokenizer_are_counted_again_in_every_smaller_model(measured, monkeypatch):
+    """Who resumes with a tokenizer that was not there before gets the bytes of a run that has it from the start."""
+    model, data, held, own, _, path = measured
+    if own["runtime"] != "llama.cpp":
+        pytest.skip("its files hold no tokenizer")
+    monkeypatch.setattr("layerbudget.decisions.bits.plan.head_bytes", lambda *_: 20000)
+    own = {**own, "memory": f"{int(own['memory'].split()[0]) + 20000} bytes"}
+    again = plan_fit(model, data, held, **own, resume=path.parent / "parts")
+    assert again.extra["shapes"]["share"] < 1 and again.extra["head_bytes"] == 20000
+
+
+def test_one_sequence_has_no_standard_error():
+    model, data, own = build(), zoo.tokens(1, 12, vocabulary=96), {"context": 64, "draws": 1, "formats": ["Q4_0"]}
+    memory = f"{least_of(model, data, **own) - 1} bytes"
+    plan = plan_fit(model, data, zoo.tokens(1, 12, vocabulary=96, seed=9), memory=memory, **own, shapes=True)
+    said = " ".join(explain_plan(plan)["sentences"])
+    assert "The cut costs" in said and "difference +" in said and "+- 0 " not in said and "+- 0)" not in said
+
+
 def test_the_file_is_cut_loads_and_has_the_planned_bytes(measured, tmp_path):
     model, data, _, _, plan, _ = measured
     e, parts = plan.extra["shapes"], plan.extra["parts"]
@@ -221,6 +240,7 @@ def test_the_file_is_cut_loads_and_has_the_planned_bytes(measured, tmp_path):
             assert (loaded(ids).logits - wanted).norm() < 0.01 * wanted.norm()  # what is not rounded lies there in bfloat16
     for part in (plan, shapes):
         assert verdict(part) and explain_plan(part)["sentences"]
+    assert "step by step" not in " ".join(explain_plan(shapes)["sentences"])  # from one look at the model
     assert gather(tmp_path / "out").plan.kind == "bits"
     with pytest.raises(InvalidInput, match="refitted on text"):
         write_fit(build(), plan, tmp_path / "none")

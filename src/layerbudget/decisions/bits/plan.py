@@ -263,6 +263,8 @@ def verdict(rule: str, best: str, table: Mapping[str, Mapping[str, Any]]) -> str
 
 
 def _difference(row: Mapping[str, Any]) -> str:
-    """The paired difference of KL from the plan that is taken, with its standard error."""
-    within = ", within the error" if abs(row["difference"]) <= 2 * row["difference_error"] else ""
-    return f"difference {row['difference']:+.2g} +- {row['difference_error']:.1g}{within}"
+    """The paired difference of KL from the plan that is taken, with its standard error, which one sequence does not have."""
+    if not (error := row["difference_error"]):
+        return f"difference {row['difference']:+.2g}"
+    within = ", within the error" if abs(row["difference"]) <= 2 * error else ""
+    return f"difference {row['difference']:+.2g} +- {error:.1g}{within}"

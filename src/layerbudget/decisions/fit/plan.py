@@ -142,7 +142,8 @@ def plan_fit(
     space = ready.space.record()
     held = {"cache": {**space, **parts.json(f"cache-{digest(space)}", measure_cache)}}
     if experts:
-        held["experts"] = parts.json("experts", lambda: measure_removal(source, data, ready.tables, **given, progress=progress))
+        removal = partial(measure_removal, source, data, ready.tables, **given, progress=progress)
+        held["experts"] = parts.json(f"experts-{head}", removal)  # of other bytes of metadata with another tokenizer
     if ready.cutting is not None:
         held["shapes"] = _cut(source, data, ready, ready.cutting, terms, tokenizer, parts, given, progress)
     scores = dataclasses.replace(scores, extra={**scores.extra, **held})
@@ -224,7 +225,7 @@ def _cut(
 ) -> dict[str, Any]:
     """The damages of several sets of shapes, with the scores of the models that were cut."""
     own = {name: given[name] for name in ("seed", "batch_size")}
-    key = digest({"way": cutting.way, "cache": ready.space.record()})
+    key = digest({"way": cutting.way, "cache": ready.space.record(), "head": ready.tables[0].head})
     say(progress, "shapes")
     seen = parts.json(f"shapes-{key}", lambda: candidates(model, data, cutting, **own))
     whole_fit = Fit.of(ready.tables[0], ready.space, terms)

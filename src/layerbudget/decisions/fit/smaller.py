@@ -237,7 +237,8 @@ def of_rule(plan: Plan, rule: str) -> str:
 
 def _cost(e: Mapping[str, Any]) -> str:
     where = "text that did not choose them" if e["crossed"] else "the text that chose them"
-    return f"costs {e['measured']:.4g} +- {e['measured_error']:.2g} nats per token, measured on {where}"
+    error = f" +- {e['measured_error']:.2g}" if e["measured_error"] else ""  # one sequence has none
+    return f"costs {e['measured']:.4g}{error} nats per token, measured on {where}"
 
 
 def _range(sizes: Sequence[int]) -> str:
