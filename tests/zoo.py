@@ -359,6 +359,12 @@ def fit_scores(seed: int = 0, layers: int = 2) -> Scores:
     return Scores.from_values(held, {b.name: 1.0 for b in held}, estimator="rounding", extra=extra)
 
 
+def buffers(context: int = 64, batch: int = 1, vocabulary: int = 96, hidden: int = 64) -> int:
+    """Bytes of a forward that :func:`fit_scores` leaves: logits and six hidden states in 32 bits, the mask in 16."""
+    cells = -(-context // 256) * 256
+    return sum(4 * vocabulary + 6 * 4 * hidden + 2 * cells for _ in range(min(512, batch * cells)))
+
+
 def text(samples: int = 6, length: int = 10, seed: int = 3, padded: bool = False) -> CalibrationSet:
     """Tokens of :func:`mistral`."""
     return tokens(samples, length, seed, padded, vocabulary=61)

@@ -146,7 +146,7 @@ def test_the_doctor_says_what_fits_before_anything_is_loaded(tmp_path, capsys):
     ends, layers = 2 * 32000 * 4096, 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336)
     for name, share in (("F16", 1), ("Q8_0", 8.5 / 16), ("Q4_0", 4.5 / 16), ("fp8", 0.5)):
         held = int(2 * 2 * 32 * 1024 * 32768 * share)
-        left, weights = 8 * 2**30 - held - 512 * 4 * (32000 + 2 * 4096) - 4 * 4096 * 65, ends + layers
+        left, weights = 8 * 2**30 - held - 512 * (4 * (32000 + 6 * 4096) + 2 * 32768) - 4 * 4096 * 65, ends + layers
         if name == "fp8":  # vLLM: embedding, head and norms in two bytes
             left, weights = left + 2 * 4096 * 65 - 2 * ends, layers
         assert rows[name]["cache_bytes"] == held and rows[name]["left"] == left

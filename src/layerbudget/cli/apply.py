@@ -223,6 +223,8 @@ def _say_receipt(a: argparse.Namespace, plan: Any, receipt: Any) -> dict[str, An
 
 def _say_end(a: argparse.Namespace, plan: Any, *told: str) -> None:
     """Say what the result is expected to cost, and the command that measures it."""
+    from ..decisions.cache.export import llama_cache
+    from ..decisions.fit.parts import parts_of
     from ..plans.verdict import expected
 
     say(a, *told, expected(plan))
@@ -236,7 +238,8 @@ def _say_end(a: argparse.Namespace, plan: Any, *told: str) -> None:
         say(a, "llama.cpp rounds activations too: its own figures are higher, for every file.")
         if dense != a.model:
             say(a, "model-f16.gguf is the unrounded model, as llama.cpp's convert_hf_to_gguf.py --outtype f16 writes it.")
-        say(a, f"Next: {run} {shlex.quote(dense)} -f TEXT {kept} && {run} {shlex.quote(file)} {kept} --kl-divergence")
+        cache = f" {llama_cache(parts_of(plan)['cache']).partition(' --ctx-size')[0]}" if plan.kind == "fit" else ""
+        say(a, f"Next: {run} {shlex.quote(dense)} -f TEXT {kept} && {run} {shlex.quote(file)} {kept} --kl-divergence{cache}")
         return
     say_next(a, "evaluate", a.out, "--against", a.model, *on_text(a, plan))
 

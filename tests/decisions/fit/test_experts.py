@@ -31,7 +31,7 @@ from layerbudget.scores import Scores
 
 LEFT, ROUTER = (4, 3, 2), 8 * 64  # experts that stay; bytes of a router's row
 SMALL = {"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 96, "head_dim": 32}
-BUFFERS = 512 * 4 * 256
+BUFFERS = zoo.buffers()
 
 
 def scores_of_experts(seed):
@@ -69,7 +69,7 @@ def test_one_program_is_the_best_of_all_choices_with_every_number_of_experts(see
     totals, sizes = {}, {}
     for row in scores.extra["experts"]["numbers"]:
         own = row["size"] + cache.size.tolist()
-        beside = row["fixed"] + row["head"] + 2 * BUFFERS
+        beside = row["fixed"] + row["head"] + zoo.buffers(300)
         sizes[row["left"]] = np.array([sum(own[i][j] for i, j in enumerate(c)) for c in every]) + beside
         totals[row["left"]] = damage + row["measured"]
     low, high = min(s.min() for s in sizes.values()), sizes[4].max()
@@ -114,7 +114,7 @@ def test_a_plan_says_what_little_more_memory_takes_away():
 
 
 def test_experts_are_decided_only_where_they_are_asked_for():
-    scores, own = scores_of_experts(1), {"memory": f"{2 * BUFFERS + 60000} bytes", "context": 300}
+    scores, own = scores_of_experts(1), {"memory": f"{zoo.buffers(300) + 60000} bytes", "context": 300}
     plan = plan_fit(scores, **own)
     assert "experts" not in plan.extra and len(plan.blocks) == 8 and "experts" not in plan.extra["curve"][0]
     whole = Fitted.of(scores, Terms(**own, experts=True)).plan("all-experts")
@@ -156,7 +156,7 @@ def measured(tmp_path_factory):
     """A mixture, its texts, a plan with fewer experts, and the file of what was measured."""
     model, data, held = build(), zoo.tokens(4, 24, vocabulary=96), zoo.tokens(3, 24, vocabulary=96, seed=9)
     path = tmp_path_factory.mktemp("fit") / "scores.json"
-    own = {"memory": f"{BUFFERS + 150000} bytes", "context": 64, "batch": 2, "experts": True}
+    own = {"memory": f"{zoo.buffers(batch=2) + 150000} bytes", "context": 64, "batch": 2, "experts": True}
     plan = plan_fit(model, data, held, **own, draws=1, formats=["Q4_0", "Q8_0"], save_scores=path)
     return model, data, held, own, plan, path
 
@@ -171,7 +171,8 @@ def test_the_file_has_fewer_experts_and_the_planned_bytes(measured, tmp_path):
     assert file.stat().st_size == receipt.file == parts["weights"]["bytes"] + parts["rest of the file"]["bytes"]
     assert gguf.GGUFReader(file).fields["qwen3moe.expert_count"].contents() == e["left"]
     own = [receipt.modules[m]["bytes"] for layer in e["layers"] for m in layer["modules"]]
-    assert sum(own) == e["bytes"] and plan.budget["spent"] == file.stat().st_size + parts["cache"]["bytes"] + BUFFERS
+    assert sum(own) == e["bytes"]
+    assert plan.budget["spent"] == file.stat().st_size + parts["cache"]["bytes"] + zoo.buffers(batch=2)
     kept = Plan.load(tmp_path / "out" / "experts.json")
     assert kept.kind == "kept-experts" and kept.extra["kept"] == e["kept"] and set(kept.counts) == {e["left"]}
     for part in (plan, kept):

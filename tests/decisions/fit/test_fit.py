@@ -34,7 +34,7 @@ from layerbudget.report.records import gather
 from layerbudget.scores import Scores
 
 WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 96, "num_hidden_layers": 2}
-BUFFERS = 512 * 4 * 256  # of up to 256 tokens: the mask, which is more than 96 logits and two hidden states
+BUFFERS = zoo.buffers()
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -50,7 +50,7 @@ def test_one_program_is_the_best_of_all_choices(seed, context, batch):
     low, high = sum(map(min, size)), sum(map(max, size))
     for share in (0.0, 0.2, 0.5, 0.8):
         limit = int(low + share * (high - low))
-        memory = limit + 1024 + (BUFFERS if context == 64 else 2 * BUFFERS)
+        memory = limit + 1024 + zoo.buffers(context, batch)
         plan = plan_fit(scores, memory=f"{memory} bytes", context=context, batch=batch)
         sums = [(sum(damage[i][j] for i, j in enumerate(c)), sum(size[i][j] for i, j in enumerate(c))) for c in every]
         assert plan.extra["predicted"] == pytest.approx(min(d for d, s in sums if s <= limit), rel=1e-12)
@@ -110,7 +110,7 @@ def test_a_longer_context_takes_bytes_from_the_weights():
     """Damages are measured once; bytes of the cache are those of any context."""
     scores = zoo.fit_scores(1)
     shares = []
-    for context, buffers in ((16, BUFFERS), (128, BUFFERS), (512, 2 * BUFFERS)):
+    for context, buffers in ((n, zoo.buffers(n)) for n in (16, 128, 512)):
         plan = plan_fit(scores, memory=f"{buffers + 55000} bytes", context=context)
         shares.append(plan.extra["parts"]["weights"]["bytes"])
         assert sum(b.numel for b in plan.blocks[-4:]) == 4 * context * 32
@@ -122,7 +122,7 @@ def measured(tmp_path_factory):
     """A model, its texts, the plan for llama.cpp and the file of what was measured."""
     model, data, held = zoo.build("llama", **WIDE), zoo.tokens(4, 24, vocabulary=96), zoo.tokens(3, 24, vocabulary=96, seed=9)
     path = tmp_path_factory.mktemp("fit") / "scores.json"
-    own = {"memory": f"{BUFFERS + 120000} bytes", "context": 64, "batch": 2}
+    own = {"memory": f"{zoo.buffers(batch=2) + 120000} bytes", "context": 64, "batch": 2}
     plan = plan_fit(model, data, held, **own, draws=2, save_scores=path)
     return model, data, held, own, plan, path
 
@@ -136,8 +136,8 @@ def test_bytes_are_those_of_the_file_and_of_the_cache(measured, tmp_path):
     assert file == receipt.file == parts["weights"]["bytes"] + parts["rest of the file"]["bytes"]
     per = {n: find_format(f, "gguf") for n, f in plan.extra["cache_formats"].items()}
     assert parts["cache"]["bytes"] == sum(2 * 256 * 32 // (f.group or 1) * f.block_bytes for f in per.values())  # steps of 256
-    assert parts["buffers"]["bytes"] == BUFFERS == cache_of(model.config).buffers(64)
-    assert plan.budget["spent"] == file + parts["cache"]["bytes"] + BUFFERS <= plan.budget["limit"]
+    assert parts["buffers"]["bytes"] == zoo.buffers(batch=2) == cache_of(model.config).buffers(64, 2)
+    assert plan.budget["spent"] == file + parts["cache"]["bytes"] + zoo.buffers(batch=2) <= plan.budget["limit"]
     cache = Plan.load(tmp_path / "out" / "cache.json")
     assert cache.kind == "cache" and cache == split_fit(plan)[1]
     words = (tmp_path / "out" / "cache.txt").read_text()
@@ -214,7 +214,7 @@ def test_what_was_measured_serves_other_memories(measured):
     model, data, held, own, plan, path = measured
     again = plan_fit(Scores.load(path), **own)
     assert again.blocks == plan.blocks or plan.rule != "choices"
-    longer = plan_fit(Scores.load(path), memory="1 MiB", context=64, batch=8, cache=["Q8_0"])
+    longer = plan_fit(Scores.load(path), memory="2 MiB", context=64, batch=8, cache=["Q8_0"])
     assert set(longer.extra["cache_formats"].values()) <= {"Q8_0", "F16"} and longer.extra["batch"] == 8
     assert longer.names[-2:] == ["keys", "values"]
     for given in ({"data": data}, {"runtime": "llama.cpp"}):
@@ -260,7 +260,7 @@ def test_a_check_is_not_kept_for_other_formats_in_the_same_places(tmp_path):
 
 def test_a_cache_differs_by_layer_where_the_runtime_lets_it(tmp_path):
     model, data = zoo.build("llama", **WIDE), zoo.tokens(2, 16, vocabulary=96)
-    plan = plan_fit(model, data, memory=f"{BUFFERS + 200000} bytes", context=64, batch=8, runtime="vllm", draws=1,
+    plan = plan_fit(model, data, memory=f"{zoo.buffers(batch=8) + 200000} bytes", context=64, batch=8, runtime="vllm", draws=1,
                     formats=["w4-g32", "w8-g32"])  # fmt: skip
     names = [n for n in plan.names if n.count(".") == 2]
     assert names == ["model.layers.0", "model.layers.1"] and plan.extra["runtime"] == "vllm"
@@ -368,7 +368,7 @@ def test_the_command_plans_plans_again_and_applies(folder, monkeypatch, capsys):
     model = "model"
     small = ["--data", "text.txt", "--samples", "2", "--length", "16", "--set", "check=1", "--set", "draws=1", "--quiet"]
     given = ["--context", "32", "--batch", "2", "--formats", "Q4_0,Q8_0", "--resume", "parts"]
-    assert main(["plan", "fit", model, "--memory", "1 MiB", *given, *small, "--save-scores", "sizes.json"]) == 0
+    assert main(["plan", "fit", model, "--memory", "1400 KiB", *given, *small, "--save-scores", "sizes.json"]) == 0
     assert not (folder / "parts" / "resume.json").exists()  # finished: nothing to go on from
     plan, said = Plan.load("plan.json"), " ".join(capsys.readouterr().out.split())
     assert plan.kind == "fit" and plan.extra["context"] == 32 and plan.made_by.startswith("layerbudget plan fit model --mem")
@@ -381,7 +381,9 @@ def test_the_command_plans_plans_again_and_applies(folder, monkeypatch, capsys):
     formats = Plan.load("held.json").extra["formats"]
     assert formats["lm_head"] == "Q4_0" and "Q8_0" not in [f for name, f in formats.items() if "proj" in name]
     assert Plan.load("more.json").extra["context"] == 64
+    capsys.readouterr()
     assert main(["apply", model, "plan.json", "-o", "out", "--quiet"]) == 0
+    assert " --kl-divergence --cache-type-k " in " ".join(capsys.readouterr().out.split())
     assert Plan.load("out/cache.json").kind == "cache" and Plan.load("out/plan.json").kind == "bits"
     assert main(["report", ".", "-o", "page.html", "--quiet"]) == 0
     assert main(["export", "plan.json", "--to", "llama-cache", "-o", "words.txt"]) == 0

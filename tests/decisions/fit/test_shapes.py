@@ -36,7 +36,7 @@ from layerbudget.report.records import gather
 from layerbudget.scores import Scores
 
 SMALL = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32, "vocab_size": 96}
-BUFFERS = 512 * 4 * 256
+BUFFERS = zoo.buffers()
 FORMATS = {"llama.cpp": ["Q4_0", "Q8_0"], "transformers": ["w4-g32", "w8-g32"], "vllm": ["w4-g32", "w8-g32"]}
 
 
@@ -89,7 +89,7 @@ def test_one_program_is_the_best_of_all_choices_with_every_set_of_shapes(seed):
         rows = [*own["choices"]["damage"], *own["cache"]["damage"]]
         held = [*own["choices"]["size"], *fit.cache.size.tolist()]
         damage.append(np.array([sum(rows[i][j] for i, j in enumerate(c)) for c in every]) + row["measured"])
-        beside = own["choices"]["fixed"] + own["choices"]["head"] + 2 * BUFFERS
+        beside = own["choices"]["fixed"] + own["choices"]["head"] + zoo.buffers(300)
         sizes.append(np.array([sum(held[i][j] for i, j in enumerate(c)) for c in every]) + beside)
     low, high = min(s.min() for s in sizes), sizes[0].max()
     seen = set()
@@ -116,7 +116,7 @@ def test_one_program_is_the_best_of_all_choices_with_every_set_of_shapes(seed):
 
 def test_what_a_plan_is_compared_with_says_that_it_is_smaller_too():
     """Where all shapes do not fit, neither does the mix of the whole model."""
-    plan = plan_fit(scores_of_shapes(1), memory=f"{2 * BUFFERS + 20000} bytes", context=300, shapes=True)
+    plan = plan_fit(scores_of_shapes(1), memory=f"{zoo.buffers(300) + 20000} bytes", context=300, shapes=True)
     part = plan.extra["smaller"]["mix"]
     assert "all-shapes" not in plan.extra["baselines"] and part < 1
     said = f"{plan.extra['named']['mix']} with {part:.1%} of the FLOPs"
@@ -125,7 +125,7 @@ def test_what_a_plan_is_compared_with_says_that_it_is_smaller_too():
 
 
 def test_shapes_are_decided_only_where_they_are_asked_for():
-    scores, own = scores_of_shapes(1), {"memory": f"{2 * BUFFERS + 60000} bytes", "context": 300}
+    scores, own = scores_of_shapes(1), {"memory": f"{zoo.buffers(300) + 60000} bytes", "context": 300}
     plan = plan_fit(scores, **own)
     assert "shapes" not in plan.extra and "shapes" not in plan.extra["curve"][0]
     whole = Fitted.of(scores, Terms(**own, shapes=True)).plan("all-shapes")

@@ -2,7 +2,7 @@
 
 The cache holds keys and values in 16 bits, for one sequence. As llama.cpp allocates it, a layer with a sliding window holds the
 window and one batch, in steps of 256 tokens; latent attention holds one vector per token. The buffers are an estimate for
-batches of 512 tokens with flash attention: 32 bits for logits and two hidden states, or for the mask where that is more.
+llama.cpp with flash attention, which reads 512 tokens at a time: 32 bits for logits and six hidden states, 16 for the mask.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ class Cache:
         cells = _up(context)
         return sum(each * (min(cells, _up(window + _BATCH)) if window else cells) for each, window in self.layers)
 
-    def buffers(self, context: int) -> int:
-        """Return the bytes of the buffers of a forward."""
-        return _BATCH * max(4 * (self.vocabulary + 2 * self.hidden), 4 * _up(context))
+    def buffers(self, context: int, batch: int = 1) -> int:
+        """Return the bytes of the buffers of a forward, of so many sequences."""
+        cells = _up(context)
+        return min(_BATCH, cells * batch) * (4 * (self.vocabulary + 6 * self.hidden) + 2 * cells)
 
     def bytes(self, context: int) -> int:
         """Return the bytes of cache, states and buffers at a context."""

@@ -178,7 +178,7 @@ class Fit:
     @property
     def buffers(self) -> int:
         """Bytes of a forward's buffers, estimated."""
-        return self.known.buffers(self.space.context)
+        return self.known.buffers(self.space.context, self.space.batch)
 
     @property
     def beside(self) -> int:
