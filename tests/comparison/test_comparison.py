@@ -19,6 +19,7 @@ from layerbudget.data.calibration import CalibrationSet
 from layerbudget.errors import InvalidInput
 from layerbudget.evaluation import statistics
 from layerbudget.planning.rule import shuffled
+from layerbudget.storage.parts import standing_of
 
 
 @pytest.fixture
@@ -273,6 +274,13 @@ def test_parts_fill_one_folder(tmp_path, capsys):
     assert main([*GRID, "--set", "controls=false", "-o", str(alone), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["budgets"] == record["budgets"]
     assert "3 cells found again" in record["sentences"][-1]
+
+
+def test_the_command_that_ends_a_comparison_of_parts_is_without_one(bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "made_by", lambda: "layerbudget compare demo --part 2/2 --out grid")
+    given = {"mine": {b.name: 1.0 + i for i, b in enumerate(bench.blocks)}}
+    assert not compare_scores(bench, given, ["mdl"], [0.4], folder=tmp_path, part=(2, 2)).complete
+    assert standing_of(tmp_path / "cells").command == "layerbudget compare demo --out grid"
 
 
 def test_windows_of_unequal_lengths_count_by_their_tokens(bench):
