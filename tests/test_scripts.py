@@ -30,7 +30,17 @@ def test_every_document_has_the_fields_that_the_page_names(tmp_path, monkeypatch
     assert set(promised) == {verb for verb, _ in COMMANDS}
     for verb, words in COMMANDS:
         assert main([*words, "--json", "--quiet"]) == 0
-        assert set(json.loads(capsys.readouterr().out)) - {"expected", "took"} == promised[verb], words
+        told = json.loads(capsys.readouterr().out)
+        assert set(told) - {"expected", "took"} == promised[verb], words
+        file = {"score": "scores.json", "plan": words[-1], "apply": f"{words[-1]}/receipt.json"}.get(words[0])
+        if file is not None and "made_by" in told:  # it was empty in what is printed
+            held = json.loads(Path(file).read_text(encoding="utf-8"))
+            assert {name: told[name] for name in held} == held and held["made_by"].startswith(f"layerbudget {words[0]} ")
+        if words[0] in ("plan", "apply"):
+            assert told["verdict"].endswith(".") and not told["verdict"].startswith("Verdict") and "verdict" not in held
+            assert told["next"].startswith("layerbudget ") and parse(shlex.split(told["next"])[1:]).handler
+    assert main(["plan", "sparsity", "scores.json", "--json", "--quiet"]) == 0
+    assert json.loads(capsys.readouterr().out)["next"] is None, "nothing was written"
 
 
 def test_a_mistake_is_exit_code_2_one_sentence_and_nothing_on_stdout(tmp_path, monkeypatch, capsys):

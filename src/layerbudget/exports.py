@@ -79,7 +79,7 @@ class Export:
         return plan
 
 
-EXPORTS: Registry[Export] = Registry("export format", group="layerbudget.exports")
+EXPORTS: Registry[Export] = Registry("export format", group="layerbudget.exports", summaries=True)
 
 
 def export(name: str, **fields: Any) -> Callable[[Call], Call]:

@@ -209,6 +209,11 @@ class Record:
             fields["blocks"] = [b.to_dict() for b in fields["blocks"]]
         return {"schema_version": SCHEMA_VERSION, **fields}
 
+    def written(self) -> dict[str, Any]:
+        """Return what a file of it holds: the content, and the command that is running where none made it."""
+        record = self.to_dict()
+        return {**record, "made_by": record.get("made_by") or made_by()}
+
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
         """Rebuild the record from :meth:`to_dict`; keys that this release does not know are left out.
@@ -236,9 +241,7 @@ class Record:
         Raises:
             AlreadyExists: The file exists with another content and ``overwrite`` is false.
         """
-        record = self.to_dict()
-        record["made_by"] = record.get("made_by") or made_by()
-        return write_text(path, dumps(record), overwrite=overwrite)
+        return write_text(path, dumps(self.written()), overwrite=overwrite)
 
     @classmethod
     def load(cls, path: Path | str) -> Self:

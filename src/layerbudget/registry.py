@@ -132,7 +132,8 @@ class Registry(Generic[T]):
     """A table of names that others can add to.
 
     ``what`` is one entry in a sentence. Modules of the entry-point ``group`` are imported before the table is read. Entries of
-    its ``own`` are objects, or ``module:name`` strings below the package ``home`` that are imported when they are used.
+    its ``own`` are objects, or ``module:name`` strings below the package ``home`` that are imported when they are used. With
+    ``summaries`` an unknown name is answered with what every entry is for.
 
     >>> numbers = Registry("number", group="layerbudget.none", own={"half": "fractions:Fraction"})
     >>> numbers.add("one", 1)
@@ -141,8 +142,16 @@ class Registry(Generic[T]):
     (('half', 'one'), 1)
     """
 
-    def __init__(self, what: str, *, group: str, own: Mapping[str, T | str] | None = None, home: str | None = None) -> None:
-        self.what, self.group, self.home = what, group, home
+    def __init__(
+        self,
+        what: str,
+        *,
+        group: str,
+        own: Mapping[str, T | str] | None = None,
+        home: str | None = None,
+        summaries: bool = False,
+    ) -> None:
+        self.what, self.group, self.home, self.summaries = what, group, home, summaries
         self._items: dict[str, T | str] = dict(own or {})
         self._loaded = False
 
@@ -184,9 +193,8 @@ class Registry(Generic[T]):
             name = own
         self._load()
         if name not in self._items:
-            raise InvalidInput(
-                f"There is no {self.what} {name!r}.", f"There are {', '.join(self._items)}.", "Choose one of those."
-            )
+            known = [f"{n} ({getattr(i, 'summary', '')})" if self.summaries else n for n, i in self._items.items()]
+            raise InvalidInput(f"There is no {self.what} {name!r}.", f"There are {', '.join(known)}.", "Choose one of those.")
         item = self._items[name] = load_function(self._items[name], self.home)
         return item
 

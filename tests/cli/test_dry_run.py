@@ -102,6 +102,29 @@ def test_a_dry_run_says_what_would_be_done_and_does_nothing(place, idle, monkeyp
     assert all(word in shown for word in ("Would read: ", "Would run: ", "Would write: OUT", "Nothing was run"))
 
 
+@pytest.mark.parametrize(("model", "part"), [("MODEL", "shapes"), ("MIXTURE", "experts")])
+def test_a_dry_run_of_a_fit_says_which_parts_may_go(place, idle, monkeypatch, capsys, model, part):
+    monkeypatch.chdir(place)
+    words = [
+        "plan",
+        "fit",
+        model,
+        "--memory",
+        "1 GiB",
+        "--context",
+        "32",
+        *TEXT,
+        "--set",
+        f"{part}=true",
+        "--set",
+        "cache=F16",
+        "-o",
+        "OUT",
+    ]
+    assert main([*words, "--dry-run", "--json"]) == 0
+    assert f"weights and cache, and which {part} may go, on " in json.loads(capsys.readouterr().out)["runs"]
+
+
 @pytest.mark.parametrize("what", WRONG)
 def test_a_dry_run_refuses_what_the_run_refuses_before_its_work(place, idle, monkeypatch, capsys, what):
     monkeypatch.chdir(place)

@@ -91,7 +91,9 @@ def test_the_verdict_has_the_numbers_of_the_plan(made):
     _, lines, plan = made("sparsity")
     own, start = plan.extra["measured"], plan.extra["path"][0]["divergence"]
     share = 100 * (1 - own / start)
-    told = f"{share:.{0 if share >= 10 else 1}f} % less than uniform" if share > 0.5 else "not to be told from uniform"
+    told = (
+        f"{share:.{0 if share >= 10 else 1}f} % less than uniform" if share > 0.5 else "not measurably different from uniform"
+    )
     assert told in lines[-2] and own <= start
     assert "50 % of the weights" in lines[-2] and f"{own:.3g} nats" in lines[-2]
     _, lines, plan = made("bits")
@@ -140,7 +142,7 @@ def test_the_verdict_compares_the_forecast_with_that_of_equal_layers(made, kind,
             0.2,
             0.19,
             0.1,
-            "sees nothing to gain from layers that differ" if alike else "not to be told from that of equal layers",
+            "sees nothing to gain from layers that differ" if alike else "not measurably different from that of equal layers",
         ),
     ):
         beside = {"even": even, "uneven": uneven, "error": error}
@@ -180,7 +182,7 @@ def test_a_difference_within_the_noise_is_none(made):
     rows = {"choices": {"kl": 0.01}, "uniform": {"kl": 0.011, "difference": 0.001, "difference_error": 0.002, "same": False}}
     check = {**plan.extra["check"], "rows": rows}
     plan = dataclasses.replace(plan, rule="choices", extra={**plan.extra, "check": check})
-    assert "not to be told from uniform" in verdict(plan)
+    assert "not measurably different from uniform" in verdict(plan)
     rows["uniform"]["difference_error"] = 1e-5
     assert "9.1 % less than uniform" in verdict(dataclasses.replace(plan, extra={**plan.extra, "check": check}))
     rows["choices"]["kl"] = 0.022

@@ -13,7 +13,7 @@ from ..compressors.formats import GGUF, NEMOTRON
 from ..errors import InvalidInput
 from ..registry import options_of
 from . import kept
-from .display import announce, expect, progress_bar, say, say_next, say_share, text_of, words_of
+from .display import announce, ending, expect, progress_bar, say, say_next, say_share, text_of, words_of
 from .files import on_text, text_of_plan
 from .options import DATA, add, add_data, add_out, add_set, add_verb, batch_of, given, load, one_process, refuse, settings
 
@@ -100,9 +100,9 @@ def _prune(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     out = save_pruned(model, tokenizer, plan, receipt, a.out, overwrite=a.overwrite) if is_main() else a.out
     counted = f"Recounted sparsity {receipt.sparsity:.6f} (planned {receipt.planned:.6f}) in {receipt.seconds:.1f} s"
     say(a, f"{counted}; saved to {out}.", *receipt.notes[: len(receipt.notes) - len(said)])
-    _say_end(a, plan, runtime_box(pattern=a.pattern))
+    end = _say_end(a, plan, runtime_box(pattern=a.pattern))
     blocks = {name: record["sparsity"] for name, record in receipt.blocks.items()}
-    return {"sparsity": receipt.sparsity, "blocks": blocks, "output": str(out)}
+    return {"sparsity": receipt.sparsity, "blocks": blocks, "output": str(out), **end}
 
 
 def _shrink(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
@@ -138,8 +138,8 @@ def _shrink(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
         f"Removed {done['saved']:,.0f} {done['unit']} (planned {done['planned']:,.0f}); parameters {before:,} -> {after:,} "
         f"({after / before:.3f}x, embeddings included); saved to {out}.",
     )
-    _say_end(a, plan, runtime_box(plan.kind))
-    return {**done, "parameters_before": before, "parameters_after": after, "output": str(out)}
+    end = _say_end(a, plan, runtime_box(plan.kind))
+    return {**done, "parameters_before": before, "parameters_after": after, "output": str(out), **end}
 
 
 def _quantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
@@ -217,20 +217,21 @@ def _say_receipt(a: argparse.Namespace, plan: Any, receipt: Any) -> dict[str, An
         f"planned, such as {others}, and {rest:,} of metadata.",
         *receipt.notes,
     )
-    _say_end(a, plan)
-    return {**receipt.to_dict(), "output": str(a.out)}
+    return {**receipt.written(), "output": str(a.out), **_say_end(a, plan)}
 
 
-def _say_end(a: argparse.Namespace, plan: Any, *told: str) -> None:
-    """Say what the result is expected to cost, and the command that measures it."""
+def _say_end(a: argparse.Namespace, plan: Any, *told: str) -> dict[str, Any]:
+    """Say what the result is expected to cost, and the command that measures it; both are fields of what is printed."""
     from ..decisions.cache.export import llama_cache
     from ..decisions.fit.parts import parts_of
     from ..plans.verdict import expected
 
-    say(a, *told, expected(plan))
+    cost = expected(plan)
+    say(a, *told, cost)
     if a.family == NEMOTRON:
-        say(a, f"Next: vllm serve {shlex.quote(a.out)} --trust-remote-code")
-        return
+        follows = f"vllm serve {shlex.quote(a.out)} --trust-remote-code"
+        say(a, f"Next: {follows}")
+        return ending(cost, follows)
     if a.out.endswith(".gguf") or a.family or plan.extra.get("family") == GGUF:
         file = a.out if a.out.endswith(".gguf") else f"{a.out}/model.gguf"
         dense = a.model if a.model.endswith(".gguf") else "model-f16.gguf"
@@ -239,9 +240,10 @@ def _say_end(a: argparse.Namespace, plan: Any, *told: str) -> None:
         if dense != a.model:
             say(a, "model-f16.gguf is the unrounded model, as llama.cpp's convert_hf_to_gguf.py --outtype f16 writes it.")
         cache = f" {llama_cache(parts_of(plan)['cache']).partition(' --ctx-size')[0]}" if plan.kind == "fit" else ""
-        say(a, f"Next: {run} {shlex.quote(dense)} -f TEXT {kept} && {run} {shlex.quote(file)} {kept} --kl-divergence{cache}")
-        return
-    say_next(a, "evaluate", a.out, "--against", a.model, *on_text(a, plan))
+        follows = f"{run} {shlex.quote(dense)} -f TEXT {kept} && {run} {shlex.quote(file)} {kept} --kl-divergence{cache}"
+        say(a, f"Next: {follows}")
+        return ending(cost, follows)
+    return ending(cost, say_next(a, "evaluate", a.out, "--against", a.model, *on_text(a, plan)))
 
 
 _WRITERS: dict[str, Callable[[argparse.Namespace, Any], dict[str, Any]]] = {

@@ -40,9 +40,16 @@ def announce(a: argparse.Namespace, sentence: str) -> None:
         terminal().print(sentence, style="dim")
 
 
-def say_next(a: argparse.Namespace, *words: str) -> None:
-    """Print the command that follows, the last line of a verb."""
-    say(a, f"Next: {shlex.join(['layerbudget', *map(str, words)])}")
+def say_next(a: argparse.Namespace, *words: str) -> str:
+    """Print the command that follows, the last line of a verb, and return it."""
+    command = shlex.join(["layerbudget", *map(str, words)])
+    say(a, f"Next: {command}")
+    return command
+
+
+def ending(verdict: str, follows: str | None) -> dict[str, Any]:
+    """Return the last two lines of a verb as fields of what it prints."""
+    return {"verdict": verdict.removeprefix("Verdict: "), "next": follows}
 
 
 def most_rows(a: argparse.Namespace) -> int:

@@ -113,7 +113,8 @@ def _fit(a: argparse.Namespace) -> Plan:
         each = [EACH + 2.0 * (1.0 + 2.0 * draws), LOOK / len(SAVINGS)]
         parts += [Part("directional", text_of(data, a), sum(each))] * len(SAVINGS)
         parts += [Part("ggml", text_of(data, a), times=5.0 * len(SAVINGS))] if ggml else []
-    expect(a, words_of("weights and cache", data) + on_check(check), model, parts)
+    smaller = f", and which {terms.smaller} may go," if terms.smaller else ""
+    expect(a, words_of(f"weights and cache{smaller}", data) + on_check(check), model, parts)
     with progress_bar(a, "measuring formats") as progress:
         own |= {"tokenizer": tokenizer, "batch_size": batch_of(a, model, data), "progress": progress}
         found = plan_fit(model, data, check, overwrite=a.overwrite, **own)

@@ -13,7 +13,7 @@ from ..decisions.kept_experts.program import RULES
 from ..plan import Plan
 from ..records import check_output
 from ..registry import Option
-from .display import end_dry_run, expect, progress_bar, say, say_next, text_of, words_of
+from .display import end_dry_run, ending, expect, progress_bar, say, say_next, text_of, words_of
 from .files import need_scores, on_text
 from .options import DATA, add_data, add_set, add_verb, batch_of, load, one_process, options_for, refuse
 
@@ -98,7 +98,8 @@ def write(a: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     )
     if typed := plan.extra.get("typed"):
         own = ["--format", "gguf"] if typed["family"] == GGUF else []
-        say_next(a, "plan", "bits", a.out, *own, "--method", typed["method"], "--budget", f"{plan.budget['limit']:.0f} bytes")
+        size = f"{plan.budget['limit']:.0f} bytes"
+        follows = say_next(a, "plan", "bits", a.out, *own, "--method", typed["method"], "--budget", size)
     else:
-        say_next(a, "evaluate", a.out, "--against", a.model, *on_text(a, plan))
-    return {**receipt, "output": str(a.out)}
+        follows = say_next(a, "evaluate", a.out, "--against", a.model, *on_text(a, plan))
+    return {**receipt, "output": str(a.out), **ending(expected(plan), follows)}

@@ -19,7 +19,7 @@ from ..records import check_output, to_jsonable
 from ..registry import Option, options_of
 from ..scores import Scores
 from . import fit, kept, measured
-from .display import say, say_next, show_table
+from .display import ending, say, say_next, show_table
 from .files import load_scores, need_scores, read_curves, read_fixed, read_latency
 from .options import (
     COMMANDS,
@@ -246,8 +246,7 @@ def _finish(
     if (beside := standing(plan)) and (a.table or plan.kind != "shapes"):  # of shapes it is a third damage beside two others
         show_table(a, *beside)
     say(a, verdict(plan))
-    _say_what_follows(a, plan, another)
-    return to_jsonable(plan.to_dict())
+    return to_jsonable({**plan.written(), **ending(verdict(plan), _say_what_follows(a, plan, another))})
 
 
 def _other_rank(a: argparse.Namespace, plan: Plan, scores: Any) -> int | None:
@@ -264,8 +263,8 @@ def _other_rank(a: argparse.Namespace, plan: Plan, scores: Any) -> int | None:
     return None if found == a.mean_rank else int(found)
 
 
-def _say_what_follows(a: argparse.Namespace, plan: Plan, another: int | None = None) -> None:
-    """Say the command that follows: what is done with a plan of this kind, or the plan that is advised in its place.
+def _say_what_follows(a: argparse.Namespace, plan: Plan, another: int | None = None) -> str | None:
+    """Say and return the command that follows: what is done with a plan of this kind, or the plan that is advised in its place.
 
     ``another`` is a mean rank that the data asks for: it is explained first.
     """
@@ -274,18 +273,16 @@ def _say_what_follows(a: argparse.Namespace, plan: Plan, another: int | None = N
     command = KINDS.find(plan.kind).command or "export"
     if not a.out:
         say(a, "Nothing is written: -o plan.json keeps the plan.")
-        return
+        return None
     if plan.kind == "cache" and plan.extra["runtime"] == "transformers":
         say(a, f"Next, in Python: layerbudget.apply_plan(model, layerbudget.Plan.load({a.out!r})) is a cache for generate.")
-        return
+        return None
     if plan.kind == "ranks" and advises_uniform(plan):
         if another:
             say(a, f"For this data mean rank {another} is recommended; the next command says why.")
-            say_next(a, "explain", "plan", a.out, "--scores", a.source)
-            return
+            return say_next(a, "explain", "plan", a.out, "--scores", a.source)
         size = ("--budget", a.budget) if a.mean_rank is None else ("--mean-rank", f"{a.mean_rank:g}")
-        say_next(a, "plan", "ranks", a.source, "--rule", "uniform", *size, "-o", "uniform.json")
-        return
+        return say_next(a, "plan", "ranks", a.source, "--rule", "uniform", *size, "-o", "uniform.json")
     model = str(getattr(a, "model", None) or plan.model.get("id") or "MODEL")
     more = {"apply": (model, a.out, "-o", "DIR"), "finetune": (model, a.out, "--data", "FILE", "-o", "DIR"), "export": (a.out,)}
     given = plan.hyperparameters.get("imatrix")
@@ -294,4 +291,4 @@ def _say_what_follows(a: argparse.Namespace, plan: Plan, another: int | None = N
         own = beside or ["--set", "imatrix=FILE"] * (plan.extra["method"] == "weighted")
         shown = shlex.join(["layerbudget", "apply", "model-f16.gguf", a.out, *own, "-o", "planned.gguf"])
         say(a, *([] if plan.extra["method"] == "gptq" else [f"A GGUF file that you have gets these types by {shown}"]))
-    say_next(a, command, *more[command], *(_CACHES[plan.extra["runtime"]] if plan.kind == "cache" else beside))
+    return say_next(a, command, *more[command], *(_CACHES[plan.extra["runtime"]] if plan.kind == "cache" else beside))

@@ -60,7 +60,7 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
         say(a, "No score is above zero, which the default rule needs. Add a constant to all, or plan by how they differ:")
         kind += ("--rule", "owl")
     say_next(a, "plan", kind[0], path, *kind[1:], "-o", "plan.json")
-    return scores.to_dict()
+    return scores.written()
 
 
 def _show(a: argparse.Namespace, scores: Scores) -> None:

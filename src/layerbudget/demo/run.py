@@ -46,7 +46,7 @@ def verdict(rows: list[dict[str, Any]]) -> str:
 def _beside(row: dict[str, Any]) -> str:
     mean = row["log_difference"]
     if abs(mean) <= 2 * row["log_difference_error"]:
-        return "not to be told from uniform's"
+        return "not measurably different from uniform's"
     return f"{abs(math.expm1(mean)):.1%} {'lower' if mean < 0 else 'higher'} than uniform's"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from ..plan import Plan
 MOSTLY_NOISE = 0.9  # share of it that noise alone gives, above which it decides nothing
 _BESIDE = "compare it with the dense model on text of your own"
 _ALIKE = "equal layers"  # what uniform is where units go
+_ALIKE_TO = "not measurably different from "
 _SAME = 0.005  # a smaller difference is none
 
 
@@ -93,7 +94,7 @@ def _percent(share: float) -> str:
 def less_than(own: float, other: float, name: str, error: float = 0.0) -> str:
     """How a damage stands beside that of another choice; within twice its standard error they are not told apart."""
     if abs(own - other) <= max(2 * error, _SAME * other):
-        return f"not to be told from {name}"
+        return f"{_ALIKE_TO}{name}"
     share = 100 * abs(1 - max(own, 0.0) / other) if other > 0 else 100.0
     word = "less" if own < other else "more"
     return f"{share:.{0 if share >= 10 else 1}f} % {word} than {name}"
@@ -220,21 +221,26 @@ def _on_formats(plan: Plan) -> str:
         return f"{size} for {own:.3g} nats per token, predicted; it is a part of a fit that costs {cost:.3g} in all, {how}."
     names = _names(plan)
     rows = [less_than(own, kl, names[n], error) for n, (kl, error) in found.items() if n in names]
-    beside = f", {' and '.join(rows)} within the same limit" if rows else ""
+    beside = f", {_joined(rows)} within the same limit" if rows else ""
     alike = [names[n] for n, r in (e.get("check") or {"rows": {}})["rows"].items() if r.get("same") and n in names]
     beside += f" ({' and '.join(alike)} is the best choice here)" if alike and plan.kind == "fit" else ""
     asked = e.get("asked", plan.rule)
-    took = (
-        "" if asked == plan.rule else f". The plan is {names.get(plan.rule, plan.rule)}, which measured {_beside_asked(plan)}"
-    )
-    return f"{size} for {own:.3g} nats per token{beside}, {on}{took}.{_on_few_tokens(plan)}"
+    took = "" if asked == plan.rule else f" {_on_taken(plan, names.get(plan.rule, plan.rule))}"
+    return f"{size} for {own:.3g} nats per token{beside}, {on}.{took}{_on_few_tokens(plan)}"
 
 
-def _beside_asked(plan: Plan) -> str:
-    """How a plan that the check took stands beside the program's."""
-    check = plan.extra["check"]
-    (kl, error), own = _checked(plan)[plan.extra["asked"]], check["rows"][plan.rule]["kl"]
-    return "less than the program's" + (", within the error" if kl - own <= 2 * error else "")
+def _joined(rows: Sequence[str]) -> str:
+    """Words on several choices; those that the plan does not differ from are said once."""
+    alike = [row.removeprefix(_ALIKE_TO) for row in rows if row.startswith(_ALIKE_TO)]
+    others = [row for row in rows if not row.startswith(_ALIKE_TO)]
+    return " and ".join([*others, *([f"{_ALIKE_TO}{' or '.join(alike)}"] if alike else [])])
+
+
+def _on_taken(plan: Plan, name: str) -> str:
+    """A sentence on a plan that the check took in the place of the program's."""
+    (kl, error), own = _checked(plan)[plan.extra["asked"]], plan.extra["check"]["rows"][plan.rule]["kl"]
+    within = ", within the error" if kl - own <= 2 * error else ""
+    return f"{name[0].upper()}{name[1:]} measured less damage than the program's choice{within}, so it was taken."
 
 
 def _on_few_tokens(plan: Plan) -> str:
@@ -262,7 +268,7 @@ def _names(plan: Plan) -> dict[str, str]:
     return {
         "mix": (f"llama.cpp's {mix}" if mix in MIXES else f"the weights as {mix}") + of_rule(plan, "mix"),
         "uniform": "uniform",
-        "uniform-cache": f"one format for the cache{of_rule(plan, 'uniform-cache')}",
+        "uniform-cache": f"one format for the whole cache{of_rule(plan, 'uniform-cache')}",
         "all-experts": "all experts",
         "all-shapes": "all shapes",
     }

@@ -188,26 +188,36 @@ def test_a_plan_that_the_check_takes_stands_beside_the_others_with_paired_errors
     assert said.startswith("mix has the lowest KL on held-out text, 0.29") and said.count("within the error") == 1
     found = Fitted.of(zoo.fit_scores(3), Terms(memory=f"{BUFFERS + 30000} bytes", context=64)).plan("mix")
     plan = dataclasses.replace(found, extra={**found.extra, "check": record, "asked": "choices"})
-    assert "which measured less than the program's, within the error." in verdict(plan)
+    assert "program's choice, within the error, so it was taken." in verdict(plan)
+    alike = {n: {"kl": 0.3, **({} if n == "choices" else {"difference_error": 0.1})} for n in rows}
+    alike = dataclasses.replace(plan, rule="choices", extra={**plan.extra, "asked": "choices", "check": {"rows": alike}})
+    assert "token, not measurably different from one format for the whole cache or " in verdict(alike)
     _, head, table = standing(plan)
     cells = dict((row[0], row[-1]) for row in table)
-    assert head[-1] == "against one format for the cache" and "+-" in cells["this plan"]
+    assert head[-1] == "against one format for the whole cache" and "+-" in cells["this plan"]
     assert "within the error" not in cells["this plan"]
     rows["choices"][:, 0] += 0.1
     record = check_record(None, dense, "choices", rows, dict.fromkeys(rows, 100), ["choices"])
     assert "within the error" not in verdict(dataclasses.replace(plan, extra={**plan.extra, "check": record}))
-    rows["choices"] = rows["uniform-cache"]  # the program chose one format for the cache, and no mix fits
+    rows["choices"] = rows["uniform-cache"]  # the program chose one format for the whole cache, and no mix fits
     own = {name: rows[name] for name in ("choices", "uniform-cache")}
     record = check_record(None, dense, "choices", own, dict.fromkeys(own, 100), ["uniform-cache"])
     plan = dataclasses.replace(plan, rule="choices", extra={**plan.extra, "check": record})
-    assert standing(plan) is None and "(one format for the cache is the best choice here)" in verdict(plan)
+    assert standing(plan) is None and "(one format for the whole cache is the best choice here)" in verdict(plan)
+
+
+def test_a_memory_in_no_unit_of_bytes_is_answered_with_those(capsys):
+    for memory in ("14 parsecs", "14 experts", "3% bytes"):
+        assert main(["plan", "fit", "demo", "--memory", memory, "--context", "64"]) == 2
+        said = capsys.readouterr().err
+        assert "Units: bytes, kB, MB, GB, TB, KiB, MiB, GiB, TiB. Write '8 GiB'." in said and "ranks" not in said
 
 
 def test_a_choice_with_the_same_prediction_is_not_named_as_another_one():
     scores = zoo.fit_scores(3)
     plan = plan_fit(scores, memory="1 GiB", context=64, cache=[])
     assert plan.extra["baselines"]["uniform-cache"]["predicted"] == plan.extra["predicted"]
-    assert "one format for the cache" not in verdict(plan)
+    assert "one format for the whole cache" not in verdict(plan)
 
 
 def test_what_was_measured_serves_other_memories(measured):

@@ -250,7 +250,7 @@ def describe_rows(rows: np.ndarray, beside: np.ndarray | None = None) -> dict[st
 def verdict(rule: str, best: str, table: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a sentence on the check: the KL of the plan and of the baselines, or which baseline is better."""
     own = table[best]["kl"]
-    words = {"uniform-cache": "one format for the cache"}
+    words = {"uniform-cache": "one format for the whole cache"}
     parts = [f"{words.get(n, n)} {r['kl']:.4g} ({_difference(r)})" for n, r in table.items() if n != best and not r["same"]]
     if best != rule:
         others = ", ".join(parts)

@@ -5,6 +5,7 @@ A plan gives every block one format: ``value`` is its bits per weight, everythin
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -143,10 +144,12 @@ def read_bytes(text: str, what: str, example: str) -> int:
     Raises:
         UnknownUnit: Another unit than bytes, or a share.
     """
-    wanted = parse_budget(text, default="bytes")
-    if wanted.unit != "bytes" or wanted.relative:
-        raise UnknownUnit(f"{what} of {text} is not in bytes.", "Memory is counted here.", f"Write '{example}'.")
-    return int(wanted.amount)
+    with contextlib.suppress(UnknownUnit):
+        wanted = parse_budget(text, default="bytes")
+        if wanted.unit == "bytes" and not wanted.relative:
+            return int(wanted.amount)
+    units = "Units: bytes, kB, MB, GB, TB, KiB, MiB, GiB, TiB."
+    raise UnknownUnit(f"{what} of {text} is not in bytes.", units, f"Write '{example}'.")
 
 
 def check_bits(bits: float | None) -> None:

@@ -101,7 +101,7 @@ def sentences(plan: Plan) -> list[str]:
 def _others(plan: Plan) -> str:
     """The totals of rules without a joint program, in brackets."""
     e = plan.extra
-    words = {UNIFORM: "one format for the cache ({})", MIX: "the weights as {}", "choices": "the program"}
+    words = {UNIFORM: "one format for the whole cache ({})", MIX: "the weights as {}", "choices": "the program"}
     words |= {rule: f"all {name}" for name, rule in ALL.items()}
     words = {n: f"{words[n].format(e['named'].get(n))}{of_rule(plan, n)}" for n in e["baselines"] if n != plan.rule}
     rows = [f"{told} {e['baselines'][n]['predicted']:.4g}" for n, told in words.items()]
