@@ -1,6 +1,7 @@
 """How much rank for this data: the table against sums by hand, and what is recommended where the answer is known."""
 
 import dataclasses
+import json
 import shlex
 
 import numpy as np
@@ -78,6 +79,29 @@ def test_few_rows_do_not_tell_ranks_apart():
     for scores, tokens in ((few, 512), (dataclasses.replace(grows, data={**grows.data, "samples": 64}), 100), (grows, 100)):
         found = rank_table(scores, tokens)
         assert found["rank"] == 64 and not found["few_rows"], "where tokens are enough, or rows, the gain decides"
+
+
+def test_plan_ranks_and_explain_say_the_same_of_few_rows(tmp_path, monkeypatch, capsys):
+    """Scores of 48 rows: `plan ranks` said "train both", `explain --scores` "use uniform rank 1", its sentences both."""
+    monkeypatch.chdir(tmp_path)
+    scores = scores_of([[1.0 / (1 + i / w) ** 3 for i in range(64)] for w in (1, 40, 1, 40)])
+    data = {**scores.data, "samples": 48}
+    dataclasses.replace(scores, unit="nats of average loss", extra={**scores.extra, "tokens": 100}, data=data).save("s.json")
+    assert main(["plan", "ranks", "s.json", "--mean-rank", "4", "-o", "p.json", "--json"]) == 0
+    shown = capsys.readouterr()
+    told = json.loads(shown.out)
+    assert (
+        told["verdict"].startswith("Use uniform rank 1: 48 scored rows do not tell ranks apart")
+        and "train both" not in shown.err
+    )
+    assert told["next"] == "layerbudget plan ranks s.json --rule uniform --mean-rank 1 -o uniform.json"
+    assert main(["explain", "p.json", "--scores", "s.json", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["sentences"][-1] == found["ranks"]["recommendation"] == told["verdict"]
+    assert "train both" not in " ".join(found["sentences"])
+    assert main([*shlex.split(told["next"])[1:], "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["verdict"] == found["ranks"]["recommendation"] and told["next"].startswith("layerbudget finetune ")
 
 
 @pytest.mark.parametrize(

@@ -115,20 +115,21 @@ def run_plan(a: argparse.Namespace) -> dict[str, Any]:
         show_table(a, *beside)
     if plan.kind == "ranks" and scores is not None and "increments" in scores.extra:
         told["ranks"] = _how_much_rank(a, plan, scores, result)
-        ends = "" if told["ranks"]["few_rows"] else ends  # its advice rests on the gains of these rows
+        if told["ranks"]["few_rows"]:  # the verdict's advice rests on the gains of these rows
+            others = [s for s in told["sentences"] if s[1:].rstrip(".") not in ends]
+            told["sentences"], ends = [*others, told["ranks"]["recommendation"]], ""
     say(a, *filter(None, [ends]))
     if "ranks" in told:
-        _say_what_follows(a, plan, told["ranks"])
+        say_rank(a, plan, told["ranks"], a.plan, a.scores)
     return told
 
 
-def _say_what_follows(a: argparse.Namespace, plan: Plan, ranks: Mapping[str, Any]) -> None:
-    """Say the command of the recommendation: another plan of ranks, or the training of this one where it is recommended."""
+def say_rank(a: argparse.Namespace, plan: Plan, ranks: Mapping[str, Any], path: str, scores: str) -> str:
+    """Say and return the command of the recommendation: another plan of ranks, or the training of this one, the recommended."""
     given, rank = plan.hyperparameters, ranks["rank"]
     if (plan.rule == "uniform") is ranks["uniform"] and given.get("mean_rank") == rank:
         model = plan.model.get("id") or "MODEL"
-        say_next(a, "finetune", model, a.plan, "--data", "FILE", "-o", "DIR")
-        return
+        return say_next(a, "finetune", model, path, "--data", "FILE", "-o", "DIR")
     words = ["--rule", "uniform"] if ranks["uniform"] else []
     words += ["--mean-rank", str(rank)]
     words += ["--max-rank", str(given["max_rank"])] if isinstance(given.get("max_rank"), int) else []
@@ -137,7 +138,7 @@ def _say_what_follows(a: argparse.Namespace, plan: Plan, ranks: Mapping[str, Any
     for name, usual in (("min_rank", 1), ("multiple", 1), ("damping", None)):
         if isinstance(given.get(name), (int, float)) and given[name] != usual and not (ranks["uniform"] and name == "damping"):
             words += ["--set", f"{name}={given[name]:g}"]
-    say_next(a, "plan", "ranks", a.scores, *words, "-o", "uniform.json" if ranks["uniform"] else f"ranks-{rank}.json")
+    return say_next(a, "plan", "ranks", scores, *words, "-o", "uniform.json" if ranks["uniform"] else f"ranks-{rank}.json")
 
 
 def _how_much_rank(a: argparse.Namespace, plan: Plan, scores: Any, result: Any) -> dict[str, Any]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import shlex
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..compressors.formats import GGUF
 from ..decisions.apply import find_rule, rules_of
@@ -20,6 +21,7 @@ from ..registry import Option, options_of
 from ..scores import Scores
 from . import fit, kept, measured
 from .display import ending, say, say_next, show_table
+from .explain import say_rank
 from .files import load_scores, need_scores, read_curves, read_fixed, read_latency
 from .options import (
     COMMANDS,
@@ -37,6 +39,9 @@ from .options import (
     share,
 )
 from .shown import show_plan
+
+if TYPE_CHECKING:
+    from ..plans.rank_table import RankTable
 
 SCORES = "scores.json; or a .csv or .json table of name, score, d_in and d_out; for rules without scores a config.json"
 _CACHES = {"vllm": ("--to", "vllm-cache"), "llama.cpp": ("--to", "llama-cache")}  # where a plan of the cache goes
@@ -175,7 +180,7 @@ def run_ranks(a: argparse.Namespace) -> dict[str, Any]:
     scores = load_scores(a.source)
     price = rank_parameters(scores.blocks if isinstance(scores, Scores) else scores)
     plan = plan_ranks(scores, **own)
-    return _finish(a, plan, price, write=True, another=_other_rank(a, plan, scores))
+    return _finish(a, plan, price, write=True, found=_by_data(plan, scores))
 
 
 def run_experts(a: argparse.Namespace) -> dict[str, Any]:
@@ -230,7 +235,7 @@ def _counted(a: argparse.Namespace) -> dict[str, Any]:
 
 
 def _finish(
-    a: argparse.Namespace, plan: Plan, price: Any = None, *, write: bool = False, another: int | None = None
+    a: argparse.Namespace, plan: Plan, price: Any = None, *, write: bool = False, found: RankTable | None = None
 ) -> dict[str, Any]:
     """Write a plan where it is not yet, show it, and end with what it comes to and the command that follows."""
     from ..plans.explain import advice, explain_plan
@@ -245,28 +250,28 @@ def _finish(
         say(a, f"Written to {a.out}; layerbudget explain {shlex.quote(a.out)} says what it rests on.")
     if (beside := standing(plan)) and (a.table or plan.kind != "shapes"):  # of shapes it is a third damage beside two others
         show_table(a, *beside)
-    say(a, verdict(plan))
-    return to_jsonable({**plan.written(), **ending(verdict(plan), _say_what_follows(a, plan, another))})
+    told = f"Verdict: {found.recommendation}" if found is not None and found.few_rows else verdict(plan)
+    say(a, told)
+    return to_jsonable({**plan.written(), **ending(told, _say_what_follows(a, plan, found))})
 
 
-def _other_rank(a: argparse.Namespace, plan: Plan, scores: Any) -> int | None:
-    """The mean rank that the data asks for, where uniform is advised and that rank is not the one that was named."""
+def _by_data(plan: Plan, scores: Any) -> RankTable | None:
+    """Which mean rank the data asks for; None where the scores do not say it."""
     from ..plans.explain import tokens_of
     from ..plans.rank_table import rank_table, terms_of
-    from ..plans.verdict import advises_uniform
 
-    gains = isinstance(scores, Scores) and "tokens" in scores.extra and scores.unit == "nats of average loss"
-    if not a.out or a.mean_rank is None or not advises_uniform(plan) or not gains:
+    gains = isinstance(scores, Scores) and {"tokens", "increments"} <= set(scores.extra)
+    if not gains or scores.unit != "nats of average loss":
         return None
-    tokens = scores.data.get("completion_tokens") or tokens_of(scores)
-    found = rank_table(scores, tokens, **terms_of(plan))["rank"]
-    return None if found == a.mean_rank else int(found)
+    with contextlib.suppress(InvalidInput):  # no power of two can be planned under the caps
+        return rank_table(scores, scores.data.get("completion_tokens") or tokens_of(scores), **terms_of(plan))
+    return None
 
 
-def _say_what_follows(a: argparse.Namespace, plan: Plan, another: int | None = None) -> str | None:
+def _say_what_follows(a: argparse.Namespace, plan: Plan, found: RankTable | None = None) -> str | None:
     """Say and return the command that follows: what is done with a plan of this kind, or the plan that is advised in its place.
 
-    ``another`` is a mean rank that the data asks for: it is explained first.
+    ``found`` says which mean rank the data asks for: another one than that of the plan is explained first.
     """
     from ..plans.verdict import advises_uniform
 
@@ -277,9 +282,11 @@ def _say_what_follows(a: argparse.Namespace, plan: Plan, another: int | None = N
     if plan.kind == "cache" and plan.extra["runtime"] == "transformers":
         say(a, f"Next, in Python: layerbudget.apply_plan(model, layerbudget.Plan.load({a.out!r})) is a cache for generate.")
         return None
+    if found is not None and found.few_rows:
+        return say_rank(a, plan, to_jsonable(found), a.out, a.source)
     if plan.kind == "ranks" and advises_uniform(plan):
-        if another:
-            say(a, f"For this data mean rank {another} is recommended; the next command says why.")
+        if found is not None and a.mean_rank is not None and found.rank != a.mean_rank:
+            say(a, f"For this data mean rank {found.rank} is recommended; the next command says why.")
             return say_next(a, "explain", "plan", a.out, "--scores", a.source)
         size = ("--budget", a.budget) if a.mean_rank is None else ("--mean-rank", f"{a.mean_rank:g}")
         return say_next(a, "plan", "ranks", a.source, "--rule", "uniform", *size, "-o", "uniform.json")

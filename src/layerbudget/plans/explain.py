@@ -62,6 +62,11 @@ def explain_plan(plan: Plan, scores: Scores | None = None, *, tokens: int | None
     damages = scores is not None and plan.kind == "bits" and "choices" in scores.extra
     if damages and tokens is not None:
         raise InvalidInput("tokens has no meaning for a plan of bits.", "Its scores are damages, no gains.", "Leave it out.")
+    if scores is not None and not damages and plan.kind in ("bits", "cache", "fit"):
+        what = f"A plan of {plan.kind} needs no scores here."
+        if plan.kind == "bits":
+            what = f"These scores, by {scores.estimator}, hold no damages of formats."
+        raise InvalidInput(what, "", "Leave out --scores (in Python: scores).")
     bits = None if scores is None or damages else codelengths(plan, scores, tokens)
     parts += [] if bits is None else [_on_codelengths(bits)]
     return Explanation(

@@ -96,7 +96,7 @@ def _smallest(row: Mapping[str, Any], scored: int, tokens: int) -> dict[str, Any
     """The smallest rank, where a few rows have fewer tokens than it has parameters: larger ones fit these rows alone."""
     each = f"its {row['parameters']:,} parameters are {_number(row['parameters'] / tokens)} per completion token"
     told = f"Use uniform rank {row['rank']}: {scored} scored rows do not tell ranks apart, and {each}."
-    more = f"The gains above are those of these rows; score {_FEW} rows or more before a larger rank, or ranks that differ."
+    more = f"The gains are those of these rows alone; score {_FEW} rows or more before a larger rank, or ranks that differ."
     return {"rank": int(row["rank"]), "uniform": True, "recommendation": f"{told} {more}"}
 
 

@@ -16,6 +16,7 @@ from tests.decisions.bits.test_program import gguf_record, mix_bytes, record
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.bits.reasons import reasons
 from layerbudget.decisions.bits.table import Table
+from layerbudget.decisions.fit.parts import parts_of
 from layerbudget.decisions.fit.plan import plan_fit
 from layerbudget.errors import CorruptFile, InvalidInput, ModelMismatch
 from layerbudget.exports import blocks_csv
@@ -192,12 +193,15 @@ def test_explain_shows_the_types_and_why(folder):
 
 
 def test_scores_that_are_no_gains_are_refused_with_a_remedy(tmp_path):
-    """Weights and cache together hold no reasons: --scores is refused, and without it the plan is explained."""
+    """Weights and cache together hold no reasons, and nobody asked for codelengths: --scores is refused, and not needed."""
     scores = zoo.fit_scores()
     scores.save(tmp_path / "fit-scores.json")
-    plan_fit(scores, memory="600 KB", context=64).save(tmp_path / "fit.json")
-    with pytest.raises(InvalidInput, match=r"not nats of loss.*Leave out --scores"):
+    plan_fit(scores, memory="668 KB", context=64).save(tmp_path / "fit.json")
+    with pytest.raises(InvalidInput, match=r"^A plan of fit needs no scores here\. Leave out --scores"):
         command_result("explain", "plan", tmp_path / "fit.json", "--scores", tmp_path / "fit-scores.json")
+    bits = parts_of(Plan.load(tmp_path / "fit.json"))["bits"]
+    with pytest.raises(InvalidInput, match=r"hold no damages of formats\. Leave out --scores"):
+        explain_plan(bits, zoo.scores([1.0, 2.0]))
     result, shown = command_result("explain", "plan", tmp_path / "fit.json")
     assert result["matrices"] and "damage" not in result["matrices"][0] and "layer" in shown
     assert "the weights as bf16" in shown and "llama.cpp" not in shown  # a mix of transformers is none of llama.cpp's
