@@ -8,7 +8,7 @@ from typing import Any
 
 from ..compressors.base import QUANTISERS
 from ..decisions.bits.memory import read_context
-from ..decisions.bits.program import Limits, check_bits
+from ..decisions.bits.program import Limits
 from ..decisions.cache.formats import CACHES
 from ..decisions.fit.program import RULES, Terms
 from ..plan import Plan
@@ -128,7 +128,7 @@ def _cache(a: argparse.Namespace) -> Plan:
 
     a.model, a.out, a.runtime = a.source, a.out or "plan.json", a.runtime or "transformers"
     check_output(a.out, overwrite=a.overwrite)
-    check_bits(a.bits)
+    Limits(bits=a.bits, budget=a.budget).check()
     own = options_for(a, plan_cache, _CHECK)
     model, _, data, check = load_parted(a, own.pop("check", 8))
     space = cache_space(model, a.context, a.batch, a.runtime, a.formats, own.get("group"))

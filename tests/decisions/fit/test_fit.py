@@ -211,6 +211,9 @@ def test_a_memory_in_no_unit_of_bytes_is_answered_with_those(capsys):
         assert main(["plan", "fit", "demo", "--memory", memory, "--context", "64"]) == 2
         said = capsys.readouterr().err
         assert "Units: bytes, kB, MB, GB, TB, KiB, MiB, GiB, TiB. Write '8 GiB'." in said and "ranks" not in said
+    for words in (["bits", "no-such-model"], ["cache", "no-such-model", "--context", "64"]):  # refused before it is loaded
+        assert main(["plan", *words, "--budget", "14 parsecs"]) == 2
+        assert "Units: bytes, kB" in capsys.readouterr().err
 
 
 def test_a_choice_with_the_same_prediction_is_not_named_as_another_one():

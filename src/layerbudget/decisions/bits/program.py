@@ -60,8 +60,10 @@ class Limits:
         self.check_formats()
 
     def check_formats(self) -> None:
-        """Refuse bits, mixes and formats that there are not."""
+        """Refuse bits, sizes, mixes and formats that there are not."""
         check_bits(self.bits)
+        if self.budget is not None:
+            read_bytes(str(self.budget), "A budget", "1.2 GiB")
         if self.like is not None:
             find_mix(self.like)
         for name in (*self.forbid, *self.keep.values()):
