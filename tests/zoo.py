@@ -349,7 +349,7 @@ def fit_scores(seed: int = 0, layers: int = 2) -> Scores:
         damage = np.exp(rng.normal(size=(count, 1))) * np.array([1.0, 0.06, 0.0]) * np.exp(0.3 * rng.normal(size=(count, 3)))
         rest = damage[..., None] * 0.1 * rng.normal(size=(*damage.shape, 4))
         rows[name] = {"damage": damage.tolist(), "rest": rest.tolist()}
-    memory = {"layers": [[128, 0]] * layers, "state": 0, "vocabulary": 96, "hidden": 64, "positions": 4096}
+    memory = {"layers": [[128, 0]] * layers, "state": 0, "vocabulary": 96, "hidden": 64, "inner": 128, "positions": 4096}
     own = {"fixed": 1000, "head": 24, "family": "compressed-tensors", "runtime": "transformers", "method": "rtn"}
     size = [[find_format(n).bytes(64, 64) for n in weights] for _ in held]
     error = np.linalg.norm(rows["weights"]["rest"], axis=-1).tolist()
@@ -359,10 +359,11 @@ def fit_scores(seed: int = 0, layers: int = 2) -> Scores:
     return Scores.from_values(held, {b.name: 1.0 for b in held}, estimator="rounding", extra=extra)
 
 
-def buffers(context: int = 64, batch: int = 1, vocabulary: int = 96, hidden: int = 64) -> int:
-    """Bytes of a forward that :func:`fit_scores` leaves: logits and six hidden states in 32 bits, the mask in 16."""
+def buffers(context: int = 64, batch: int = 1, inner: int = 128, vocabulary: int = 96, hidden: int = 64) -> int:
+    """Bytes of a forward that :func:`fit_scores` leaves: eight hidden states, gate and up, the mask, logits of one token."""
     cells = -(-context // 256) * 256
-    return sum(4 * vocabulary + 6 * 4 * hidden + 2 * cells for _ in range(min(512, batch * cells)))
+    rows = [8 * 4 * hidden + 2 * 4 * inner + 2 * cells] * min(512, batch * cells)
+    return sum(rows) + batch * 4 * vocabulary
 
 
 def text(samples: int = 6, length: int = 10, seed: int = 3, padded: bool = False) -> CalibrationSet:

@@ -106,7 +106,7 @@ def folders(tmp_path):
     by_rank().save(tmp_path / "ranks" / "scores.json")
     plan_ranks(by_rank(), mean_rank=8).save(tmp_path / "ranks" / "plan.json")
     plan_experts(scores, total=9).save(tmp_path / "experts" / "plan.json")
-    fit = plan_fit(zoo.fit_scores(), memory="600 KB", context=64)
+    fit = plan_fit(zoo.fit_scores(), memory="994 KB", context=64)
     fit.save(tmp_path / "fit" / "plan.json")
     walked().save(tmp_path / "walked" / "plan.json")
     scores.save(tmp_path / "walked" / "scores.json")  # of other blocks than the plan's
@@ -141,7 +141,7 @@ def test_every_kind_of_folder_has_its_headline(folders, pruned):
         "scores": ("can still gain", "The scores: made from Python"),
         "ranks": ("LoRA ranks", "take uniform", "No command is recorded"),
         "experts": ("9 LoRA experts", "The plan in words"),
-        "fit": ("600 KB at 64 tokens x 1 for", 'data-chart="memory"', "Best plans of other budgets", "id='budget'",
+        "fit": ("994 KB at 64 tokens x 1 for", 'data-chart="memory"', "Best plans of other budgets", "id='budget'",
                 "memory, MiB"),
         "walked": ("50% sparsity for demo", "50 % less than uniform", "step, from uniform", "<b>0.3 – 0.7</b>",
                    "1 blocks fell and 2 rose as far as one step may", 'data-chart="forecast"'),

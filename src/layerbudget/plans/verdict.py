@@ -258,7 +258,8 @@ def _checked(plan: Plan) -> dict[str, tuple[float, float]]:
     e = plan.extra
     if check := e.get("check"):
         return {n: (r["kl"], r.get("difference_error", 0.0)) for n, r in check["rows"].items() if not r.get("same")}
-    others = {n: (r["predicted"], e["predicted_error"]) for n, r in e["baselines"].items() if r["predicted"] != e["predicted"]}
+    other = {n: r for n, r in e["baselines"].items() if r["predicted"] != e["predicted"]}
+    others = {n: (r["predicted"], r["difference_error"]) for n, r in other.items()}
     return {**others, plan.rule: (e["predicted"], 0.0)}
 
 

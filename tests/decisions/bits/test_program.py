@@ -149,7 +149,7 @@ def gguf_record(layers=8, seed=0, formats=TYPES, imatrix=True, width=512, heads=
     own |= {"llama": {"architecture": "llama", "layers": layers, "heads": heads, "experts": 0, "imatrix": imatrix}}
     error = [[0.05 * (x or 0) for x in row] for row in damage]
     choices = {"formats": formats, "size": size, "damage": damage, "error": error, "stored": stored}
-    cache = {"layers": [[256, 0]] * layers, "state": 0, "vocabulary": 1024, "hidden": width, "positions": 4096}
+    cache = {"layers": [[256, 0]] * layers, "state": 0, "vocabulary": 1024, "hidden": width, "inner": width, "positions": 4096}
     choices |= {"rest": [[[e] for e in row] for row in error], "head": 1000, "cache": cache, **own}
     gain = {b.name: max(d for d in row if d is not None) for b, row in zip(blocks, damage, strict=True)}
     return Scores.from_values(blocks, gain, estimator="rounding", extra={"choices": choices})
@@ -174,7 +174,8 @@ def test_a_plan_like_a_mix_has_its_bytes_at_most_and_less_damage(mix):
     assert plan.budget["limit"] == size >= plan.budget["spent"] and plan.hyperparameters["like"] == mix.lower()
     assert list(own.extra["formats"].values()) == types and own.budget["spent"] == size
     assert plan.extra["mix"] == own.extra["mix"] == mix
-    assert plan.extra["baselines"]["mix"] == {"predicted": own.extra["predicted"], "spent": size}
+    beside = plan.extra["baselines"]["mix"]
+    assert (beside["predicted"], beside["spent"]) == (own.extra["predicted"], size)
     assert plan.extra["predicted"] <= own.extra["predicted"]
     assert Plan.from_dict(plan.to_dict()).to_dict() == plan.to_dict()
 
@@ -254,16 +255,30 @@ def test_a_sweep_without_budgets_is_at_the_bytes_of_all_mixes():
 # --- memory beside the weights ------------------------------------------------------------------------------------------------
 
 SMOL = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576, "vocab_size": 49152}
+SMOL["intermediate_size"] = 1536
+WAIT = 512 * 4 * (8 * 576 + 2 * 1536) + 4 * 49152  # bytes of a forward beside the mask
 
 
-def test_cache_and_buffers_are_those_that_llama_cpp_reports():
+def test_cache_and_buffers_are_those_that_llama_server_reports():
     cache = cache_of(SimpleNamespace(**SMOL, max_position_embeddings=8192))
-    for context, held in ((512, 11.25), (8192, 180.0)):  # "KV buffer size" and "compute buffer size", in MiB
-        assert cache.bytes(context) == (held + 98.25) * 2**20
+    for context, held, buffers in ((512, 11.25, 15.14), (2048, 45.0, 16.64), (8192, 180.0, 22.64)):  # its lines, in MiB
+        assert cache.held(context) == held * 2**20 and 1 <= cache.buffers(context) / (buffers * 2**20) < 1.04
+    llama = {
+        "num_hidden_layers": 12,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 256,
+        "vocab_size": 4096,
+    }
+    small = cache_of(SimpleNamespace(**llama, intermediate_size=768))
+    experts = cache_of(SimpleNamespace(**llama, moe_intermediate_size=256, num_experts_per_tok=2, intermediate_size=768))
+    for found, context, buffers in ((small, 256, 3.63), (small, 512, 7.52), (experts, 256, 2.88), (experts, 512, 6.02)):
+        assert 0.999 <= found.buffers(context) / (buffers * 2**20) < 1.1
+    assert 1 <= cache.buffers(512, 4) / (15.14 * 2**20) < 1.1 and cache.buffers(256) < 0.52 * cache.buffers(512)
     for room, longest in ((cache.bytes(5000), 5120), (cache.bytes(4096) - 1, 3840), (10, 0)):
         assert cache.longest(lambda tokens, room=room: cache.bytes(tokens) <= room) == longest
     long = cache_of(SimpleNamespace(**SMOL))
-    assert long.bytes(131072) == 5.625 * 512 * 2**20 + 512 * 4 * 131072  # the mask is larger than the logits here
+    assert long.bytes(131072) == 5.625 * 512 * 2**20 + WAIT + 512 * 2 * 131072
 
 
 def test_caches_of_windows_latents_and_states():
@@ -272,11 +287,11 @@ def test_caches_of_windows_latents_and_states():
     config = {**SMOL, "layer_types": kinds, "sliding_window": 128, **linear, "linear_conv_kernel_dim": 4}
     cache = cache_of(SimpleNamespace(**config))
     state = 10 * 4 * (4 * 8 * 16 + 3 * (2 * 2 * 8 + 4 * 16))
-    assert cache.bytes(4096) - 98.25 * 2**20 == 10 * 768 * (4096 + 768) + state  # 128 + 512 tokens in steps of 256
+    assert cache.bytes(4096) - cache.buffers(4096) == 10 * 768 * (4096 + 768) + state  # 128 + 512 tokens in steps of 256
     latent = cache_of(SimpleNamespace(**SMOL, kv_lora_rank=512, qk_rope_head_dim=64))
-    assert latent.bytes(1024) - 98.25 * 2**20 == 30 * 2 * 576 * 1024
+    assert latent.bytes(1024) - latent.buffers(1024) == 30 * 2 * 576 * 1024
     shared = cache_of(SimpleNamespace(**SMOL, num_kv_shared_layers=10))
-    assert shared.bytes(1024) - 98.25 * 2**20 == 20 * 768 * 1024
+    assert shared.bytes(1024) - shared.buffers(1024) == 20 * 768 * 1024
     assert cache_of(SimpleNamespace(**SMOL, layer_types=["mamba"] * 30)) is None
 
 

@@ -31,7 +31,7 @@ from layerbudget.scores import Scores
 
 LEFT, ROUTER = (4, 3, 2), 8 * 64  # experts that stay; bytes of a router's row
 SMALL = {"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 96, "head_dim": 32}
-BUFFERS = zoo.buffers()
+BUFFERS = zoo.buffers(inner=64, hidden=128)
 
 
 def scores_of_experts(seed):
@@ -156,7 +156,7 @@ def measured(tmp_path_factory):
     """A mixture, its texts, a plan with fewer experts, and the file of what was measured."""
     model, data, held = build(), zoo.tokens(4, 24, vocabulary=96), zoo.tokens(3, 24, vocabulary=96, seed=9)
     path = tmp_path_factory.mktemp("fit") / "scores.json"
-    own = {"memory": f"{zoo.buffers(batch=2) + 150000} bytes", "context": 64, "batch": 2, "experts": True}
+    own = {"memory": f"{zoo.buffers(batch=2, inner=64, hidden=128) + 150000} bytes", "context": 64, "batch": 2, "experts": True}
     plan = plan_fit(model, data, held, **own, draws=1, formats=["Q4_0", "Q8_0"], save_scores=path)
     return model, data, held, own, plan, path
 
@@ -172,7 +172,7 @@ def test_the_file_has_fewer_experts_and_the_planned_bytes(measured, tmp_path):
     assert gguf.GGUFReader(file).fields["qwen3moe.expert_count"].contents() == e["left"]
     own = [receipt.modules[m]["bytes"] for layer in e["layers"] for m in layer["modules"]]
     assert sum(own) == e["bytes"]
-    assert plan.budget["spent"] == file.stat().st_size + parts["cache"]["bytes"] + zoo.buffers(batch=2)
+    assert plan.budget["spent"] == file.stat().st_size + parts["cache"]["bytes"] + zoo.buffers(batch=2, inner=64, hidden=128)
     kept = Plan.load(tmp_path / "out" / "experts.json")
     assert kept.kind == "kept-experts" and kept.extra["kept"] == e["kept"] and set(kept.counts) == {e["left"]}
     for part in (plan, kept):

@@ -122,7 +122,7 @@ def measured(tmp_path_factory):
     """A model, its texts, the plan for llama.cpp and the file of what was measured."""
     model, data, held = zoo.build("llama", **WIDE), zoo.tokens(4, 24, vocabulary=96), zoo.tokens(3, 24, vocabulary=96, seed=9)
     path = tmp_path_factory.mktemp("fit") / "scores.json"
-    own = {"memory": f"{zoo.buffers(batch=2) + 120000} bytes", "context": 64, "batch": 2}
+    own = {"memory": f"{zoo.buffers(batch=2, inner=48) + 120000} bytes", "context": 64, "batch": 2}
     plan = plan_fit(model, data, held, **own, draws=2, save_scores=path)
     return model, data, held, own, plan, path
 
@@ -136,8 +136,8 @@ def test_bytes_are_those_of_the_file_and_of_the_cache(measured, tmp_path):
     assert file == receipt.file == parts["weights"]["bytes"] + parts["rest of the file"]["bytes"]
     per = {n: find_format(f, "gguf") for n, f in plan.extra["cache_formats"].items()}
     assert parts["cache"]["bytes"] == sum(2 * 256 * 32 // (f.group or 1) * f.block_bytes for f in per.values())  # steps of 256
-    assert parts["buffers"]["bytes"] == zoo.buffers(batch=2) == cache_of(model.config).buffers(64, 2)
-    assert plan.budget["spent"] == file + parts["cache"]["bytes"] + zoo.buffers(batch=2) <= plan.budget["limit"]
+    assert parts["buffers"]["bytes"] == zoo.buffers(batch=2, inner=48) == cache_of(model.config).buffers(64, 2)
+    assert plan.budget["spent"] == file + parts["cache"]["bytes"] + zoo.buffers(batch=2, inner=48) <= plan.budget["limit"]
     cache = Plan.load(tmp_path / "out" / "cache.json")
     assert cache.kind == "cache" and cache == split_fit(plan)[1]
     words = (tmp_path / "out" / "cache.txt").read_text()
@@ -273,7 +273,8 @@ def test_a_check_is_not_kept_for_other_formats_in_the_same_places(tmp_path):
 
 def test_a_cache_differs_by_layer_where_the_runtime_lets_it(tmp_path):
     model, data = zoo.build("llama", **WIDE), zoo.tokens(2, 16, vocabulary=96)
-    plan = plan_fit(model, data, memory=f"{zoo.buffers(batch=8) + 200000} bytes", context=64, batch=8, runtime="vllm", draws=1,
+    memory = f"{zoo.buffers(batch=8, inner=48) + 200000} bytes"
+    plan = plan_fit(model, data, memory=memory, context=64, batch=8, runtime="vllm", draws=1,
                     formats=["w4-g32", "w8-g32"])  # fmt: skip
     names = [n for n in plan.names if n.count(".") == 2]
     assert names == ["model.layers.0", "model.layers.1"] and plan.extra["runtime"] == "vllm"
@@ -381,12 +382,12 @@ def test_the_command_plans_plans_again_and_applies(folder, monkeypatch, capsys):
     model = "model"
     small = ["--data", "text.txt", "--samples", "2", "--length", "16", "--set", "check=1", "--set", "draws=1", "--quiet"]
     given = ["--context", "32", "--batch", "2", "--formats", "Q4_0,Q8_0", "--resume", "parts"]
-    assert main(["plan", "fit", model, "--memory", "1400 KiB", *given, *small, "--save-scores", "sizes.json"]) == 0
+    assert main(["plan", "fit", model, "--memory", "2 MiB", *given, *small, "--save-scores", "sizes.json"]) == 0
     assert not (folder / "parts" / "resume.json").exists()  # finished: nothing to go on from
     plan, said = Plan.load("plan.json"), " ".join(capsys.readouterr().out.split())
     assert plan.kind == "fit" and plan.extra["context"] == 32 and plan.made_by.startswith("layerbudget plan fit model --mem")
     assert "best plans over memory" in said and "With one MiB more the best plan" in said and "apply model plan.json" in said
-    again = ["--memory", "2 MiB", "--context", "64", "--set", "cache=Q4_0,Q8_0", "--quiet", "-o", "more.json"]
+    again = ["--memory", "3 MiB", "--context", "64", "--set", "cache=Q4_0,Q8_0", "--quiet", "-o", "more.json"]
     assert main(["plan", "fit", "sizes.json", *again]) == 0
     assert Plan.load("more.json").hyperparameters["cache"] == ["Q4_0", "Q8_0"]
     held = ["--set", "forbid=slow-cpu,Q8_0", "--set", 'keep={"lm_head": "Q4_0"}', "--quiet", "-o", "held.json"]

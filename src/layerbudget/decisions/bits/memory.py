@@ -2,7 +2,8 @@
 
 The cache holds keys and values in 16 bits, for one sequence. As llama.cpp allocates it, a layer with a sliding window holds the
 window and one batch, in steps of 256 tokens; latent attention holds one vector per token. The buffers are an estimate for
-llama.cpp with flash attention, which reads 512 tokens at a time: 32 bits for logits and six hidden states, 16 for the mask.
+llama-server with flash attention. It reads 512 tokens at a time: 32 bits for eight hidden states and for gate and up of an MLP,
+16 for the mask; logits are those of one token of every sequence.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Cache:
         layers: Bytes per token and sliding window of every layer with a cache; a window of 0 is none.
         state: Bytes of layers that hold a state of fixed size.
         vocabulary: Tokens that are predicted.
-        hidden: Width of the residual stream.
+        hidden: Width of the residual stream, or of all heads where that is more.
+        inner: Width of an MLP; of all experts that a token passes, where there are experts.
         positions: Tokens that the model was made for; 0 where it does not say.
     """
 
@@ -36,6 +38,7 @@ class Cache:
     state: int
     vocabulary: int
     hidden: int
+    inner: int
     positions: int
 
     def held(self, context: int) -> int:
@@ -46,7 +49,8 @@ class Cache:
     def buffers(self, context: int, batch: int = 1) -> int:
         """Return the bytes of the buffers of a forward, of so many sequences."""
         cells = _up(context)
-        return min(_BATCH, cells * batch) * (4 * (self.vocabulary + 6 * self.hidden) + 2 * cells)
+        each = 4 * (8 * self.hidden + 2 * self.inner) + 2 * cells
+        return min(_BATCH, cells * batch) * each + 4 * self.vocabulary * batch
 
     def bytes(self, context: int) -> int:
         """Return the bytes of cache, states and buffers at a context."""
@@ -86,9 +90,22 @@ def cache_of(config: Any) -> Cache | None:
         layers=[(each, windows[kind]) for kind in kinds if kind in windows],
         state=state,
         vocabulary=config.vocab_size,
-        hidden=config.hidden_size,
+        hidden=max(config.hidden_size, heads * width),
+        inner=_inner(config),
         positions=getattr(config, "max_position_embeddings", None) or 0,
     )
+
+
+def _inner(config: Any) -> int:
+    """The width of an MLP, or of all experts that a token passes."""
+    own = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    dense = max(own) if isinstance(own, (list, tuple)) else own
+    count = getattr(config, "num_experts_per_tok", None)
+    if not isinstance(count, int):
+        return int(dense)
+    each = getattr(config, "moe_intermediate_size", None) or dense
+    shared = getattr(config, "shared_expert_intermediate_size", None) or each * (getattr(config, "n_shared_experts", None) or 0)
+    return int(max(count * each + shared, dense if getattr(config, "first_k_dense_replace", None) else 0))
 
 
 def _state(config: Any) -> int:

@@ -258,12 +258,14 @@ class Decision:
         choices: Formats of every block, ``(K,)``, by rule; ``choices`` is the program's.
         totals: Damage and bytes of each.
         found: The program's choice with its certificate.
+        tables: Of choices that are of another model's table.
     """
 
     table: Table
     choices: Mapping[str, np.ndarray]
     totals: Mapping[str, dict[str, Any]]
     found: Choice
+    tables: Mapping[str, Table] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, table: Table, limit: int, others: Mapping[str, np.ndarray]) -> Decision:
@@ -279,12 +281,18 @@ class Decision:
 
     def record(self, rule: str) -> dict[str, Any]:
         """Return what the plan of a rule says of the decision."""
-        own = self.totals[rule]
+        own, table = self.totals[rule], self.tables.get(rule, self.table)
+
+        def beside(name: str) -> dict[str, Any]:
+            other = self.tables.get(name, self.table)
+            error = table.error_between(self.choices[rule], other, self.choices[name])
+            return {**self.totals[name], "difference_error": error}
+
         return {
             "bits": 8 * own["spent"] / self.table.numel,
             "predicted": own["predicted"],
             "predicted_error": self.table.error_of(self.choices[rule]),
-            "baselines": {n: t for n, t in self.totals.items() if n != "choices" or rule != "choices"},
+            "baselines": {n: beside(n) for n in self.totals if n != "choices" or rule != "choices"},
             "near_ties": self.table.ties(self.found) if rule == "choices" else [],
         }
 

@@ -115,10 +115,24 @@ class Table:
 
         What of an error the sequences do not have is that of a sample of rows, which no two blocks share.
         """
+        rest, rows = self._noise(chosen)
+        return float(np.sqrt((rest.sum(0) ** 2).sum() + rows.sum()))
+
+    def error_between(self, chosen: np.ndarray, other: Table, others: np.ndarray) -> float:
+        """Standard error of the difference of two choices, the second of which may be of another model's table.
+
+        The sequences are the same, so what they add is paired. A block with the same format in both has no error of its rows.
+        """
+        (rest, rows), (theirs, more) = self._noise(chosen), other._noise(others)
+        apart = chosen != others if other is self else np.array(True)
+        spread = (rows * apart).sum() + (more * apart).sum()
+        return float(np.sqrt(((rest.sum(0) - theirs.sum(0)) ** 2).sum() + spread))
+
+    def _noise(self, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What the sequences add to the damage of every block, ``(K, S)``, and the variance that is not theirs, ``(K,)``."""
         k = np.arange(len(self.blocks))
         rest = self.rest[k, chosen]
-        rows = np.maximum(self.error[k, chosen] ** 2 - (rest**2).sum(-1), 0.0)
-        return float(np.sqrt((rest.sum(0) ** 2).sum() + rows.sum()))
+        return rest, np.maximum(self.error[k, chosen] ** 2 - (rest**2).sum(-1), 0.0)
 
     def totals(self, chosen: np.ndarray) -> dict[str, Any]:
         """Return the summed damage and bytes of a choice, ``(K,)``."""

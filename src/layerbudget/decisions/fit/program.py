@@ -340,10 +340,10 @@ def curve(fits: Sequence[Fit], count: int = CURVE) -> list[dict[str, Any]]:
     The ``price`` of a row is what a GiB saves on the way to the next row, in nats per token; zero in the last row. It is no
     price of a program: that of one number of experts, or of one set of shapes, says nothing of the change to another one.
     """
-    whole = fits[0]
-    low = smallest(fits).least - whole.beside
-    high = int(np.where(whole.table.has, whole.table.size, 0).max(axis=1).sum())
-    rows = [point(fits, int(limit) + whole.beside) for limit in np.geomspace(low, high, count).round()]
+    whole, beside = fits[0], min(fit.beside for fit in fits)
+    low = smallest(fits).least - beside
+    high = int(np.where(whole.table.has, whole.table.size, 0).max(axis=1).sum()) + whole.beside - beside
+    rows = [point(fits, int(limit) + beside) for limit in np.geomspace(low, high, count).round()]
     for row, after in itertools.pairwise([*rows, rows[-1]]):
         room = after["memory"] - row["memory"]
         row["price"] = (row["predicted"] - after["predicted"]) / room * GIB if room else 0.0
@@ -443,6 +443,7 @@ class Fitted:
             choices={rule: pick.chosen for rule, pick in picks.items()},
             totals={rule: pick.totals for rule, pick in picks.items()},
             found=found,
+            tables={rule: pick.fit.table for rule, pick in picks.items()},
         )
         own = next(each for each, whose in zip(caches, able, strict=True) if whose is fit)
         return cls(
