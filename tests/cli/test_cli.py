@@ -114,7 +114,7 @@ def test_ranks_by_the_gain_of_every_further_rank(saved_model, tmp_path, capsys):
     assert main(words) == 0
     capsys.readouterr()
     assert main(["plan", "ranks", scores, "--mean-rank", "4", "-o", plan]) == 0
-    assert "uniform ranks with as many parameters have" in " ".join(capsys.readouterr().out.split())
+    assert "scored rows do not tell ranks apart" in " ".join(capsys.readouterr().out.split())
     written = json.loads((tmp_path / "p.json").read_text())
     assert written["rule"] == "by-rank" and written["extra"]["rounding"]["price"] > 0
     assert len({b["count"] for b in written["blocks"]}) > 1

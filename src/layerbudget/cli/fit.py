@@ -128,8 +128,8 @@ def _cache(a: argparse.Namespace) -> Plan:
 
     a.model, a.out, a.runtime = a.source, a.out or "plan.json", a.runtime or "transformers"
     check_output(a.out, overwrite=a.overwrite)
-    Limits(bits=a.bits, budget=a.budget).check()
     own = options_for(a, plan_cache, _CHECK)
+    Limits(bits=a.bits, budget=a.budget).check()
     model, _, data, check = load_parted(a, own.pop("check", 8))
     space = cache_space(model, a.context, a.batch, a.runtime, a.formats, own.get("group"))
     Limits(bits=a.bits, budget=a.budget).bytes(space.table())

@@ -128,7 +128,7 @@ def test_sequences_are_judged_by_refits_that_have_not_seen_them():
             point.restore()
             clean = torch.log_softmax(model(input_ids=test.input_ids).logits, -1)
         each.append(float((clean.exp() * (clean - now)).sum() / test.input_ids.numel()))
-        second.append(point._evaluate(point.references[fold], around, point.dense[fold], 1, 0, dense=True)[0].second)
+        second.append(point._evaluate(point.references[fold], around, point.dense[fold], 1, 0, None, dense=True)[0].second)
     assert seen.divergence == pytest.approx(np.mean(each), rel=1e-4)
     dense = point.evaluate(point.space.start(), around, point.dense, draws=1, seed=0)
     assert np.allclose(dense.forms.second, np.mean(second, axis=0))

@@ -208,7 +208,7 @@ class ShapePoint:
         grams: Grams,
         draws: int,
         seed: int,
-        progress: Progress,
+        progress: Progress | None,
         *,
         dense: bool,
     ) -> tuple[QuadraticTerms, Grams]:
