@@ -392,7 +392,7 @@ class Pick:
 
     @property
     def key(self) -> list[Any]:
-        """What it decides, by names: the places of formats are others where other ones are chosen among."""
+        """Names of all that it decides. Places of formats would be others where other formats are chosen among."""
         formats = [t.formats[j] for t, c in self.fit.shown(self.chosen) for j in c]
         return formats if self.fit.smaller is None else [*formats, self.place, self.fit.smaller.own.get("plan")]
 
