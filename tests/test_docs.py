@@ -61,9 +61,13 @@ def test_the_page_on_bits_writes_a_model_that_loads(tmp_path, monkeypatch):
 
 def test_the_page_on_the_cache_generates_by_its_plan():
     space: dict = {}
-    (block,) = blocks_of("docs/cache.md")
+    block, packed = blocks_of("docs/cache.md")
     exec(compile(block, "docs/cache.md", "exec"), space)
     assert space["answer"].shape == (1, 24) and space["plan"].budget["spent"] <= space["plan"].budget["limit"]
+    pytest.importorskip("hqq")
+    exec(compile(packed, "docs/cache.md", "exec"), space)
+    model, ids = space["model"], space["text"].input_ids[:1, :16]
+    assert model.generate(ids, past_key_values=space["cache"], max_new_tokens=8, do_sample=False).shape == (1, 24)
 
 
 def test_the_page_on_what_fits_writes_a_model(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import argparse
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..decisions.apply import makers
 from ..errors import InvalidInput
@@ -14,7 +14,7 @@ from ..exports import find_plan
 from ..kinds import KINDS
 from ..plan import Plan
 from ..records import to_jsonable
-from .display import expect, most_rows, progress_bar, say, say_next, show_table, text_of, words_of
+from .display import ending, expect, most_rows, progress_bar, say, say_next, show_table, text_of, words_of
 from .files import need_scores
 from .options import (
     COMMANDS,
@@ -31,6 +31,9 @@ from .options import (
     settings,
     share,
 )
+
+if TYPE_CHECKING:
+    from ..plans.rank_table import RankTable
 
 _SECONDS = "files: only certify runs a model"
 QUESTIONS = ("plan", "diff", "sweep", "transfer", "certify")
@@ -108,20 +111,18 @@ def run_plan(a: argparse.Namespace) -> dict[str, Any]:
             show_plan(a, part)
         if not a.table and "damage" in result.matrices[0]:
             say(a, "Why a matrix has its format: --table shows its damage, and what the next format would change.")
-    ends = verdict(plan)
+    few = None if result.ranks is None or not result.ranks.few_rows else result.ranks.recommendation
+    ends = f"Verdict: {few}" if few else verdict(plan)  # whose advice rests on the gains of these rows
     sentences = result["sentences"] if a.table or result.codelengths is None else result["sentences"][:-1]  # bits: in a table
     say(a, *(s for s in sentences if s[1:].rstrip(".") not in ends))  # what the verdict says is said once
     if result.matrices and (beside := standing(plan)):
         show_table(a, *beside)
-    if plan.kind == "ranks" and scores is not None and "increments" in scores.extra:
-        told["ranks"] = _how_much_rank(a, plan, scores, result)
-        if told["ranks"]["few_rows"]:  # the verdict's advice rests on the gains of these rows
-            others = [s for s in told["sentences"] if s[1:].rstrip(".") not in ends]
-            told["sentences"], ends = [*others, told["ranks"]["recommendation"]], ""
-    say(a, *filter(None, [ends]))
-    if "ranks" in told:
-        say_rank(a, plan, told["ranks"], a.plan, a.scores)
-    return told
+    if result.ranks is None:
+        say(a, ends)
+        return {**told, **ending(ends, None)}
+    _show_ranks(a, scores, result.ranks)
+    say(a, ends)
+    return {**told, **ending(ends, say_rank(a, plan, told["ranks"], a.plan, a.scores))}
 
 
 def say_rank(a: argparse.Namespace, plan: Plan, ranks: Mapping[str, Any], path: str, scores: str) -> str:
@@ -141,13 +142,10 @@ def say_rank(a: argparse.Namespace, plan: Plan, ranks: Mapping[str, Any], path: 
     return say_next(a, "plan", "ranks", scores, *words, "-o", "uniform.json" if ranks["uniform"] else f"ranks-{rank}.json")
 
 
-def _how_much_rank(a: argparse.Namespace, plan: Plan, scores: Any, result: Any) -> dict[str, Any]:
-    """Show what every mean rank is expected to bring under the plan's caps, beside uniform, and what is recommended."""
-    from ..plans.rank_table import rank_table, terms_of
+def _show_ranks(a: argparse.Namespace, scores: Any, found: RankTable) -> None:
+    """Show what every mean rank is expected to bring, beside uniform, and say what is recommended."""
     from ..plans.verdict import share_of_uniform
 
-    of_all = scores.data.get("completion_tokens") if a.tokens is None else None
-    found = rank_table(scores, of_all or result["codelengths"]["tokens"], **terms_of(plan))
     head = ("mean rank", "parameters", "per token", "gain, nats", "without noise", "uniform has", "largest rank")
     rows = [
         (
@@ -159,22 +157,21 @@ def _how_much_rank(a: argparse.Namespace, plan: Plan, scores: Any, result: Any) 
             "-" if r["uniform_share"] is None else share_of_uniform(r["uniform_share"]),
             f"{r['largest']}{' (all measured)' if r['at_measured'] else ''}",
         )
-        for r in found["rows"]
+        for r in found.rows
     ]
     of = "" if a.tokens is None else " (--tokens)"
-    show_table(a, f"how much rank for {found['tokens']:,} completion tokens{of}", head, rows)
+    of_all = scores.data.get("completion_tokens") if a.tokens is None else None
+    show_table(a, f"how much rank for {found.tokens:,} completion tokens{of}", head, rows)
     if of_all:
         say(a, f"These are the tokens of all {scores.data['rows']:,} rows, {scores.data['samples']:,} of which were scored.")
     elif a.tokens is None:
         say(a, "These are the tokens of the scored text: with --tokens N the table is for N completion tokens.")
-    if ends := next((r for r in found["rows"] if r["at_measured"]), None):
+    if ends := next((r for r in found.rows if r["at_measured"]), None):
         say(a, f"From mean rank {ends['rank']} on, blocks have all ranks that were measured and might earn more with others.")
-    for why in dict.fromkeys(found["left_out"].values()):
-        missing = ", ".join(str(rank) for rank, reason in found["left_out"].items() if reason == why)
+    for why in dict.fromkeys(found.left_out.values()):
+        missing = ", ".join(str(rank) for rank, reason in found.left_out.items() if reason == why)
         say(a, f"Not in the table is mean rank {missing}: {why[0].lower()}{why[1:]}")
-    say(a, found["recommendation"])
-    record: dict[str, Any] = to_jsonable(found)
-    return record
+    say(a, *([] if found.few_rows else [found.recommendation]))  # it is the verdict
 
 
 def run_diff(a: argparse.Namespace) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import shlex
 from collections.abc import Callable, Mapping
@@ -174,13 +173,14 @@ def run_fit(a: argparse.Namespace) -> dict[str, Any]:
 def run_ranks(a: argparse.Namespace) -> dict[str, Any]:
     """Plan ranks from scores."""
     from ..decisions.ranks.plan import plan_ranks
+    from ..plans.explain import how_much_rank
 
     refuse(a, ("dry_run",), _SECONDS)
     own = _own_options(a, plan_ranks) | _counted(a)
     scores = load_scores(a.source)
     price = rank_parameters(scores.blocks if isinstance(scores, Scores) else scores)
     plan = plan_ranks(scores, **own)
-    return _finish(a, plan, price, write=True, found=_by_data(plan, scores))
+    return _finish(a, plan, price, write=True, found=how_much_rank(plan, scores))
 
 
 def run_experts(a: argparse.Namespace) -> dict[str, Any]:
@@ -255,19 +255,6 @@ def _finish(
     return to_jsonable({**plan.written(), **ending(told, _say_what_follows(a, plan, found))})
 
 
-def _by_data(plan: Plan, scores: Any) -> RankTable | None:
-    """Which mean rank the data asks for; None where the scores do not say it."""
-    from ..plans.explain import tokens_of
-    from ..plans.rank_table import rank_table, terms_of
-
-    gains = isinstance(scores, Scores) and {"tokens", "increments"} <= set(scores.extra)
-    if not gains or scores.unit != "nats of average loss":
-        return None
-    with contextlib.suppress(InvalidInput):  # no power of two can be planned under the caps
-        return rank_table(scores, scores.data.get("completion_tokens") or tokens_of(scores), **terms_of(plan))
-    return None
-
-
 def _say_what_follows(a: argparse.Namespace, plan: Plan, found: RankTable | None = None) -> str | None:
     """Say and return the command that follows: what is done with a plan of this kind, or the plan that is advised in its place.
 
@@ -280,7 +267,8 @@ def _say_what_follows(a: argparse.Namespace, plan: Plan, found: RankTable | None
         say(a, "Nothing is written: -o plan.json keeps the plan.")
         return None
     if plan.kind == "cache" and plan.extra["runtime"] == "transformers":
-        say(a, f"Next, in Python: layerbudget.apply_plan(model, layerbudget.Plan.load({a.out!r})) is a cache for generate.")
+        made = f"layerbudget.apply_plan(model, layerbudget.Plan.load({a.out!r}))"
+        say(a, f"Next, in Python: {made} is a cache for generate; packed=True saves its memory.")
         return None
     if found is not None and found.few_rows:
         return say_rank(a, plan, to_jsonable(found), a.out, a.source)

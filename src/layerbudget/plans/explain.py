@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,8 @@ from ..plan import Plan
 from ..records import Result
 from ..scores import Scores
 from ..solvers.inputs import spoken_amount
-from .verdict import ENDS, MOSTLY_NOISE, advises_uniform, beside_uniform, of_noise
+from .rank_table import RankTable, rank_table, terms_of
+from .verdict import ENDS, MOSTLY_NOISE, advises_uniform, beside_uniform, of_noise, verdict
 
 NEARLY_UNIFORM = 0.05  # standard deviation over mean
 
@@ -34,7 +36,7 @@ class Explanation(Result):
     """A plan in sentences: budget, status, price, what had no influence; ``most`` and ``least`` name the blocks at either end.
 
     ``codelengths`` is there where scores of a gain were given, see :func:`codelengths`; ``matrices`` of a plan of formats, see
-    :func:`~layerbudget.decisions.bits.reasons.reasons`.
+    :func:`~layerbudget.decisions.bits.reasons.reasons`; ``ranks`` of a plan of ranks with scores of every further rank.
     """
 
     sentences: Sequence[str]
@@ -42,6 +44,7 @@ class Explanation(Result):
     least: Sequence[str]
     codelengths: Mapping[str, Any] | None = None
     matrices: Sequence[Mapping[str, Any]] = ()
+    ranks: RankTable | None = None
 
 
 def explain_plan(plan: Plan, scores: Scores | None = None, *, tokens: int | None = None) -> Explanation:
@@ -68,6 +71,9 @@ def explain_plan(plan: Plan, scores: Scores | None = None, *, tokens: int | None
             what = f"These scores, by {scores.estimator}, hold no damages of formats."
         raise InvalidInput(what, "", "Leave out --scores (in Python: scores).")
     bits = None if scores is None or damages else codelengths(plan, scores, tokens)
+    ranks = None if bits is None else how_much_rank(plan, scores, tokens)
+    if ranks is not None and ranks.few_rows:  # what the gains of these rows advise is left out
+        parts = [*(s for s in parts if s[1:].rstrip(".") not in verdict(plan)), ranks.recommendation]
     parts += [] if bits is None else [_on_codelengths(bits)]
     return Explanation(
         sentences=parts,
@@ -75,7 +81,24 @@ def explain_plan(plan: Plan, scores: Scores | None = None, *, tokens: int | None
         least=[plan.names[i] for i in order[:5]],
         codelengths=bits,
         matrices=reasons(plan, scores if damages else None),
+        ranks=ranks,
     )
+
+
+def how_much_rank(plan: Plan, scores: Any, tokens: int | None = None) -> RankTable | None:
+    """Return what every mean rank brings under the plan's caps; None where the scores do not say it, or no rank can be planned.
+
+    Args:
+        plan: A plan of ranks.
+        scores: Its scores; only those of ``rank-gain`` have the gain of every further rank.
+        tokens: Completion tokens of the training rows, by default those of the scored file.
+    """
+    gains = isinstance(scores, Scores) and plan.kind == "ranks" and {"tokens", "increments"} <= set(scores.extra)
+    if not gains or scores.unit != "nats of average loss":
+        return None
+    with contextlib.suppress(InvalidInput):  # no power of two can be planned under the caps
+        return rank_table(scores, tokens or scores.data.get("completion_tokens") or tokens_of(scores), **terms_of(plan))
+    return None
 
 
 def advice(plan: Plan) -> list[str]:

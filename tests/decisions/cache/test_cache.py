@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import shlex
@@ -16,6 +17,7 @@ import layerbudget as lb
 from layerbudget.cli import main
 from layerbudget.decisions.bits.memory import cache_of
 from layerbudget.decisions.bits.sensitivity import DenseOutput, mean_and_error
+from layerbudget.decisions.cache import cache
 from layerbudget.decisions.cache.cache import caching, kept, rounded, rounding
 from layerbudget.decisions.cache.export import llama_cache, modelopt_cache, vllm_cache
 from layerbudget.decisions.cache.formats import Kept, find_cache
@@ -270,3 +272,69 @@ def test_the_command_plans_and_names(tmp_path, capsys, monkeypatch):
     assert f"vllm serve MODEL {options}" in " ".join(capsys.readouterr().out.split())
     assert main(["plan", "cache", "demo", "--context", "128", "--bits", "1", *small, "-o", str(tmp_path / "no.json")]) == 2
     assert "are too few" in " ".join(capsys.readouterr().err.split()) and not (tmp_path / "no.json").exists()
+
+
+def _filled(model, cache, ids, chunk=7):
+    """Run a text in pieces, as a chat does; return the logits of the last piece."""
+    with torch.no_grad():
+        return [model(input_ids=ids[:, i : i + chunk], past_key_values=cache).logits for i in range(0, ids.shape[1], chunk)][-1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_cache_keeps_what_the_plan_rounds_to_in_its_bytes(dtype):
+    """Keys and values of every layer, formats apart, three bits and plain ones among them; what is allocated."""
+    pytest.importorskip("hqq")
+    model = zoo.build("llama", **WIDE).to(dtype).eval()
+    ids = torch.arange(2 * 49).reshape(2, 49) % 96
+    plan = lb.plan_cache(
+        zoo.build("llama", **WIDE),
+        zoo.tokens(4, 32, vocabulary=96),
+        zoo.tokens(2, 32, vocabulary=96),
+        context=49,
+        batch=2,
+        bits=5,
+        group=32,
+        draws=2,
+    )
+    names = sorted(plan.extra["formats"])
+    formats = dict(zip(names, ["int2", "int3", "int8", "bf16", "int4", "int3"], strict=False))
+    plan = dataclasses.replace(plan, extra=plan.extra | {"formats": plan.extra["formats"] | formats})
+    packed, plain = lb.apply_plan(model, plan, packed=True, residual=8), transformers.DynamicCache(config=model.config)
+    _filled(model, plain, ids[:, :48], chunk=48)
+    _filled(model, packed, ids[:, :48], chunk=48)
+    pairs, stored = cache.layer_formats(model, plan), 0
+    for i, (layer, whole) in enumerate(zip(packed.layers, plain.layers, strict=True)):
+        assert layer.get_seq_length() == 48
+        if all(form.plain for form in pairs[i]):
+            assert type(layer) is type(whole)
+            continue
+        for held, x, form in zip(
+            (layer._quantized_keys, layer._quantized_values), (whole.keys, whole.values), pairs[i], strict=True
+        ):
+            got, want = layer._dequantize(held).float(), rounded(x, form).float()
+            assert (got - x).abs().mean() <= 1.1 * (want - x).abs().mean()  # HQQ rounds zero points too
+            packed_bits = 3.2 if form.bits == 3 else form.bits
+            stored += x.numel() * (x.element_size() if form.plain else packed_bits / 8 + 4 / form.group)
+    assert sum(layer.stored_bytes() for layer in packed.layers if hasattr(layer, "stored_bytes")) == pytest.approx(
+        stored, rel=0.02
+    )
+    near = (
+        _filled(model, lb.apply_plan(model, plan), ids),
+        _filled(model, lb.apply_plan(model, plan, packed=True, residual=1), ids),
+    )
+    dense = _filled(model, transformers.DynamicCache(config=model.config), ids)
+    assert (near[0] - near[1]).abs().mean() < 0.7 * (near[0] - dense).abs().mean()  # the newest tokens are not rounded there
+    answer = model.generate(
+        ids[:1, :9], past_key_values=lb.apply_plan(model, plan, packed=True), max_new_tokens=4, do_sample=False
+    )
+    assert answer.shape == (1, 13)
+
+
+def test_a_cache_that_cannot_be_packed_is_refused():
+    """Five bits have no packing, layers with a window no packed cache; without the package it is named."""
+    pytest.importorskip("hqq")
+    model = zoo.build("llama", **WIDE)
+    text = zoo.tokens(2, 32, vocabulary=96)
+    plan = lb.plan_cache(model, text, text, context=32, bits=6.5, group=32, draws=1, formats=["int5"], rule="uniform")
+    with pytest.raises(InvalidInput, match="HQQ packs no int5"):
+        lb.apply_plan(model, plan, packed=True)

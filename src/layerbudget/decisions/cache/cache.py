@@ -2,6 +2,7 @@
 
 Every forward sees rounded keys and values, also those of the tokens that it adds: as llama.cpp and vLLM, which write a token
 before they read it. The numbers stay in the model's own type: it computes what a runtime computes, and saves no memory.
+A packed cache (:mod:`layerbudget.decisions.cache.hqq`) saves it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ...kinds import check_kind
 from ...models.blocks import config_of, describe, layers
 from ...plan import Plan
 from .formats import CacheFormat, Kept, find_cache
+from .hqq import packed_layers
 
 Change = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 _LARGEST = 448.0  # of e4m3
@@ -119,16 +121,28 @@ def _none(model: nn.Module) -> InvalidInput:
     return InvalidInput(what, "Decoders with attention do.", "Plan the bits of its weights: layerbudget plan bits.")
 
 
-def planned_cache(model: nn.Module, plan: Plan) -> PlannedCache:
+def planned_cache(model: nn.Module, plan: Plan, *, packed: bool = False, residual: int = 128) -> DynamicCache:
     """Return an empty cache that rounds as a plan of kind ``cache`` says, for ``model.generate(past_key_values=...)``.
+
+    Args:
+        model: The model that the plan was made for.
+        plan: The plan.
+        packed: Keep the numbers packed by HQQ, which saves the memory; otherwise they are rounded and keep their type.
+        residual: Newest tokens that a packed cache keeps as they came.
 
     Raises:
         ModelMismatch: The plan belongs to another model.
-        InvalidInput: A plan of another kind.
+        InvalidInput: A plan of another kind, or one that HQQ cannot pack.
+        MissingDependency: ``packed`` without the package hqq.
     """
     check_kind(plan.kind, ("cache",), "decides nothing about a cache")
     plan.validate(describe(model))
-    return PlannedCache(config_of(model), rounding(layer_formats(model, plan)))
+    formats = layer_formats(model, plan)
+    if not packed:
+        return PlannedCache(config_of(model), rounding(formats))
+    cache = DynamicCache(config=config_of(model))
+    cache.layers = packed_layers(cache.layers, formats, residual)
+    return cache
 
 
 def layer_formats(model: nn.Module, plan: Plan) -> dict[int, tuple[CacheFormat, CacheFormat]]:

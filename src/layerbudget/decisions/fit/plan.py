@@ -34,7 +34,7 @@ from ..bits.apply import QuantisationReceipt, apply_bits, write_bits
 from ..bits.plan import check_record, empty_table, measured_formats, refuse_measuring
 from ..bits.sensitivity import DenseOutput
 from ..bits.table import Table
-from ..cache.cache import PlannedCache, caching, planned_cache, rounding
+from ..cache.cache import caching, planned_cache, rounding
 from ..cache.export import llama_cache, vllm_options
 from ..cache.plan import cache_space
 from ..cache.space import CacheSpace
@@ -48,6 +48,7 @@ from .smaller import Fewer, Shaped, Smaller
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import DynamicCache
 
 
 def plan_fit(
@@ -304,15 +305,18 @@ def _smaller(
     return contextlib.nullcontext() if shapes is None else cut(model, shapes, data, batch_size)
 
 
-def apply_fit(model: nn.Module, plan: Plan, data: CalibrationSet | None = None, **options: Any) -> PlannedCache:
+def apply_fit(
+    model: nn.Module, plan: Plan, data: CalibrationSet | None = None, *, packed: bool = False, **options: Any
+) -> DynamicCache:
     """Round a model by a fit, in place, and return an empty cache that rounds as it says.
 
-    The cache is for ``model.generate(past_key_values=...)``. Further arguments are those of
+    The cache is for ``model.generate(past_key_values=...)``; ``packed`` keeps its numbers packed, see
+    :func:`~layerbudget.decisions.cache.cache.planned_cache`. Further arguments are those of
     :func:`~layerbudget.decisions.bits.apply.apply_bits`.
     """
     check_kind(plan.kind, (KIND,), "is no fit of weights and cache")
     parts = parts_of(plan)
-    held = planned_cache(model, parts["cache"])
+    held = planned_cache(model, parts["cache"], packed=packed)
     apply_bits(model, become_smaller(model, parts, data), data, **options)
     return held
 
