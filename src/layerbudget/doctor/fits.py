@@ -9,7 +9,6 @@ import torch
 from ..compressors.formats import GGUF, PACKED, find_format
 from ..decisions.bits.blocks import formats_table
 from ..decisions.bits.memory import cache_of, check_positions
-from ..decisions.bits.mixes import MIXES
 from ..decisions.bits.program import mix_of
 from ..decisions.bits.table import Table
 from ..errors import InvalidInput
@@ -40,7 +39,7 @@ def what_fits(config: Any, memory: int, context: int) -> list[dict[str, Any]]:
         PACKED: formats_table(model, family=PACKED, runtime="vllm", unwritten="plan"),
     }
     llama, rows = tables[GGUF], []
-    mixes = {} if llama.llama is None else {mix: mix_of(llama, mix)[0] for mix in MIXES}
+    mixes = {} if llama.llama is None else {mix: mix_of(llama, mix)[0] for mix in llama.llama.mixes}
     for name, family in CACHES:
         form, table, sizes = find_format(name, family), tables[family], mixes if family == GGUF else {}
         block, numbers = (form.block_bytes, form.group or 1) if family == GGUF else (1, 1)  # fp8: a byte for a number

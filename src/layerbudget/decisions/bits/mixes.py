@@ -71,6 +71,11 @@ class LlamaModel:
     experts: int = 0
     imatrix: bool = True
 
+    @property
+    def mixes(self) -> tuple[str, ...]:
+        """The mixes that differ, the smallest first: without experts MXFP4_MOE is Q8_0."""
+        return tuple(mix for mix in MIXES if self.experts or mix != "MXFP4_MOE")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tensor:

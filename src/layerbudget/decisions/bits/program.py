@@ -308,8 +308,9 @@ def file_of(plan: Plan) -> dict[str, Any]:
 def mixes_within(scores: Scores) -> list[str]:
     """Return the mixes of llama.cpp whose bytes a plan can have, the smallest first; of several with the same types one."""
     table = Table.of(scores)
-    size = {mix: mix_of(table, mix)[0] for mix in MIXES}
-    alike = {tuple(_mixed(table, mix)[1].values()): mix for mix in MIXES}  # without experts MXFP4_MOE is Q8_0
+    names = MIXES if table.llama is None else table.llama.mixes
+    size = {mix: mix_of(table, mix)[0] for mix in names}
+    alike = {tuple(_mixed(table, mix)[1].values()): mix for mix in names}
     own = sorted(alike.values(), key=lambda mix: size[mix])
     return [mix for mix in own if size[mix] >= table.smallest.sum()]
 
@@ -400,7 +401,7 @@ def best_mix(table: Table, limit: int, like: str | None = None) -> tuple[str | N
     if table.llama is None:
         return best
     least, k = np.inf, np.arange(len(table.blocks))
-    for mix in MIXES if like is None else (find_mix(like), *MIXES):
+    for mix in table.llama.mixes if like is None else (find_mix(like), *table.llama.mixes):
         chosen = mix_of(table, mix)[1]
         if chosen is None or table.size[k, chosen].sum() > limit:
             continue

@@ -33,7 +33,6 @@ from ...records import to_jsonable, unit_of
 from ...scores import Scores
 from ...solvers.choices import Choice, choose
 from ..bits.memory import Cache, check_positions, read_context
-from ..bits.mixes import MIXES
 from ..bits.program import (
     CURVE,
     SHOWN,
@@ -253,7 +252,7 @@ class Fit:
     def mixes(self, limit: int) -> dict[str, np.ndarray]:
         """Return the best cache beside a mix of llama.cpp, or else one format for all weights, by its name, where both fit."""
         w = self.weights
-        own = [(mix, mix_of(w, mix)[1]) for mix in MIXES] if w.llama is not None else []
+        own = [(mix, mix_of(w, mix)[1]) for mix in w.llama.mixes] if w.llama is not None else []
         even = [(n, np.full(len(w.blocks), j)) for j, n in enumerate(w.formats) if w.has[:, j].all()]
         found = {}
         for name, chosen in own or even:
