@@ -35,6 +35,18 @@ def test_page_holds_scores_plan_results_and_figures(tmp_path):
     assert write_report(tmp_path, tmp_path / "r.html").read_text() == text
 
 
+def test_a_page_says_what_every_plan_of_a_folder_decides_and_which_command_made_it(tmp_path):
+    scores = zoo.scores([1.0, 2.0, 3.0])
+    for name, share in (("plan", 0.5), ("smaller", 0.75)):
+        made = dataclasses.replace(plan_sparsity(scores, sparsity=share), made_by=f"layerbudget plan {name}")
+        made.save(tmp_path / f"{name}.json")
+    text = build_page(tmp_path)
+    assert text.count("Other plans of this folder") == 1 and "smaller.json: 75% sparsity for" in text
+    assert text.index("layerbudget plan plan") < text.index("layerbudget plan smaller")
+    (tmp_path / "smaller.json").unlink()
+    assert "Other plans of this folder" not in build_page(tmp_path)
+
+
 def test_page_of_an_empty_folder_is_refused(tmp_path):
     with pytest.raises(NotFound, match="holds no results"):
         build_page(tmp_path)

@@ -18,7 +18,7 @@ from ..plan import Plan
 from ..records import dumps, write_text
 from ..scores import Scores
 from .data import charts_of
-from .records import Found, cards_of, commands_of, explained, gather, headline_of, tables_of
+from .records import Found, cards_of, commands_of, explained, gather, headline_of, others_of, tables_of
 from .tables import facts, plan_table, scores_table, sheet_of
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -92,6 +92,8 @@ def build_page(folder: Path | str) -> str:
             pattern = ((found.receipt or {}).get("settings") or {}).get("pattern")
             said = html.escape(runtime_box(found.plan.kind, pattern=pattern))
             parts.append(f"<aside class='honest'><h2>What runs faster, and where</h2><p>{said}</p></aside>")
+    if others := others_of(found):
+        parts.append(_sentences("Other plans of this folder", others))
     if lines := commands_of(found):
         text = html.escape("\n".join(lines))
         parts.append(f'<section id="repeat"><h2>Repeat it</h2><pre tabindex="0"><code>{text}</code></pre></section>')

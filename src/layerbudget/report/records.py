@@ -147,8 +147,7 @@ def headline_of(found: Found) -> tuple[str, str]:
     if found.contest is not None:
         return _contest_headline(found.contest)
     if found.plan is not None:
-        of = str(found.plan.model.get("id") or "the model").rpartition("/")[2]
-        return f"{_amount(found.plan)} {of}", said or _plan_verdict(found.plan, found.receipt)
+        return _titled(found.plan), said or _plan_verdict(found.plan, found.receipt)
     if found.scores is not None:
         of = str(found.scores.model.get("id") or "the model").rpartition("/")[2]
         said = said or str(found.scores.extra.get("verdict") or f"{len(found.scores.blocks)} blocks scored.")
@@ -189,9 +188,16 @@ _TITLES: Mapping[str, Callable[[Plan], str]] = {  # the decision of a plan, whic
 }
 
 
-def _amount(plan: Plan) -> str:
+def _titled(plan: Plan) -> str:
     own = _TITLES.get(plan.kind)
-    return f"A {plan.kind} plan for" if own is None else own(plan)
+    of = str(plan.model.get("id") or "the model").rpartition("/")[2]
+    return f"{f'A {plan.kind} plan for' if own is None else own(plan)} {of}"
+
+
+def others_of(found: Found) -> list[str]:
+    """The plans beside the folder's own, each with its file and its verdict."""
+    others = {name: plan for name, plan in found.plans.items() if plan is not found.plan}
+    return [f"{name}: {_titled(plan)}. {verdict(plan)}" for name, plan in others.items()]
 
 
 def _plan_verdict(plan: Plan, receipt: Mapping[str, Any] | None) -> str:
@@ -247,7 +253,8 @@ def explained(plan: Plan) -> list[str]:
 def commands_of(found: Found) -> list[str]:
     """The commands that made the results, as the records hold them; a note for what Python made, which has none."""
     demo = found.result if "saved" in (found.result or {}) else None
-    records: dict[str, Any] = {"demo": demo} if demo else {"scores": found.scores, "plan": found.plan}
+    others = {f"plan {name}": plan for name, plan in found.plans.items() if plan is not found.plan}
+    records: dict[str, Any] = {"demo": demo} if demo else {"scores": found.scores, "plan": found.plan, **others}
     records |= {"receipt": found.receipt, "fine-tuning": found.tuned, "comparison": found.contest}
     lines = [f"# {found.left_out}"] if found.left_out and not demo else []
     for what, record in records.items():
