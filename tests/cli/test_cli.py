@@ -157,7 +157,9 @@ def test_settings_are_listed_whatever_else_is_missing(tmp_path, monkeypatch, cap
         assert stop.value.code == 0 and named in capsys.readouterr().out
     with pytest.raises(SystemExit) as stop:
         main(["apply", "demo", "--set=help"])
-    assert stop.value.code == 2 and "arguments are required: PLAN" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and "arguments are required: PLAN" in said
+    assert said.splitlines()[1:] == ["layerbudget apply --help says what there is."]
     assert [f.name for f in tmp_path.iterdir()] == ["scores.json"] and (tmp_path / "scores.json").read_text() == "kept"
     zoo.scores([3.0, 1.0]).save(tmp_path / "s.json")
     assert main(["plan", "ranks", "s.json", "--mean-rank", "1", "--set", "largest=3"]) == 2

@@ -53,6 +53,13 @@ def test_every_kind_stays_within_its_budget(files, words):
     assert shown
 
 
+def test_a_plan_with_the_same_for_all_blocks_has_one_row(files):
+    words = ("plan", "ranks", files / "a.json", "--mean-rank", 4, "--rule", "uniform")
+    short, whole = run(*words)[1], run(*words, "--table")[1]
+    assert "each of 8" in short and "model.layers.0" not in short
+    assert "each of" not in whole and "model.layers.0" in whole
+
+
 def test_parameters_of_adapters_are_named_apart_from_those_of_the_layer(files):
     plan, shown = run("plan", "ranks", files / "a.json", "--mean-rank", 4, "--table")
     assert "│ adapter parameters │" in shown.replace("┃", "│") and f"{plan['budget']['spent']:,.0f} adapter parameters" in shown

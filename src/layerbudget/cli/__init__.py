@@ -29,14 +29,15 @@ _INSTEAD = {"--exclude": ("--fix", "--fix 'BLOCK=0', which leaves out the blocks
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors say which option was meant."""
+    """A parser whose errors say which option was meant, in two lines."""
 
     def error(self, message: str) -> NoReturn:
         known = options_below(self) | options_below(_common())
         strange = [w.partition("=")[0].rstrip(":") for w in message.split() if w.startswith("--")]
         meant = [m for w in strange if w not in known for m in difflib.get_close_matches(w, known, n=1, cutoff=0.75)]
         meant += [words for w in strange if w not in known for own, words in (_INSTEAD.get(w, ("", "")),) if own in known]
-        super().error(f"{message}. Did you mean {', '.join(meant)}?" if meant else message)
+        instead = f" Did you mean {', '.join(meant)}?" if meant else ""
+        self.exit(2, f"{self.prog}: error: {message.rstrip('.')}.{instead}\n{self.prog} --help says what there is.\n")
 
 
 def options_below(parser: argparse.ArgumentParser) -> set[str]:

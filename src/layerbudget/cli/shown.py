@@ -37,13 +37,20 @@ def show_plan(a: argparse.Namespace, plan: Plan, price: Any = None) -> None:
         return
     if price is not None:
         ranks = ("block", "rank", "adapter parameters")
-        show_table(a, title, ranks, [(b.name, b.count, int(b.count * p)) for b, p in zip(plan.blocks, price, strict=True)])
+        _show_rows(a, title, ranks, [(b.name, b.count, int(b.count * p)) for b, p in zip(plan.blocks, price, strict=True)])
         return
     more = dict(zip(plan.names, said, strict=True)) if said else plan.extra.get("capacity", {}).get("counts", {})
     named = ("bits", "bytes", "numbers", "format") if said else ("value", "count", "parameters", "capacity")
     head = ("block", *named[: 4 if more else 3])
     rows = [(b.name, b.value, b.count, b.numel) + ((more[b.name],) if more else ()) for b in plan.blocks]
-    show_table(a, f"{plan.kind}, rule {plan.rule}", head, rows)
+    _show_rows(a, f"{plan.kind}, rule {plan.rule}", head, rows)
+
+
+def _show_rows(a: argparse.Namespace, title: str, head: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> None:
+    """Show a row for every block, or without ``--table`` one row where all blocks get the same."""
+    if len({row[1:] for row in rows}) == 1 and len(rows) > 1 and not a.table:
+        rows = [(f"each of {len(rows)}", *rows[0][1:])]
+    show_table(a, title, head, rows)
 
 
 def show_reasons(a: argparse.Namespace, plan: Plan, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -128,6 +128,9 @@ def _on_budget(plan: Plan) -> list[str]:
     of = f"{spoken_amount(float(spent))} of {spoken_amount(float(limit))} {'units' if unit in (None, 'count') else unit}"
     of += f" of {what.bytes_of}" if what.bytes_of else ""
     told = f"The rule {plan.rule} decides {what.decides} for {len(name)} blocks and uses {of}."
+    if plan.kind == "shapes":
+        of = f"{spoken_amount(float(spent))} {unit}; at least {spoken_amount(float(limit))} were to go"
+        told = f"The rule {plan.rule} decides {what.decides} for {len(name)} blocks and saves {of}."
     if (kinds := types_of_blocks(plan)) is not None:
         uses = "" if plan.kind == "bits" else f" and uses {of}"
         return [f"The rule {plan.rule} decides the format of {len(name)} blocks{uses}.", _on_types(plan, kinds)]
