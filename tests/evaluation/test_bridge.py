@@ -197,6 +197,11 @@ def test_two_precisions_are_said(saved_model, tmp_path, capsys, monkeypatch):
     words = f"{half} was computed in bfloat16 and {whole} in float32, which is a part of the difference"
     assert main(["evaluate", str(half), *common, "--against", str(whole)]) == 0
     assert f"{words}; --dtype float32 computes both alike." in " ".join(capsys.readouterr().out.split())
+    kept = tmp_path / "mixed.json"  # of a model with parameters in two precisions
+    assert main(["evaluate", str(whole), *common, "--out", str(kept)]) == 0
+    kept.write_text(kept.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16 and float32"'))
+    assert main(["evaluate", str(half), *common, "--against", str(kept)]) == 0
+    assert "evaluate both models with --dtype float32." in " ".join(capsys.readouterr().out.split())
     assert main(["evaluate", str(half), *common, "--against", str(whole), "--dtype", "float32", "--json"]) == 0
     told = capsys.readouterr()
     found = json.loads(told.out)

@@ -148,7 +148,7 @@ def test_a_plan_from_nearly_equal_scores_says_that_costs_decide_it(mistral):
         scores = Scores.from_values(blocks, 1.0 + spread * wave)
         plan = plan_ranks(scores, mean_rank=8)
         assert plan.extra.get("flat_scores") == (pytest.approx(spread) if flat else None)
-        assert ("what a rank costs decides this plan" in " ".join(advice(plan))) == flat
+        assert ("this plan follows what ranks cost" in " ".join(advice(plan))) == flat
         assert Plan.from_dict(plan.to_dict()) == plan
 
 

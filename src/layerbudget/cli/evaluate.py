@@ -76,11 +76,10 @@ def _on_precision(a: argparse.Namespace, result: dict[str, Any], other: dict[str
     own, theirs = result["dtype"], other.get("dtype", result["dtype"])
     if own == theirs:
         return []
-    alike = theirs if a.against.endswith(".json") else "float32"
-    return [
-        f"{a.model} was computed in {own} and {a.against} in {theirs}, which is a part of the difference; --dtype {alike} "
-        "computes both alike."
-    ]
+    remedy = "--dtype float32 computes both alike"
+    if a.against.endswith(".json"):  # that one is not computed again
+        remedy = f"--dtype {theirs} computes both alike" if " " not in theirs else "evaluate both models with --dtype float32"
+    return [f"{a.model} was computed in {own} and {a.against} in {theirs}, which is a part of the difference; {remedy}."]
 
 
 def _read(path: str) -> dict[str, Any]:

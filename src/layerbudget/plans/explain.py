@@ -255,8 +255,8 @@ def _on_nearly_uniform(plan: Plan) -> list[str]:
     if (flat := plan.extra.get("flat_scores")) is not None:
         better = "; for ranks score with --estimator rank-gain" if plan.kind == "ranks" else ""
         return [
-            f"The scores are nearly equal (they differ by {flat:.1%} of their mean): what a {plan.kind[:-1]} costs decides "
-            f"this plan. One damping for all blocks (score with --set damping_unit=median) tells blocks apart{better}."
+            f"The scores are nearly equal (they differ by {flat:.1%} of their mean): this plan follows what {plan.kind} "
+            f"cost. One damping for all blocks (score with --set damping_unit=median) tells blocks apart{better}."
         ]
     spread = plan.values.std() / max(abs(plan.values.mean()), 1e-300)
     if plan.rule != "mdl" or len(plan.blocks) < 2 or spread >= NEARLY_UNIFORM:
