@@ -35,7 +35,7 @@ from layerbudget.decisions.cache.space import CacheSpace
 from layerbudget.models.blocks import layers
 from layerbudget.solvers.choices import choose
 
-MENUS = {"": 0, ", one size of groups": 1, ", five and six bits too": 2}
+MENUS = {"": 2, ", one size of groups": 1, ", 2, 3, 4 and 8 bits": 0}
 
 
 def measured(model: Any, data: Any, space: CacheSpace) -> tuple[np.ndarray, int]:
@@ -88,8 +88,8 @@ def attention_errors(model: Any, data: Any, space: CacheSpace) -> np.ndarray:
 
 
 def menu(table: Table, name: str) -> Table:
-    """The same with some formats alone: those of HQQ, those of it in one size of groups, or five and six bits too."""
-    no = np.array([("-g" in n and MENUS[name] == 1) or (n in ("int5", "int6") and MENUS[name] < 2) for n in table.formats])
+    """The same with some formats alone: those of one size of groups, or those without five and six bits."""
+    no = np.array([("-g" in n and MENUS[name] == 1) or (n in ("int5", "int6") and MENUS[name] < 1) for n in table.formats])
     return dataclasses.replace(table, damage=np.where(no, np.inf, table.damage), size=np.where(no, 0, table.size))
 
 
@@ -121,8 +121,7 @@ def main() -> None:
     held = lb.evaluation_set(a.evaluation or a.data, tokenizer, length=a.length)
     step = max(1, held.samples // a.windows)
     check = held.select(list(range(0, held.samples, step))[: a.windows])
-    names = [f.name for f in cache_space(model, a.length, group=a.group).formats]
-    space = cache_space(model, a.length, 1, "transformers", [*names, "int5", "int6"], a.group)
+    space = cache_space(model, a.length, group=a.group)
     start = time.process_time()
     damage, rest, passes = cache_damage(model, fit, space, a.draws)
     table = space.table(damage, rest)

@@ -151,7 +151,8 @@ def test_llama_cpp_allocates_what_the_configuration_says(name, context):
 
 
 def test_a_plan_is_checked_kept_and_used(tmp_path):
-    model, data, held = zoo.build("llama", **WIDE), zoo.tokens(6, 24, vocabulary=96), zoo.tokens(4, 24, vocabulary=96, seed=9)
+    model, data = zoo.build("llama", **WIDE), zoo.tokens(6, 24, vocabulary=96)
+    held = zoo.tokens(4, 24, vocabulary=96, seed=9)
     plan = plan_cache(model, data, held, context=24, batch=3, bits=5.3, draws=2)
     assert plan.budget["spent"] <= plan.budget["limit"] and plan.kind == "cache" and len(plan.blocks) == 6
     assert sum(b.numel for b in plan.blocks) == 3 * 24 * 32 * 6 and plan.extra["check"]["taken"] == plan.rule
@@ -169,24 +170,24 @@ def test_a_plan_is_checked_kept_and_used(tmp_path):
         cache, steps = lb.apply_plan(model, again), []
         for t in range(held.length):
             steps.append(model(held.input_ids[:, t : t + 1], past_key_values=cache, use_cache=True).logits)
-        assert torch.allclose(torch.cat(steps, 1), got, atol=1e-4)
+        assert torch.allclose(torch.cat(steps, 1), got, atol=0.02)  # the 16 bits of a minimum may go either way
     with pytest.raises(ModelMismatch):
         lb.apply_plan(zoo.build("llama", seed=5, **WIDE), plan)
 
 
 def _chosen(plan):
-    names = ["int2", "int3", "int4", "int4-g16", "int8", "bf16"]
+    names = ["int2", "int3", "int4", "int5", "int6", "int8", "bf16"]
     return np.array([names.index(plan.extra["formats"][b.modules[0]]) for b in plan.blocks])
 
 
 @pytest.mark.parametrize(
     ("widths", "group", "names"),
     [
-        ([64], None, ["int2", "int2-g32", "int3", "int3-g32", "int4", "int4-g32", "int4-g16", "int8", "bf16"]),
-        ([64, 32], None, ["int2", "int3", "int4", "int4-g16", "int8", "bf16"]),
-        ([64], 16, ["int2", "int3", "int4", "int8", "bf16"]),
-        ([80], None, ["int2", "int3", "int4", "int8", "bf16"]),
-        ([8], 8, ["int2", "int3", "int4", "int8", "bf16"]),
+        ([64], None, ["int2", "int2-g32", "int3", "int3-g32", "int4", "int4-g32", "int5", "int4-g16", "int6", "int8", "bf16"]),
+        ([64, 32], None, ["int2", "int3", "int4", "int5", "int6", "int8", "bf16"]),
+        ([64], 16, ["int2", "int3", "int4", "int5", "int6", "int8", "bf16"]),
+        ([80], None, ["int2", "int3", "int4", "int5", "int6", "int8", "bf16"]),
+        ([8], 8, ["int2", "int3", "int4", "int5", "int6", "int8", "bf16"]),
     ],
 )
 def test_groups_are_a_choice_where_they_are_smaller_than_the_others(widths, group, names):
@@ -281,7 +282,8 @@ def _filled(model, cache, ids, chunk=7):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_packed_cache_keeps_what_the_plan_rounds_to_in_its_bytes(dtype):
+@pytest.mark.parametrize("chosen", [("int2", "int3", "int8", "bf16"), ("int5", "int6", "int4", "int4-g16")])
+def test_a_packed_cache_keeps_what_the_plan_rounds_to_in_its_bytes(dtype, chosen):
     """Keys and values of every layer, formats apart, three bits and plain ones among them; what is allocated."""
     pytest.importorskip("hqq")
     model = zoo.build("llama", **WIDE).to(dtype).eval()
@@ -297,7 +299,7 @@ def test_a_packed_cache_keeps_what_the_plan_rounds_to_in_its_bytes(dtype):
         draws=2,
     )
     names = sorted(plan.extra["formats"])
-    formats = dict(zip(names, ["int2", "int3", "int8", "bf16", "int4", "int3"], strict=False))
+    formats = dict(zip(names, (*chosen, *chosen), strict=False))
     plan = dataclasses.replace(plan, extra=plan.extra | {"formats": plan.extra["formats"] | formats})
     packed, plain = lb.apply_plan(model, plan, packed=True, residual=8), transformers.DynamicCache(config=model.config)
     _filled(model, plain, ids[:, :48], chunk=48)
@@ -313,17 +315,18 @@ def test_a_packed_cache_keeps_what_the_plan_rounds_to_in_its_bytes(dtype):
         ):
             got, want = layer._dequantize(held).float(), rounded(x, form).float()
             assert (got - x).abs().mean() <= 1.1 * (want - x).abs().mean()  # HQQ rounds zero points too
-            packed_bits = 3.2 if form.bits == 3 else form.bits
-            stored += x.numel() * (x.element_size() if form.plain else packed_bits / 8 + 4 / form.group)
+            stored += x.numel() * (x.element_size() if form.plain else form.bytes / form.group)
     assert sum(layer.stored_bytes() for layer in packed.layers if hasattr(layer, "stored_bytes")) == pytest.approx(
         stored, rel=0.02
     )
-    near = (
-        _filled(model, lb.apply_plan(model, plan), ids),
-        _filled(model, lb.apply_plan(model, plan, packed=True, residual=1), ids),
-    )
-    dense = _filled(model, transformers.DynamicCache(config=model.config), ids)
-    assert (near[0] - near[1]).abs().mean() < 0.7 * (near[0] - dense).abs().mean()  # the newest tokens are not rounded there
+    read = transformers.DynamicCache(config=model.config)  # what the packed layers give back, as plain keys and values
+    for i, (layer, whole) in enumerate(zip(packed.layers, plain.layers, strict=True)):
+        held = (whole.keys, whole.values)
+        if hasattr(layer, "stored_bytes"):
+            held = (layer._dequantize(layer._quantized_keys), layer._dequantize(layer._quantized_values))
+        read.update(*held, i)
+    got, want = _filled(model, packed, ids[:, 48:]), _filled(model, read, ids[:, 48:])
+    assert torch.allclose(got, want, atol=1e-4 if dtype == torch.float32 else 0.05)
     answer = model.generate(
         ids[:1, :9], past_key_values=lb.apply_plan(model, plan, packed=True), max_new_tokens=4, do_sample=False
     )
@@ -331,10 +334,13 @@ def test_a_packed_cache_keeps_what_the_plan_rounds_to_in_its_bytes(dtype):
 
 
 def test_a_cache_that_cannot_be_packed_is_refused():
-    """Five bits have no packing, layers with a window no packed cache; without the package it is named."""
+    """Types of llama.cpp have no packing, layers with a window no packed cache."""
     pytest.importorskip("hqq")
-    model = zoo.build("llama", **WIDE)
-    text = zoo.tokens(2, 32, vocabulary=96)
-    plan = lb.plan_cache(model, text, text, context=32, bits=6.5, group=32, draws=1, formats=["int5"], rule="uniform")
-    with pytest.raises(InvalidInput, match="HQQ packs no int5"):
+    model, text = zoo.build("llama", **WIDE), zoo.tokens(2, 32, vocabulary=96)
+    plan = lb.plan_cache(model, text, text, context=32, bits=6.5, runtime="llama.cpp", draws=1)
+    with pytest.raises(InvalidInput, match="HQQ packs no .*--runtime transformers"):
+        lb.apply_plan(model, plan, packed=True)
+    model = zoo.build("gemma2", **WIDE)
+    plan = lb.plan_cache(model, text, text, context=32, bits=8, group=8, draws=1)
+    with pytest.raises(InvalidInput, match="sliding window"):
         lb.apply_plan(model, plan, packed=True)

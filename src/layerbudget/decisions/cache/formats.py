@@ -3,8 +3,7 @@
 A key or value of a token is ``heads x channels`` numbers. All formats round groups of channels of one head of one token:
 
 * ``int2`` to ``int8`` (transformers): whole numbers over the range of a group, which keeps its step and minimum in 16 bits.
-  HQQ, which transformers keeps caches by, has 2, 3, 4 and 8 bits, and groups of any size: ``int4-g32`` has groups of 32, which
-  cost half a bit more than those of 64.
+  ``int4-g32`` has groups of 32, which cost half a bit more than those of 64. :mod:`layerbudget.decisions.cache.hqq` packs them.
 * ``Q4_0`` ... ``Q8_0``, ``IQ4_NL`` (llama.cpp): blocks of 32, rounded by ggml (:mod:`layerbudget.compressors.ggml`).
 * ``fp8`` (vLLM): e4m3 without a scale.
 
@@ -78,8 +77,8 @@ class CacheRuntime:
 
     Attributes:
         name: What users write.
-        names: Formats; sixteen bits come last. Those ``by_name`` are no choice unless they are named, nor are groups (``-g32``)
-            that are not smaller than those of the other formats.
+        names: Formats; sixteen bits come last. Smaller groups (``-g32``) are a choice where they are smaller than those of
+            the other formats and no format has more bits for the same bytes, or where they are named.
         layers, parts: Whether layers may differ, and keys from values.
         step: Tokens that are allocated at a time.
         ahead: Tokens beside a sliding window that are kept while they are computed.
@@ -87,7 +86,6 @@ class CacheRuntime:
 
     name: str
     names: tuple[str, ...]
-    by_name: tuple[str, ...] = ()
     layers: bool = True
     parts: bool = True
     step: int = 1
@@ -117,7 +115,9 @@ class CacheRuntime:
         if group is not None and self.name != "transformers":
             raise InvalidInput(f"{self.name} has groups of its own; a group size has no meaning.", "", "Leave it out.")
         size = group or next((g for g in _GROUPS if all(w % g == 0 for w in widths)), _GROUPS[-1])
-        finer = [n for n in self.names if n not in self.by_name and _group(n, 0) < size]
+        price = {n: 8 * f.bytes / f.group for n in self.names for f in (_format(n, size),)}
+        plain = {price[n] for n in self.names if not _group(n, 0)}
+        finer = [n for n in self.names if not _group(n, 0) or (_group(n, 0) < size and price[n] not in plain)]
         wanted = finer if names is None else [*names, self.names[-1]]
         found = [_format(name, size) for name in self.names if name in wanted]
         for form in found:
@@ -157,7 +157,6 @@ CACHES = {
             *("int2", "int2-g32", "int3", "int3-g32", "int4", "int4-g32", "int5", "int4-g16", "int6", "int8"),
             "bf16",
         ),
-        by_name=("int5", "int6"),
     ),
     "vllm": CacheRuntime(name="vllm", names=("fp8", "bf16"), parts=False, step=16),
     "llama.cpp": CacheRuntime(
