@@ -5,6 +5,7 @@ import pytest
 from rich.console import Console
 from tests import zoo
 
+from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import CorruptFile, NotFound
 from layerbudget.records import dumps, write_text
@@ -36,15 +37,27 @@ def test_page_holds_scores_plan_results_and_figures(tmp_path):
 
 
 def test_a_page_says_what_every_plan_of_a_folder_decides_and_which_command_made_it(tmp_path):
-    scores = zoo.scores([1.0, 2.0, 3.0])
     for name, share in (("plan", 0.5), ("smaller", 0.75)):
+        scores = zoo.scores([1.0, 2.0, 3.0 + share], made_by=f"layerbudget score {name}")
         made = dataclasses.replace(plan_sparsity(scores, sparsity=share), made_by=f"layerbudget plan {name}")
         made.save(tmp_path / f"{name}.json")
+        scores.save(tmp_path / f"{name}-scores.json")
     text = build_page(tmp_path)
     assert text.count("Other plans of this folder") == 1 and "smaller.json: 75% sparsity for" in text
-    assert text.index("layerbudget plan plan") < text.index("layerbudget plan smaller")
+    said = [f"layerbudget {verb} {name}" for name in ("plan", "smaller") for verb in ("score", "plan")]
+    assert [line for line in commands_of(gather(tmp_path))] == said and "\n".join(said) in text
     (tmp_path / "smaller.json").unlink()
     assert "Other plans of this folder" not in build_page(tmp_path)
+
+
+def test_a_plan_of_bits_that_measured_lacks_no_scores(tmp_path):
+    """Its page said that the scores are not in the folder, which nobody had kept."""
+    data = zoo.tokens(4, 12)
+    plan = plan_bits(zoo.build("llama"), data, bits=6, draws=2)
+    plan.save(tmp_path / "plan.json")
+    found = gather(tmp_path)
+    assert plan.extra["passes"] == 5 and ("forward equivalents of planning", "5") in cards_of(found)
+    assert plan.scores_digest is not None and not found.left_out
 
 
 def test_page_of_an_empty_folder_is_refused(tmp_path):

@@ -253,8 +253,10 @@ def explained(plan: Plan) -> list[str]:
 def commands_of(found: Found) -> list[str]:
     """The commands that made the results, as the records hold them; a note for what Python made, which has none."""
     demo = found.result if "saved" in (found.result or {}) else None
-    others = {f"plan {name}": plan for name, plan in found.plans.items() if plan is not found.plan}
-    records: dict[str, Any] = {"demo": demo} if demo else {"scores": found.scores, "plan": found.plan, **others}
+    records: dict[str, Any] = {"demo": demo} if demo else {"scores": found.scores, "plan": found.plan}
+    for name, plan in found.plans.items():
+        own = {f"scores of {name}": s for s in found.scored.values() if s.digest == plan.scores_digest}
+        records |= {} if plan is found.plan else {**own, f"plan {name}": plan}
     records |= {"receipt": found.receipt, "fine-tuning": found.tuned, "comparison": found.contest}
     lines = [f"# {found.left_out}"] if found.left_out and not demo else []
     for what, record in records.items():

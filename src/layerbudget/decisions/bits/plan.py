@@ -115,6 +115,7 @@ def plan_bits(
     if save_scores is not None:
         scores.save(save_scores, overwrite=overwrite)
     plan = plan_from_table(scores, limits, rule)
+    plan = dataclasses.replace(plan, extra={**plan.extra, "passes": scores.extra["choices"]["passes"]})
     if check is None:
         return plan
     say(progress, "plans as a whole")
