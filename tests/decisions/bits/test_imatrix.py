@@ -122,6 +122,9 @@ def test_files_that_do_not_serve_are_refused_in_a_sentence(made, tmp_path):
         "another model: it has a layer 7, the model has 3": write(
             tmp_path / "deep.gguf", {n.replace("blk.2", "blk.7"): t for n, t in held.items()}
         ),
+        "another model: it has blk.1.ffn_up_exps.weight, the model blk.1.ffn_up.weight": write(
+            tmp_path / "experts.gguf", {n.replace("blk.1.ffn_up.", "blk.1.ffn_up_exps."): t for n, t in held.items()}
+        ),
         "another model: it names none": write(tmp_path / "other.gguf", {f"other.{n}": t for n, t in held.items()}),
         "not finite": write(tmp_path / "nan.gguf", {n: t * np.float32("nan") for n, t in held.items()}),
     }

@@ -113,6 +113,9 @@ def importances(file: Path | str, model: nn.Module, modules: Iterable[Module]) -
             members.setdefault(f"{tensor}.weight", []).append(chosen[name])
     for tensor, own in members.items():
         if tensor not in held:
+            twin = tensor.replace("_exps.", ".") if "_exps." in tensor else tensor.replace(".weight", "_exps.weight")
+            if twin in held and twin not in members:
+                raise _other(file, f"it has {twin}, the model {tensor}")
             continue
         (sums, counts), copies, width = held[tensor], sum(m.copies for m in own), own[0].d_in
         if sums.size != copies * width or copies % len(counts):
