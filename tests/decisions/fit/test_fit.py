@@ -170,6 +170,19 @@ def test_the_check_rounds_both_at_once(measured):
         lb.apply_plan(zoo.build("llama", seed=5, **WIDE), plan)
 
 
+def test_a_fit_for_transformers_keeps_its_cache_packed_if_it_is_told_to():
+    """With the newest tokens apart as they came: the option of the cache, which is none of rounding weights."""
+    pytest.importorskip("hqq")
+    pytest.importorskip("compressed_tensors")
+    model, text = zoo.build("llama", **WIDE), zoo.tokens(2, 24, vocabulary=96)
+    own = {"context": 64, "runtime": "transformers", "method": "rtn"}
+    plan = plan_fit(model, text, text, memory=f"{plan_fit_least(model, **own) + 20000} bytes", draws=1, **own)
+    held = lb.apply_plan(model, plan, packed=True, residual=8)
+    assert {type(layer).__name__ for layer in held.layers} == {"PackedLayer"} and held.layers[0].residual_length == 8
+    model(text.input_ids[:1], past_key_values=held)
+    assert sum(layer.stored_bytes() for layer in held.layers) > 0
+
+
 def test_a_plan_that_the_check_takes_stands_beside_the_others_with_paired_errors():
     """Rows of the mix are the lowest: the differences of the others are from it, and one is within its error."""
     rng = np.random.default_rng(0)

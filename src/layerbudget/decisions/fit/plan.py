@@ -306,17 +306,23 @@ def _smaller(
 
 
 def apply_fit(
-    model: nn.Module, plan: Plan, data: CalibrationSet | None = None, *, packed: bool = False, **options: Any
+    model: nn.Module,
+    plan: Plan,
+    data: CalibrationSet | None = None,
+    *,
+    packed: bool = False,
+    residual: int = 128,
+    **options: Any,
 ) -> DynamicCache:
     """Round a model by a fit, in place, and return an empty cache that rounds as it says.
 
-    The cache is for ``model.generate(past_key_values=...)``; ``packed`` keeps its numbers packed, see
+    The cache is for ``model.generate(past_key_values=...)``; ``packed`` and ``residual`` are those of
     :func:`~layerbudget.decisions.cache.cache.planned_cache`. Further arguments are those of
     :func:`~layerbudget.decisions.bits.apply.apply_bits`.
     """
     check_kind(plan.kind, (KIND,), "is no fit of weights and cache")
     parts = parts_of(plan)
-    held = planned_cache(model, parts["cache"], packed=packed)
+    held = planned_cache(model, parts["cache"], packed=packed, residual=residual)
     apply_bits(model, become_smaller(model, parts, data), data, **options)
     return held
 
