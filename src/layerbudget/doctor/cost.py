@@ -19,6 +19,7 @@ from torch import nn
 
 from ..compressors.base import QUANTISERS, find_quantiser, find_treatment
 from ..data.calibration import check_reads_text
+from ..decisions.bits.rounding import ROWS
 from ..errors import UnknownStructure
 from ..execution.modes import inference
 from ..models.blocks import layers, partition, text_config
@@ -154,6 +155,12 @@ def _cubes(share: float) -> Callable[[Shape], float]:
     return lambda shape: share * sum(float(m.d_in**3 + m.d_out**3) for m in shape.matrices)
 
 
+def _searched(shape: Shape) -> float:
+    """Products that ggml's search takes as long as, of the rows of one layer that are measured."""
+    rows = ((m, m.copies * m.d_out) for m in shape.matrices)
+    return float(_GGML * sum(m.numel * min(1.0, ROWS / own) for m, own in rows))
+
+
 def _numel(products: float, beside: float = 0.0) -> Callable[[Shape], float]:
     return lambda shape: products * shape.numel + beside * sum(m.numel * m.d_in for m in shape.matrices)
 
@@ -177,7 +184,7 @@ SCORES: dict[str, Work] = {
 WORK: dict[str, Work] = SCORES | {
     "forward": Work(),
     "round": Work(solve=_numel(_ROUND)),
-    "ggml": Work(0.0, solve=_numel(_GGML)),
+    "ggml": Work(0.0, solve=_searched),
     "refit": Work(0.0, solve=_numel(0.0, 80.0)),  # four folds of the text, seven numbers of units
     "train": Work(3.0, "model"),
     "directional": Work(
@@ -208,7 +215,7 @@ def treating(method: str, text: Text, *, again: float = 1.0) -> list[Part]:
 def choosing(text: Text, check: Text | None, *, draws: int = 4, ggml: bool = False) -> list[Part]:
     """Parts of ``plan bits``: ``1 + 2 draws`` passes along the rounding errors, and the check of five plans.
 
-    ``ggml`` says that the formats are its types: some are searched whole, others for a sample, and those of the plans again.
+    ``ggml`` says that the formats are its types, which take their time to be searched.
     """
     whole = [] if check is None else [Part("round", check, times=5.0)]
     searched = [Part("ggml", text, times=5.0)] if ggml else []

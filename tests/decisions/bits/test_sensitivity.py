@@ -13,6 +13,7 @@ from tests import zoo
 import layerbudget as lb
 from layerbudget.compressors.base import Level, find_quantiser
 from layerbudget.compressors.formats import RUNTIMES
+from layerbudget.decisions.bits import rounding
 from layerbudget.decisions.bits import sensitivity as R
 from layerbudget.decisions.bits.apply import apply_bits
 from layerbudget.decisions.bits.blocks import blocks_of
@@ -100,6 +101,28 @@ def test_damages_from_some_rows_are_those_of_all_rows(name, method):
     assert np.abs(off).max() < 0.3 and off.std() < 0.1
     assert (np.abs(off) < 2 * spread[0]).mean() > 0.8, "the error of the sample says how far it is off"
     assert spread[1].max() < 0.03, "no row was left out; a record rounds what sequences add"
+
+
+@pytest.mark.parametrize(("name", "method"), [("llama", "weighted"), ("llama", "gptq"), ("qwen3-moe", "rtn")])
+def test_large_matrices_are_measured_along_some_rows(name, method, monkeypatch):
+    """A fifth of the rows or less, of all experts alike; what they leave open is in the error. Small matrices have all rows."""
+    wide = {"intermediate_size": 512} if name == "llama" else {"moe_intermediate_size": 64}
+    model, data = zoo.build(name, hidden_size=64, num_hidden_layers=2, **wide), zoo.tokens(8, 16, padded=True)
+    options = {"family": "gguf", "formats": ["Q4_0", "Q5_1", "Q8_0"], "method": method, "draws": 8}
+    every = Table.of(rounding_damage(model, data, **options))
+    monkeypatch.setattr(rounding, "ROWS", 96)
+    some = Table.of(rounding_damage(model, data, **options))
+    sizes = {b.name: sum(m.copies * m.d_out for m in b.modules) for b in some.blocks}
+    large = [i for i, n in enumerate(sizes) if "layers" in n and sizes[n] > 96]
+    small = [i for i in range(len(sizes)) if i not in large]
+    off = np.log(some.damage[:, :3] / every.damage[:, :3])
+    assert len(large) >= 3 and np.abs(off[small]).max() < 0.1, "pooling knows the others"
+    assert np.abs(off[large]).max() < 0.7 and abs(np.median(off[large])) < 0.25
+    more = np.sqrt(np.maximum(some.error**2 - (some.rest**2).sum(-1), 0.0))[large, :3] / some.damage[large, :3]
+    assert (np.abs(off[large]) < 2 * more).mean() > 0.8 and np.median(more) < 0.3
+    again = Table.of(rounding_damage(model, data, batch_size=3, **options))
+    off = np.abs(np.log(again.damage / some.damage))[:, :3]
+    assert off.max() < 0.3 and np.median(off) < 0.02, "a code at a tie of two changes all behind it"
 
 
 def test_the_damage_of_every_format_can_be_measured_along_its_own_error():

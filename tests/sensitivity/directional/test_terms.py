@@ -14,7 +14,7 @@ from layerbudget.errors import InvalidInput, LengthMismatch, UnknownBlock
 from layerbudget.execution import loss as L
 from layerbudget.models.blocks import weight_of
 from layerbudget.sensitivity.directional import terms as D
-from layerbudget.sensitivity.directional.directions import InBytes, Nested, Written
+from layerbudget.sensitivity.directional.directions import InBytes, Nested, Written, spread
 
 NAMES = {
     "mistral": ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "model.layers.2.mlp.up_proj"],
@@ -281,3 +281,24 @@ def test_a_byte_per_entry_is_enough():
     assert near(held.by_token(a, b).sum(1).double(), held.between(a, b)[:, 0])
     places, g = torch.randint(9, (2, 7), generator=generator), torch.randn(2, 7, 40, generator=generator)
     assert near(held.looked_up(places, g)[:, 0, 2], (delta[1][places] * g).sum((1, 2)).double())
+
+
+def test_a_sample_of_rows_has_the_squares_of_all_rows_and_says_how_sure():
+    """Independent errors of 4,096 rows: squares of 256 of them, over many texts, and the error that their parts tell."""
+    generator = torch.Generator().manual_seed(1)
+    delta, weight = torch.randn(4096, 24, generator=generator), torch.rand(4096, generator=generator) ** 4
+    a, b = torch.randn(400, 5, 24, generator=generator), torch.randn(400, 5, 4096, generator=generator) * weight
+    truth = float(Written([delta]).between(a, b).square().mean())
+    off = []
+    for seed in range(24):
+        rows = torch.randperm(4096, generator=torch.Generator().manual_seed(seed))[:256].sort().values
+        held = InBytes((256, 24), [[delta[rows]]], rows, 256 / 4096)
+        found = held.between(a, b)
+        assert torch.allclose(held.along(b[:9].mT @ a[:9]), found[:9], rtol=1e-4)
+        parts = held.squares.sum(0)[0] / (400 + 9)
+        error = float(np.sqrt(spread(held.squares, held.share))[0]) / (400 + 9)
+        off.append(((parts - truth) / truth, error / truth))
+        assert float(found.square().mean()) == pytest.approx(truth, rel=0.6)
+    far, error = np.array(off).T
+    assert abs(far.mean()) < 0.1 and 0.6 < far.std() / error.mean() < 1.6
+    assert not spread(np.ones((16, 2)), 0.5).any() and not spread(np.eye(3), 1.0).any()

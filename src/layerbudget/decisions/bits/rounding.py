@@ -1,9 +1,10 @@
 r"""How far rounding moves a matrix: the errors along which damage is measured, and the squared errors of every format.
 
 ggml takes as long for the types of a menu as for a hundred passes of a small text. But the damage of a matrix per squared error
-is nearly one number. So few formats, the *anchors*, are rounded whole, once per matrix, and their errors kept in one byte per
-weight while gradients come. Of every format some rows are rounded, the same rows for all: what one row has more of, it has
-more of in every format, and of what is needed, a ratio, it leaves little. Of an embedding these are rows of tokens of the text.
+is nearly one number. So damage is measured along the errors of few formats, the *anchors*. These are made once per matrix, of
+2,048 of its rows (all rows where it has no more), and kept in one byte per weight while gradients come. Of every format some
+rows are rounded, the same rows for all: what one row has more of, it has more of in every format, and of what is needed, a
+ratio, it leaves little. Of an embedding all these are rows of tokens of the text.
 
 Squared errors are weighted as the quantiser weighs them, by the second moments of the inputs
 (:meth:`layerbudget.compressors.quantisers.Quantiser.weigh`): with error feedback, what counts is the error of the output.
@@ -27,16 +28,18 @@ from ...compressors.treating import Treating, matrices
 from ...data.calibration import CalibrationSet
 from ...execution.inputs import InputMoments, InputStatistics, moments_of_sites, share_statistics
 from ...execution.loss import Batch
+from ...execution.processes import process_group
 from ...execution.sites import Site
-from ...models.blocks import weight_of
+from ...models.blocks import end_modules, reader_of, weight_of
 from ...models.offload import mapped
 from ...records import Block, Module
-from ...sensitivity.directional.directions import InBytes
+from ...sensitivity.directional.directions import InBytes, spread
 from ...sensitivity.directional.terms import Watch
 from .blocks import peaks
 from .imatrix import importances
 
 _PIECE = 1 << 20  # weights that are rounded together: their errors take 4 MB
+ROWS = 2048  # of a matrix, along whose errors its damage is measured
 # Of GGUF: where 256 divides rows, and else. Quick in ggml but IQ3_S, which like Q2_K has half as much again of damage per error
 # as its neighbours: interpolated, both were taken too often.
 _ANCHORS = (("Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ3_S"), ("MXFP4", "Q5_0", "Q8_0"))
@@ -56,7 +59,9 @@ class RoundingErrors(Watch):
 
     ``has`` says which of ``formats`` a block has, ``(K, m)``. ``rows`` of every matrix are sampled. Afterwards ``sampled`` has
     for every matrix the weighted squared errors of its sampled rows, ``(rows, m + anchors)``, which add up to an estimate for
-    the matrix, and the share of its rows that were not sampled. With ``whole`` every format is an anchor.
+    the matrix, and the share of its rows that were not sampled. ``measured`` has the sums of its squared derivatives along the
+    anchors, and the variances that rows which were not measured leave in them, ``(2, anchors)``; zeros for embedding and head.
+    With ``whole`` every format is an anchor, and all rows are measured.
     """
 
     def __init__(
@@ -76,16 +81,19 @@ class RoundingErrors(Watch):
         self.model, self.data, self.quantiser, self.rows, self.seed = model, data, quantiser, rows, seed
         self.treating, self.offloaded = Treating(model, quantiser), mapped(model)
         self.formats, self.anchors = tuple(formats), tuple(formats) if whole else anchors_of(formats, family)
-        self.most = len(formats) if whole else _MOST
+        self.most, self.whole = len(formats) if whole else _MOST, whole
         self.modules = {m.name: m for b in blocks for m in b.modules}
         menu = [[f if held else None for f, held in zip(formats, row, strict=True)] for row in has]
         self.names = {m.name: [*menu[i], *self._fitting(b.modules)] for i, b in enumerate(blocks) for m in b.modules}
         self.sampled: dict[str, tuple[np.ndarray, float]] = {}
+        self.measured: dict[str, np.ndarray] = {}
+        self._directions: dict[str, InBytes] = {}
         given = quantiser.imatrix
         self._found = {} if given is None else importances(given, model, list(self.modules.values()))
         self._statistics: InputStatistics | None = None
         self._made: dict[InputMoments, Any] = {}
         self.lookups = {n for n in self.modules if isinstance(weight_of(model, n)[0], nn.Embedding)}
+        self.heads = {m.name for m in end_modules(model)} - self.lookups
         self.peaks = peaks(model, dict.fromkeys(self.modules, "nvfp4")) if "nvfp4" in {*formats, *self.anchors} else {}
         self._add = moments_of_sites(self._found, "diagonal")
 
@@ -113,11 +121,30 @@ class RoundingErrors(Watch):
             self._add(site, batch)
 
     def of(self, name: str) -> InBytes:
-        """The errors of a matrix in the anchors, made from all its rows."""
+        """The errors of a matrix in the anchors, made from the rows that are measured."""
         self._take()
         module = self.modules[name]
-        shape = module.copies * module.d_out, module.d_in
-        return InBytes(shape, self._pieces(name, self.names[name][len(self.formats) :]))
+        rows, share = self._measured(name)
+        shape = module.copies * module.d_out if rows is None else len(rows), module.d_in
+        pieces = self._pieces(name, self.names[name][len(self.formats) :], rows)
+        self._directions[name] = InBytes(shape, pieces, rows, share)
+        return self._directions[name]
+
+    def _measured(self, name: str) -> tuple[torch.Tensor | None, float]:
+        """The rows of a matrix along whose errors its damage is measured, None for all, and their share of those that count.
+
+        Of an embedding these are the tokens of the text. A head has all: few of its rows have nearly all of the damage.
+        """
+        if name in self.lookups:
+            tied = reader_of(self.model, name) is not None
+            return (None if tied else self.data.input_ids.unique().cpu(), 1.0)
+        total = self.modules[name].copies * self.modules[name].d_out
+        if self.whole or total <= ROWS or name in self.heads:
+            return None, 1.0
+        generator = np.random.default_rng([self.seed, zlib.crc32(name.encode()), 1])
+        edges = np.linspace(0, total, ROWS + 1)  # one row of every part, so that all experts have as many
+        rows = (edges[:-1] + generator.random(ROWS) * np.diff(edges)).astype(np.int64)
+        return torch.from_numpy(rows), ROWS / total
 
     def settle(self, names: Sequence[str]) -> None:
         """See :meth:`Watch.settle`: sample the matrices, and forget their inputs."""
@@ -127,6 +154,9 @@ class RoundingErrors(Watch):
         for name in names:
             self.sampled[name] = self._sample(name)
             self._found.pop(name, None)
+            if (held := self._directions.pop(name, None)) is not None:
+                squares = process_group().sum(held.squares)
+                self.measured[name] = np.stack((squares.sum(0), spread(squares, held.share)))
         self._made.clear()
 
     def _take(self) -> None:
@@ -153,10 +183,16 @@ class RoundingErrors(Watch):
     def _prepared(self, found: InputMoments | None) -> Any:
         return None if self.quantiser.statistic == "none" else self.treating.prepared(found, self._made)
 
-    def _pieces(self, name: str, formats: Sequence[str | None]) -> Iterator[list[torch.Tensor | None]]:
+    def _pieces(
+        self, name: str, formats: Sequence[str | None], chosen: torch.Tensor | None
+    ) -> Iterator[list[torch.Tensor | None]]:
+        first = 0
         for view, found in self._views(name):
+            start, first = first, first + len(view)
+            if chosen is not None:
+                view = view[chosen[(chosen >= start) & (chosen < first)].to(view.device) - start]
             prepared = self._prepared(found)
-            size = len(view) if self.quantiser.statistic == "gram" else max(1, _PIECE // view.shape[1])
+            size = max(1, len(view) if self.quantiser.statistic == "gram" else _PIECE // view.shape[1])
             for rows in view.split(size):
                 yield [self._errors(name, rows, prepared, f) for f in formats]
 

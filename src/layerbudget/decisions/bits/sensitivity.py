@@ -113,6 +113,9 @@ def _damages(
     relative = terms.rest / np.where(terms.second > 0, terms.second, 1.0)[..., None]
     rest = damage[..., None] * np.einsum("inm,ims->ins", shares, relative)
     error = np.linalg.norm(rest, axis=-1)
+    for i, block in enumerate(blocks):  # rows that were not measured leave something open, the same for all formats
+        total, variance = np.sum([errors.measured[m.name] for m in block.modules], axis=0)
+        error[i] = np.hypot(error[i], damage[i] * (shares[i] @ (np.sqrt(variance) / np.where(total > 0, total, 1.0))))
     for i, each in enumerate(rows):
         each = each / np.where(norm[i] > 0, norm[i], 1.0)
         off = each[:, :count] - each[:, count:] @ shares[i].T

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from ...compressors.select import ranked
@@ -25,6 +27,7 @@ from ...errors import LengthMismatch
 
 _CHUNK = 64 << 20  # entries of the gradients of single sequences at a time
 _PIECE = 1 << 19  # of these, entries of one sequence that are met while they lie in the processor's cache
+_PARTS = 16  # of a sample of rows, at the least: how they differ says how sure it is
 
 
 class Directions(abc.ABC):
@@ -92,12 +95,31 @@ class InBytes(Directions):
 
     ``pieces`` hold rows of a matrix ``(d_out, d_in)``, one piece below the other: treated minus present weights of every
     candidate, ``(rows, d_in)``, None for no change.
+
+    Rounding errors of different rows have nothing to do with each other, so their products are zero on average. A *sample* of
+    a matrix's rows is then enough: squares of its derivatives are as large as those of all rows, and :func:`spread` says how
+    sure that is.
+
+    Args:
+        shape: Rows that the pieces hold in all, and ``d_in``.
+        pieces: See above.
+        rows: Places of these rows in the matrix, rising; by default all of them.
+        share: Share that they are of the rows that count.
     """
 
     groups = 1
 
-    def __init__(self, shape: tuple[int, int], pieces: Iterable[Sequence[torch.Tensor | None]]) -> None:
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        pieces: Iterable[Sequence[torch.Tensor | None]],
+        rows: torch.Tensor | None = None,
+        share: float = 1.0,
+    ) -> None:
         self.held: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+        self.rows, self.share = rows, share
+        size = max(1, _PIECE // shape[1])
+        self.size = size if share == 1.0 else min(size, -(-shape[0] // _PARTS))
         start, tiny = 0, torch.finfo(torch.float32).tiny
         for piece in pieces:
             if not self.held:
@@ -106,10 +128,12 @@ class InBytes(Directions):
             for held, delta in zip(self.held, piece, strict=True):
                 if held is not None and delta is not None:
                     stop = start + len(delta)
-                    scale = held[1][start:stop] = (delta.abs().amax(1, keepdim=True) / 127).clamp_min(tiny)
+                    scale = (delta.abs().amax(1, keepdim=True) / 127).clamp_min(tiny)
                     held[0][start:stop] = (delta / scale).round_()
+                    held[1][start:stop] = scale * share**-0.5
             start = stop
         self.levels = len(self.held)
+        self.squares = np.zeros((-(-shape[0] // self.size), self.levels))  # derivatives of parts, squared and added up
 
     @staticmethod
     def _room(like: torch.Tensor, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,6 +150,7 @@ class InBytes(Directions):
     def looked_up(self, rows: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """See :meth:`Directions.looked_up`."""
         found = b.new_zeros(len(b), 1, self.levels, dtype=torch.float64)
+        rows = rows if self.rows is None else torch.searchsorted(self.rows.to(rows.device), rows)
         for level, held in enumerate(self.held):
             if held is not None:
                 found[:, 0, level] = (held[0][rows].to(b) * held[1][rows].to(b) * b).sum(-1).double().sum(-1)
@@ -134,27 +159,39 @@ class InBytes(Directions):
     def by_token(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """See :meth:`Directions.by_token`."""
         found = a.new_zeros(*a.shape[:2], self.levels, dtype=torch.float32)
-        size = max(1, _PIECE // a.shape[2])
         for level, held in enumerate(self.held):
             if held is None:
                 continue
-            for start in range(0, b.shape[2], size):
-                rows = slice(start, start + size)
+            for start in range(0, b.shape[2], self.size):
+                rows = slice(start, start + self.size)
                 found[..., level] += ((a @ (held[0][rows] * held[1][rows]).to(a).T) * b[..., rows]).sum(-1)
         return found
 
-    def _meet(self, like: torch.Tensor, piece: Callable[[slice], torch.Tensor]) -> torch.Tensor:
+    def _meet(self, like: torch.Tensor, piece: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         found = like.new_zeros(len(like), 1, self.levels, dtype=torch.float64)
         there = [(level, *held) for level, held in enumerate(self.held) if held is not None]
         if not there:
             return found
-        count, width = there[0][1].shape
-        size, levels = max(1, _PIECE // width), [level for level, _, _ in there]
-        for start in range(0, count, size):
-            rows = slice(start, start + size)
+        levels = [level for level, _, _ in there]
+        for i, start in enumerate(range(0, len(there[0][1]), self.size)):
+            rows = slice(start, start + self.size)
             deltas = torch.stack([(codes[rows] * scale[rows]).flatten() for _, codes, scale in there])
-            found[:, 0, levels] += (piece(rows).to(deltas).flatten(1) @ deltas.T).double()
+            part = (piece(rows if self.rows is None else self.rows[rows]).to(deltas).flatten(1) @ deltas.T).double()
+            found[:, 0, levels] += part
+            self.squares[i, levels] += part.square().sum(0).cpu().numpy()
         return found
+
+
+def spread(squares: np.ndarray, share: float) -> np.ndarray:
+    """Variances of sums of squares that a sample of rows leaves open, ``(levels,)``, from those of its parts.
+
+    Args:
+        squares: Of every part of the sample and every level, ``(parts, levels)``, see :class:`InBytes`.
+        share: Share of the rows that the sample has.
+    """
+    count = len(squares)
+    off = squares - squares.mean(0)
+    return np.asarray((1.0 - share) * count / max(count - 1, 1) * (off**2).sum(0))
 
 
 class Nested(Directions):
