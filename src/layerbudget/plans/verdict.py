@@ -9,6 +9,7 @@ import numpy as np
 
 from ..compressors.formats import GGUF
 from ..decisions.bits.mixes import MIXES
+from ..decisions.bits.program import PEER
 from ..decisions.fit.smaller import of_rule
 from ..decisions.ranks.plan import TAKE_UNIFORM
 from ..decisions.shapes.program import layers_differ
@@ -118,7 +119,8 @@ def standing(plan: Plan) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]] |
     on, damage, base = found
     size, typed = _sizes(plan), plan.kind in ("bits", "cache", "fit")
     against = [base] * (base in damage)
-    against += ["mix"] if "mix" in damage and plan.rule != "mix" and plan.kind == "bits" else []
+    peer = PEER if PEER in damage else "mix"
+    against += [peer] if peer in damage and plan.rule != peer and plan.kind == "bits" else []
     names = {"choices": "the exact program", **_names(plan), plan.rule: "this plan"}
     rows = list[tuple[str, ...]]()
     for name, (kl, _) in damage.items():
@@ -128,7 +130,7 @@ def standing(plan: Plan) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]] |
     passes = passes_of(plan)
     took = f"; planning took {passes:.0f} forward equivalents" if passes else ""
     legend = f". ends: {ENDS[plan.kind == 'cache']}" if "ends" in damage else ""
-    shown = {"mix": str(plan.extra.get("mix"))} if plan.kind == "bits" else {}
+    shown = {"mix": str(plan.extra.get("mix")), PEER: PEER} if plan.kind == "bits" else {}
     shown |= {base: _ALIKE if plan.kind in ("kept-experts", "shapes") else names[base] if plan.kind == "fit" else "uniform"}
     column = ("measured" if plan.extra.get("check") else "predicted") if typed else "nats per token"
     column = "forecast" if plan.kind in ("kept-experts", "shapes") else column
@@ -161,6 +163,7 @@ def _sizes(plan: Plan) -> dict[str, int]:
     e = plan.extra
     beside = e["fixed_bytes"] + (e.get("head_bytes", 0) if e.get("family") == GGUF else 0)
     spent = {name: row["spent"] for name, row in e["baselines"].items()} | {plan.rule: plan.budget["spent"]}
+    spent |= {PEER: spent["mix"]} if "mix" in spent else {}
     return {name: int(size + beside) for name, size in spent.items()}
 
 
@@ -220,7 +223,8 @@ def _on_formats(plan: Plan) -> str:
         cost, how = (whole["predicted"], "predicted and not checked") if cost is None else (cost, how)
         return f"{size} for {own:.3g} nats per token, predicted; it is a part of a fit that costs {cost:.3g} in all, {how}."
     names = _names(plan)
-    rows = [less_than(own, kl, names[n], error) for n, (kl, error) in found.items() if n in names]
+    hidden = "mix" if PEER in found else ""  # the file that one has otherwise is said, not the same types with feedback
+    rows = [less_than(own, kl, names[n], error) for n, (kl, error) in found.items() if n in names and n != hidden]
     beside = f", {_joined(rows)} within the same limit" if rows else ""
     alike = [names[n] for n, r in (e.get("check") or {"rows": {}})["rows"].items() if r.get("same") and n in names]
     beside += f" ({' and '.join(alike)} is the best choice here)" if alike and plan.kind == "fit" else ""
@@ -266,8 +270,12 @@ def _checked(plan: Plan) -> dict[str, tuple[float, float]]:
 def _names(plan: Plan) -> dict[str, str]:
     """Words for the baselines of a plan of formats; of a fit with what stays of a smaller model."""
     mix = (plan.extra.get("named") or {}).get("mix") or plan.extra.get("mix")
+    types = f"llama.cpp's {mix}" if mix in MIXES else f"the weights as {mix}"
+    if PEER in (plan.extra.get("check") or {"rows": {}})["rows"]:
+        types = f"the types of {mix} with gptq"
     return {
-        "mix": (f"llama.cpp's {mix}" if mix in MIXES else f"the weights as {mix}") + of_rule(plan, "mix"),
+        "mix": types + of_rule(plan, "mix"),
+        PEER: f"{mix} by llama-quantize",
         "uniform": "uniform",
         "uniform-cache": f"one format for the whole cache{of_rule(plan, 'uniform-cache')}",
         "all-experts": "all experts",

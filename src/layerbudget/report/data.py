@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..decisions.bits.program import PEER
 from ..decisions.bits.reasons import reasons
 from ..decisions.experts.plan import plan_experts
 from ..decisions.ranks.plan import plan_ranks
@@ -128,7 +129,8 @@ def _by_share(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
 
 def _by_rule(plan: Plan) -> list[dict[str, Any]]:
     e = plan.extra
-    words = {"mix": f"{e.get('mix')} (llama.cpp)", "ends": "more for the ends", plan.rule: "the plan"}
+    words = {"mix": f"{e.get('mix')} (llama.cpp)", PEER: f"{e.get('mix')} by llama-quantize"}
+    words |= {"ends": "more for the ends", plan.rule: "the plan"}
     predicted = {name: row["predicted"] for name, row in e["baselines"].items()} | {plan.rule: e["predicted"]}
     rows = {name: row for name, row in e["check"]["rows"].items() if not row.get("same")}
     return [_point(words.get(n, n), predicted.get(n), row["kl"], row["kl_error"]) for n, row in rows.items()]

@@ -17,11 +17,13 @@ from layerbudget.decisions.bits import rounding
 from layerbudget.decisions.bits import sensitivity as R
 from layerbudget.decisions.bits.apply import apply_bits
 from layerbudget.decisions.bits.blocks import blocks_of
-from layerbudget.decisions.bits.plan import check_plan, plan_bits
+from layerbudget.decisions.bits.plan import check_plan, check_record, plan_bits
+from layerbudget.decisions.bits.program import PEER
 from layerbudget.decisions.bits.sensitivity import DenseOutput, mean_and_error, mean_and_rest, rounding_damage
 from layerbudget.decisions.bits.table import Table
 from layerbudget.errors import InvalidInput
 from layerbudget.models.blocks import describe, end_modules, weight_of
+from layerbudget.plans.verdict import standing, verdict
 from layerbudget.scores import Scores
 from layerbudget.sensitivity.directional.terms import quadratic_terms
 
@@ -199,6 +201,28 @@ def test_the_check_is_of_the_whole_plan_and_leaves_the_model_alone(tmp_path):
     wrong = check_plan(dense, plan_bits(scores, bits=5.0), scores, fit, held_out)
     assert wrong.rule == "uniform" and wrong.extra["asked"] == "choices"
     assert f"The plan is {wrong.rule}." in wrong.extra["check"]["verdict"] and not wrong.certificate
+
+
+def test_a_plan_with_feedback_stands_beside_the_file_that_llama_quantize_writes():
+    """The mix with ggml's own rounding, by our importances: said and never taken, however low it is."""
+    model, text = zoo.build("llama", hidden_size=64, intermediate_size=64), zoo.tokens(24, 16)
+    fit, held_out = text.select(slice(0, 16)), text.select(slice(16, 24))
+    plan = plan_bits(model, fit, held_out, like="Q4_K_M", family="gguf", method="gptq", draws=2)
+    rows, mix = plan.extra["check"]["rows"], plan_bits(model, fit, like="Q4_K_M", method="gptq", rule="mix", draws=1)
+    assert set(rows) == {"choices", "uniform", "mix", PEER} and rows[PEER]["bytes"] == rows["mix"]["bytes"]
+    written = DenseOutput(model, held_out).rows_of(model, mix.extra["formats"], fit, "weighted")
+    assert (
+        rows[PEER]["kl"] == pytest.approx(mean_and_error(written[:, :2])[0], rel=1e-6) and rows[PEER]["kl"] > rows["mix"]["kl"]
+    )
+    assert "than Q4_K_M by llama-quantize within" in verdict(plan) and "llama.cpp's" not in verdict(plan)
+    head, table = standing(plan)[1:]
+    assert head[-1] == "against llama-quantize" and [r[0] for r in table][2:] == [
+        "the types of Q4_K_M with gptq",
+        "Q4_K_M by llama-quantize",
+    ]
+    low = {n: r * ([[0.1, 1, 1, 1]] if n == PEER else 1) for n, r in dict.fromkeys(rows, written).items()}
+    record = check_record(model, DenseOutput(model, held_out), "choices", low, dict.fromkeys(rows, 1), ["choices"])
+    assert record["taken"] != PEER and record["rows"][PEER]["difference"] < 0
 
 
 def test_a_check_says_where_baselines_are_the_same_plan():

@@ -32,7 +32,7 @@ from .gguf import head_bytes
 from .gguf_names import is_written
 from .imatrix import imatrix_digest
 from .packed import header_bytes
-from .program import Limits, other_plan, plan_from_table, types_like
+from .program import PEER, Limits, other_plan, plan_from_table, types_like
 from .sensitivity import DenseOutput, mean_and_error, rounding_damage
 from .table import Table
 
@@ -192,8 +192,8 @@ def check_plan(
     text, own = (data, {}) if imatrix is None else (None, {"imatrix": imatrix})
     measured: dict[str, np.ndarray] = {}  # plans that are the same are measured once
 
-    def measure(formats: Mapping[str, str]) -> np.ndarray:
-        key = f"check-{digest(formats)}"
+    def measure(formats: Mapping[str, str], method: str = method) -> np.ndarray:
+        key = f"check-{digest([formats, method])}"
         if key not in measured:
             found = parts.json(key, lambda: dense.rows_of(model, formats, text, method, **own).tolist())
             measured[key] = np.array(found, dtype=np.float64)
@@ -201,6 +201,8 @@ def check_plan(
 
     rows = {name: measure(each.extra["formats"]) for name, each in plans.items()}
     spent = {name: int(each.budget["spent"]) for name, each in plans.items()}
+    if "mix" in plans and method == "gptq":
+        rows[PEER], spent[PEER] = measure(plans["mix"].extra["formats"], "weighted"), spent["mix"]
     same = [n for n, each in plans.items() if each.extra["formats"] == plan.extra["formats"]]
     record = check_record(model, dense, plan.rule, rows, spent, same)
     chosen = plans[record["taken"]]
@@ -228,7 +230,7 @@ def check_record(
         same: Rules whose plan is the one of ``rule``.
     """
     kl = {n: mean_and_error(r[:, :2])[0] for n, r in rows.items()}
-    best = min(kl, key=lambda n: (kl[n], n != rule)) if rule == "choices" else rule
+    best = min((n for n in kl if n != PEER), key=lambda n: (kl[n], n != rule)) if rule == "choices" else rule
     table = {n: describe_rows(r, None if n == best else rows[best]) for n, r in rows.items()}
     for name, row in table.items():
         row |= {"bytes": spent[name], "same": name != rule and name in same}
@@ -251,7 +253,7 @@ def describe_rows(rows: np.ndarray, beside: np.ndarray | None = None) -> dict[st
 def verdict(rule: str, best: str, table: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a sentence on the check: the KL of the plan and of the baselines, or which baseline is better."""
     own = table[best]["kl"]
-    words = {"uniform-cache": "one format for the whole cache"}
+    words = {"uniform-cache": "one format for the whole cache", PEER: "the mix by llama-quantize"}
     parts = [f"{words.get(n, n)} {r['kl']:.4g} ({_difference(r)})" for n, r in table.items() if n != best and not r["same"]]
     if best != rule:
         others = ", ".join(parts)

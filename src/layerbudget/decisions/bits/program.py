@@ -422,6 +422,7 @@ def _ends(table: Table, limit: int) -> np.ndarray:
 
 BASELINES: Mapping[str, Callable[[Table, int], np.ndarray]] = {"uniform": uniform, "ends": _ends}
 RULES = ("choices", *BASELINES, "mix")
+PEER = "llama-quantize"  # beside plans with error feedback: the mix as that writes it, with importances and no feedback
 
 
 def _layers(blocks: Sequence[Block]) -> tuple[list[int | None], int]:
