@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 
+import layerbudget as lb
 from layerbudget.cli import main
 
 pytest.importorskip("compressed_tensors")
@@ -88,6 +89,40 @@ def test_a_file_that_would_not_fit_on_the_disk_is_not_made(folder, plan, capsys,
     monkeypatch.setattr("layerbudget.storage.writing.shutil.disk_usage", lambda path: sound(path)._replace(free=20_000))
     assert "are free" in sentence(capsys, "apply", "demo", plan, "-o", folder / "nowhere", "--quiet")
     assert not (folder / "nowhere").exists()
+
+
+def test_a_gguf_file_gets_its_rounding_from_the_inputs_of_its_model(folder, capsys):
+    """The same tensors as the model's own file; text beside a file alone is refused with what works."""
+    gguf = pytest.importorskip("gguf")
+    quick = [*SMALL, "--set", "draws=1", "--set", "check=0"]
+    plain, fine, place = folder / "f16.json", folder / "feedback.json", folder / "own"
+    document(capsys, "plan", "bits", "demo", "--bits", "16", "--format", "gguf", "--formats", "F16", *quick, "-o", plain)
+    document(capsys, "apply", "demo", plain, "--quiet", "-o", folder / "F16")
+    told = document(capsys, "plan", "bits", "demo", "--bits", "6", "--format", "gguf", "--method", "gptq", *quick, "-o", fine)
+    assert told["next"] == f"layerbudget apply demo {fine} -o DIR"
+    document(capsys, "apply", "demo", fine, *SMALL, "-o", place)
+    source, out = folder / "F16" / "model.gguf", folder / "planned.gguf"
+    done = document(capsys, "apply", source, fine, "--set", "inputs=demo", *SMALL, "-o", out)
+    assert done["method"] == "gptq" and done["planned"] == done["bytes"]
+    own, placed = ({t.name: t.data.tobytes() for t in gguf.GGUFReader(f).tensors} for f in (place / "model.gguf", out))
+    assert own == placed
+    assert "Add --set inputs=MODEL" in sentence(capsys, "apply", source, fine, "-o", folder / "no.gguf")
+    said = sentence(capsys, "apply", source, fine, "--method", "rtn", "--data", "stdlib", "-o", folder / "no.gguf")
+    assert "--set inputs=MODEL reads text" in said and not (folder / "no.gguf").exists()
+
+
+def test_a_model_that_is_not_written_as_gguf_gets_the_way_that_works(tmp_path, capsys):
+    from tests import zoo
+
+    model, tokenizer = zoo.build("gpt-neox", hidden_size=64, intermediate_size=64, vocab_size=2048), lb.load_tokenizer("demo")
+    model.save_pretrained(tmp_path / "neox")
+    tokenizer.save_pretrained(tmp_path / "neox")
+    quick, out = [*SMALL, "--set", "draws=1", "--set", "check=0"], tmp_path / "bits.json"
+    told = document(
+        capsys, "plan", "bits", tmp_path / "neox", "--bits", "6", "--format", "gguf", "--method", "gptq", *quick, "-o", out
+    )
+    assert told["next"] == f"layerbudget apply model-f16.gguf {out} --set inputs={tmp_path / 'neox'} -o planned.gguf"
+    assert "convert_hf_to_gguf.py" in sentence(capsys, "apply", tmp_path / "neox", out, *SMALL, "-o", tmp_path / "no")
 
 
 def test_gptq_reads_its_data(folder, plan, capsys):

@@ -196,14 +196,26 @@ def _quantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
 
 
 def _requantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
-    """Give a GGUF file the types of a plan."""
+    """Give a GGUF file the types of a plan; with the inputs of its model, where that is given."""
     from ..decisions.bits.requantise import requantise
+    from ..doctor.cost import Part, treating
 
-    refuse(a, DATA, "a GGUF file", "Leave it out: for --method weighted, what is known of the inputs is in --set imatrix=FILE.")
-    refuse(a, ("dtype", "device", "stream", "resume"), "a GGUF file")
-    own = settings(a, requantise) | given(a, "method")
+    own, file = settings(a, requantise) | given(a, "method"), a.model
+    refuse(a, ("dtype", "resume"), "a GGUF file")
+    if (source := own.pop("inputs", None)) is None:
+        told = "Leave it out: what is known of the inputs is in --set imatrix=FILE. (--set inputs=MODEL reads text.)"
+        refuse(a, DATA, "a GGUF file", told)
+        refuse(a, ("device", "stream"), "a GGUF file")
+    else:
+        _read_its_text(a, plan)
+        a.model, a.dtype = str(source), "float32"
+        model, _, data = load(a)
+        own |= {"inputs": model, "data": data, "batch_size": batch_of(a, model, data)}
+        method = own.get("method") or str(plan.extra["method"])
+        expect(a, words_of(method, data), model, [*treating(method, text_of(data, a)), Part("ggml", text_of(data, a))])
+        a.model = file
     with progress_bar(a, "requantise, tensors") as progress:
-        receipt = requantise(a.model, plan, a.out, overwrite=a.overwrite, progress=progress, **own)
+        receipt = requantise(file, plan, a.out, overwrite=a.overwrite, progress=progress, **own)
     return _say_receipt(a, plan, receipt)
 
 

@@ -283,7 +283,10 @@ def _say_what_follows(a: argparse.Namespace, plan: Plan, found: RankTable | None
     given = plan.hyperparameters.get("imatrix")
     beside = ["--set", f"imatrix={given}"] if given and command == "apply" else []
     if plan.kind == "bits" and plan.extra.get("family") == GGUF:
-        own = beside or ["--set", "imatrix=FILE"] * (plan.extra["method"] == "weighted")
-        shown = shlex.join(["layerbudget", "apply", "model-f16.gguf", a.out, *own, "-o", "planned.gguf"])
-        say(a, *([] if plan.extra["method"] == "gptq" else [f"A GGUF file that you have gets these types by {shown}"]))
+        own = beside or ["--set", f"inputs={model}"] * (plan.extra["method"] != "rtn")
+        way = ("apply", "model-f16.gguf", a.out, *own, "-o", "planned.gguf")
+        if not plan.extra.get("head_bytes"):
+            say(a, "apply does not write this architecture as GGUF; llama.cpp's convert_hf_to_gguf.py --outtype f16 does.")
+            return say_next(a, *way)
+        say(a, f"A GGUF file that you have gets these types by {shlex.join(['layerbudget', *way])}")
     return say_next(a, command, *more[command], *(_CACHES[plan.extra["runtime"]] if plan.kind == "cache" else beside))

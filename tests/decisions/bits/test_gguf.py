@@ -255,6 +255,62 @@ def test_a_file_that_gets_a_plans_types_has_the_tensors_of_the_written_model(tmp
     assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "planned.gguf").read_bytes() and not again.notes
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("method", ["gptq", "weighted"])
+def test_a_file_is_rounded_with_the_inputs_of_its_model(tmp_path, converted, letters, kind, method):
+    """As the model itself is written: rows of q and k change places, gate and up are apart; some tensors stay in 16 bits."""
+    source, text = converted / f"{kind}.gguf", zoo.tokens(4, 24, vocabulary=96)
+    plan = planned(build(kind), ["Q8_0", "Q4_0", "F16", "Q5_1"])
+    write_bits(build(kind), plan, tmp_path / "out", text, tokenizer=letters, method=method)
+    receipt = requantise(source, plan, tmp_path / "planned.gguf", method=method, inputs=build(kind), data=text)
+    mine, theirs = types_and_bytes(tmp_path / "out" / "model.gguf"), types_and_bytes(tmp_path / "planned.gguf")
+    assert mine == theirs and receipt.method == method and receipt.bytes == receipt.planned == plan.budget["spent"]
+    requantise(source, plan, tmp_path / "plain.gguf", method="rtn")
+    assert types_and_bytes(tmp_path / "plain.gguf") != theirs
+    assert {p.name for p in tmp_path.iterdir()} == {"out", "planned.gguf", "plain.gguf"}, "what lay aside is gone"
+
+
+def moved(file, out, name, change):
+    """The file with one tensor's rows changed."""
+    reader = gguf.GGUFReader(file)
+    writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
+    for key, f in reader.fields.items():
+        if not key.startswith("GGUF.") and key not in ("general.architecture", "general.alignment"):
+            writer.add_key_value(key, f.contents(), f.types[0], f.types[-1] if len(f.types) > 1 else None)
+    for t in reader.tensors:
+        writer.add_tensor(t.name, np.ascontiguousarray(change(t.data)) if t.name == name else t.data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+def test_rows_are_found_wherever_a_converter_put_them(tmp_path, converted):
+    """Interleaved, doubled, and of experts; rows with other values, and a file that was quantised, are refused."""
+    name, text = "blk.1.ffn_down_exps.weight", zoo.tokens(2, 16, vocabulary=96)
+    plan = planned(build("qwen3_moe"), ["Q4_0", "Q8_0"])
+    own = {"method": "gptq", "inputs": build("qwen3_moe"), "data": text}
+    requantise(converted / "qwen3_moe.gguf", plan, tmp_path / "a.gguf", **own)
+    turn = moved(converted / "qwen3_moe.gguf", tmp_path / "turned.gguf", name, lambda rows: rows[:, ::-1])
+    own["inputs"] = build("qwen3_moe")
+    requantise(turn, plan, tmp_path / "b.gguf", **own)
+    a, b = ({t.name: t.data for t in gguf.GGUFReader(tmp_path / f).tensors} for f in ("a.gguf", "b.gguf"))
+    assert all(np.array_equal(a[n], b[n][:, ::-1] if n == name else b[n]) for n in a) and not np.array_equal(a[name], b[name])
+    other = moved(converted / "qwen3_moe.gguf", tmp_path / "other.gguf", name, lambda rows: rows * np.float16(2))
+    own["inputs"] = build("qwen3_moe")
+    with pytest.raises(ModelMismatch, match=f"Rows of {name} .* are in no row of .*down_proj"):
+        requantise(other, plan, tmp_path / "no.gguf", **own)
+    requantise(converted / "qwen3_moe.gguf", plan, tmp_path / "q.gguf", method="rtn")
+    with pytest.raises(InvalidInput, match="rows cannot be told any more"):
+        requantise(tmp_path / "q.gguf", plan, tmp_path / "no.gguf", **own)
+    with pytest.raises(InvalidInput, match="gptq needs calibration data"):
+        requantise(converted / "qwen3_moe.gguf", plan, tmp_path / "no.gguf", **{**own, "data": None})
+    with pytest.raises(InvalidInput, match="rtn reads no inputs"):
+        requantise(converted / "qwen3_moe.gguf", plan, tmp_path / "no.gguf", **{**own, "method": "rtn"})
+    assert not (tmp_path / "no.gguf").exists() and not list(tmp_path.glob(".rounded*"))
+
+
 def test_an_importance_matrix_and_a_source_that_is_quantised(tmp_path, converted):
     """Experts have importances of their own, and rounding twice is said."""
     model = build("qwen3_moe")
@@ -281,7 +337,7 @@ def test_an_importance_matrix_and_a_source_that_is_quantised(tmp_path, converted
     assert (
         "was quantised before (Q4_0, Q5_1)" in requantise(tmp_path / "out" / "model.gguf", other, tmp_path / "b.gguf").notes[0]
     )
-    with pytest.raises(InvalidInput, match="gptq needs the inputs.*imatrix=FILE"):
+    with pytest.raises(InvalidInput, match="gptq needs the inputs.*inputs=MODEL"):
         requantise(source, plan, tmp_path / "no.gguf", method="gptq")
     with pytest.raises(InvalidInput, match="weighted needs an importance matrix"):
         requantise(source, plan, tmp_path / "no.gguf", method="weighted")

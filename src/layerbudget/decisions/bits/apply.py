@@ -39,9 +39,10 @@ from .export import auto_round, llama_cpp
 from .gguf import GGUF_FILE, GgufWriter, recount_gguf
 from .imatrix import IMATRIX_FILE, counted, entries, imatrix_digest, importances, write_imatrix
 from .packed import UNREAD, PackedWriter, check_loads, recount_safetensors
+from .placed import PlacedRows
 from .program import formats_of_plan
 
-_Writer = PackedWriter | GgufWriter
+_Writer = PackedWriter | GgufWriter | PlacedRows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,15 +115,18 @@ def round_matrices(
     *,
     method: str = "rtn",
     batch_size: int = 8,
+    placed: PlacedRows | None = None,
     progress: Progress | None = None,
     **own: Any,
 ) -> list[str]:
     """Round matrices in place, those without a format stay; see :func:`apply_bits`. Returns notes.
 
     Embedding and head come first, the head with the inputs that it has in the model as it was; then the layers, each with the
-    inputs that the rounded model below it gives. An embedding that is no head is rounded to nearest.
+    inputs that the rounded model below it gives. An embedding that is no head is rounded to nearest. ``placed`` takes the bytes
+    of all of them for a file.
     """
     rounding = _Rounding(model, formats, method, data, own)
+    rounding.writer = placed
     rounding.run(batch_size, progress)
     return rounding.notes
 
@@ -298,7 +302,7 @@ class _Rounding(Treating):
                 tensors = {n: handle.get_tensor(n) for n in handle.metadata()["order"].split("\n")}
                 self.sums |= {n: handle.get_tensor(n) for n in handle.keys() if n not in tensors}
                 self.notes += json.loads(handle.metadata()["notes"])
-            if walk is not None:
+            if walk is not None and not isinstance(self.writer, PlacedRows):
                 self.writer.restore([job.module.name for job in jobs], tensors)
             self.writer.add(tensors)
             return
@@ -325,7 +329,9 @@ def request_of(model: nn.Module, *, computing: bool) -> dict[str, Any]:
     return {**own, "computation": computation(model)} if computing else own
 
 
-def _finish(folder: Path, tokenizer: Any, plan: Plan, rounding: _Rounding, writer: _Writer) -> QuantisationReceipt:
+def _finish(
+    folder: Path, tokenizer: Any, plan: Plan, rounding: _Rounding, writer: PackedWriter | GgufWriter
+) -> QuantisationReceipt:
     """Finish the files, count their bytes again, and write what lies beside the weights."""
     formats, gguf = formats_of_plan(plan), isinstance(writer, GgufWriter)
     notes = [*rounding.notes, *writer.close(), *_kept(plan)]

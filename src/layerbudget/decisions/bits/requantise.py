@@ -1,36 +1,43 @@
 """Give a GGUF file the types of a plan: everything else in it stays as it is, byte for byte.
 
 This is the road for every model that llama.cpp's converter knows. Tensors go through the memory one after the other, some rows
-at a time; ggml rounds them. Rows may stand in another order than in the model: types hold every row by itself.
+at a time; ggml rounds them. Rows may stand in another order than in the model: types hold every row by itself. Where the model
+is given too, its matrices are rounded with their inputs, by error feedback if that is the method, and put into the file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import struct
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from ...compressors import ggml
 from ...compressors.formats import find_format, need_gguf
+from ...data.calibration import CalibrationSet
 from ...errors import CorruptFile, CoverageError, InvalidInput, ModelMismatch, NotFound
+from ...models.blocks import check_finite, describe
 from ...models.machine import versions
 from ...plan import Plan
 from ...progress import Progress, Steps
 from ...records import write_text
-from ...storage.folders import new_folder
+from ...storage.folders import check_folder, new_folder
 from ...storage.writing import check_output, check_space, new_file, whole
-from .apply import QuantisationReceipt
+from .apply import QuantisationReceipt, quantiser_of, round_matrices
 from .card import model_card
 from .export import llama_cpp
 from .gguf import GGUF_FILE, file_type, recount_gguf
 from .gguf_names import CONVERT, Names
 from .imatrix import read_imatrix
+from .placed import PlacedRows
 from .program import formats_of_plan
 from .table import signature_at
 
@@ -48,6 +55,9 @@ def requantise(
     *,
     method: str | None = None,
     imatrix: str | None = None,
+    inputs: Annotated[Any, "the model that the file was converted from, for gptq and weighted"] = None,
+    data: CalibrationSet | None = None,
+    batch_size: int = 8,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> QuantisationReceipt:
@@ -57,30 +67,40 @@ def requantise(
         source: The file, in 16 or 32 bits as ``convert_hf_to_gguf.py`` writes it. One that is quantised is read back first.
         plan: Of kind ``bits`` for GGUF, made from the same model in transformers.
         out: The file to write (``planned.gguf``), or a folder for it with the plan, the record and a model card.
-        method: ``rtn``, or ``weighted`` by an importance matrix; by default what the plan was measured with.
+        method: ``rtn``, ``weighted`` or ``gptq``; by default what the plan was measured with.
         imatrix: An importance matrix of llama.cpp, for ``weighted``.
+        inputs: The model that the file was converted from, in float32: its matrices' inputs on ``data`` are what ``gptq`` and
+            ``weighted`` read. It is rounded too.
+        data: Calibration tokens, for ``inputs``.
+        batch_size: Sequences per forward of it.
         overwrite: Replace what an earlier call wrote.
-        progress: Called with (tensors done, tensors).
+        progress: Called with (tensors done, tensors), after (pieces done, pieces) of the model.
 
     Raises:
         NotFound: There is no such file.
         CorruptFile: It is no GGUF file, or is cut off.
-        ModelMismatch: The plan or the importance matrix belongs to another model.
+        ModelMismatch: The plan, the importance matrix or ``inputs`` is of another model.
         InvalidInput: A plan of another kind, a method that needs the model, a type that needs an importance matrix.
     """
     formats, held = formats_of_plan(plan), _File.open(source)
-    weighted = _method(plan, method, imatrix)
-    work = _Work(held, formats, plan, None if imatrix is None else read_imatrix(imatrix))
-    name, single = Path(out).name, Path(out).suffix == ".gguf"
-    check_space({out: work.size})
+    method = _method(plan, method, imatrix, inputs is not None)
+    work = _Work(held, formats, plan, None if imatrix is None else read_imatrix(imatrix), read=inputs is not None)
+    name, single, place = Path(out).name, Path(out).suffix == ".gguf", Path(out).absolute()
+    check_space({out: work.size * (1 if inputs is None else 2)})
     if single:
         check_output(out, overwrite=overwrite)
-        place = Path(out).absolute()
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with whole(place), new_file(place.parent, name, lambda _: place) as file:
-            return work.write(file, weighted, progress)
-    with new_folder(out, overwrite=overwrite) as folder:
-        receipt = work.write(folder / GGUF_FILE, weighted, progress)
+    else:
+        check_folder(out, overwrite=overwrite)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        if inputs is not None:
+            aside = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=place.parent, prefix=".rounded-")))
+            work.round(inputs, data, method, batch_size, aside, progress)
+        if single:
+            stack.enter_context(whole(place))
+            return work.write(stack.enter_context(new_file(place.parent, name, lambda _: place)), method, progress)
+        folder = stack.enter_context(new_folder(out, overwrite=overwrite))
+        receipt = work.write(folder / GGUF_FILE, method, progress)
         write_text(folder / "tensor-types.txt", llama_cpp(plan))
         write_text(folder / "README.md", model_card(plan, receipt))
         plan.save(folder / "plan.json")
@@ -88,22 +108,28 @@ def requantise(
     return receipt
 
 
-def _method(plan: Plan, method: str | None, imatrix: str | None) -> str:
-    """The method that rounds; what the file alone does not suffice for is refused."""
+def _method(plan: Plan, method: str | None, imatrix: str | None, reads: bool) -> str:
+    """The method that rounds; what the file alone does not suffice for is refused, unless it ``reads`` the model too."""
     method = method or ("weighted" if imatrix is not None else str(plan.extra["method"]))
     if plan.extra.get("family") != "gguf":
         raise InvalidInput("This plan holds no gguf formats.", "", "Plan with --format gguf.")
+    if reads and (imatrix is not None or method == "rtn"):
+        what = "An importance matrix and the model were given." if imatrix is not None else "rtn reads no inputs."
+        raise InvalidInput(what, "The model's inputs are for gptq, and for weighted.", "Leave one out.")
+    if reads:
+        quantiser_of(method)
+        return method
     if method == "gptq":
         raise InvalidInput(
             "gptq needs the inputs of the model's matrices, and a GGUF file has none.",
-            "A file is rounded to nearest, or by an importance matrix.",
-            "Use --method weighted --set imatrix=FILE, or --method rtn; or apply the plan to the model itself.",
+            "The model that it was converted from has them.",
+            "Add --set inputs=MODEL; or use --method weighted --set imatrix=FILE, or --method rtn.",
         )
     if method == "weighted" and imatrix is None:
         raise InvalidInput(
             "weighted needs an importance matrix of the file.",
             "llama-imatrix makes one. apply MODEL PLAN -o DIR leaves one too (imatrix.gguf), where it writes the model's file.",
-            "Add --set imatrix=FILE. (--method rtn needs none, and costs more than the plan says.)",
+            "Add --set imatrix=FILE, or --set inputs=MODEL. (--method rtn needs none, and costs more than the plan says.)",
         )
     if method not in ("rtn", "weighted") or (method == "rtn" and imatrix is not None):
         raise InvalidInput(
@@ -185,9 +211,11 @@ def _bytes(shape: Any, kind: Any) -> int:
 class _Work:
     """One file, the types that its tensors get, and how they are rounded."""
 
-    def __init__(self, held: _File, formats: Mapping[str, str], plan: Plan, importances: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self, held: _File, formats: Mapping[str, str], plan: Plan, importances: Mapping[str, Any] | None, *, read: bool = False
+    ) -> None:
         self.held, self.plan, self.formats, self.importances = held, plan, formats, importances
-        self.gguf, self.notes = need_gguf(), list[str]()
+        self.gguf, self.notes, self.made, self.read = need_gguf(), list[str](), dict[str, Path](), read
         self.tensors = {t.name: t for t in held.reader.tensors}
         self.stored = self._names()
         types = {t: formats[m] for m, tensors in self.stored.items() for t in tensors}
@@ -224,14 +252,14 @@ class _Work:
         for name, kind in self.kinds.items():
             find_format(kind.name).check(name, int(self.tensors[name].shape[0]))
         blind = [n for n, k in self.kinds.items() if find_format(k.name).needs_inputs and n not in (self.importances or ())]
-        if self.importances is None and blind:
+        if self.importances is None and blind and not self.read:
             kind = self.kinds[blind[0]].name
             raise InvalidInput(
                 f"{kind} is rounded with an importance matrix only.", "", "Use --method weighted --set imatrix=FILE."
             )
         if self.importances is not None and not set(self.importances) & set(self.kinds):
             raise ModelMismatch("The importance matrix names none of the file's tensors.", "", "Make one of this model.")
-        if blind:
+        if blind and not self.read:
             told = f"The importance matrix has nothing for {len(blind)} tensors whose types need it, first {blind[0]}"
             raise ModelMismatch(f"{told} ({self.kinds[blind[0]].name}).", "", "Make one of this model.")
 
@@ -252,6 +280,23 @@ class _Work:
         told = f"The plan is of another model than {self.held.path}: {why}."
         return ModelMismatch(told, "", "Plan for the model that the file was converted from.")
 
+    def round(
+        self,
+        model: nn.Module,
+        data: CalibrationSet | None,
+        method: str,
+        batch_size: int,
+        aside: Path,
+        progress: Progress | None,
+    ) -> None:
+        """Round the matrices with the model's inputs, and keep them in a folder as the file has them."""
+        self.plan.validate(describe(model))
+        check_finite(model)
+        placed = PlacedRows(model, self.stored, self.tensors, self.held.path, aside)
+        own: dict[str, Any] = {"method": method, "batch_size": batch_size, "progress": progress}
+        self.notes += round_matrices(model, self.formats, data, placed=placed, **own)
+        self.made = placed.made
+
     def write(self, file: Path, method: str, progress: Progress | None) -> QuantisationReceipt:
         """Write the file, count it again, and return the record."""
         tick = Steps(progress, len(self.tensors))
@@ -269,6 +314,9 @@ class _Work:
     def _content(self, name: str, tensor: Any) -> Iterator[np.ndarray]:
         """The bytes of a tensor, some rows at a time."""
         kind = self.kinds.get(name, tensor.tensor_type)
+        if name in self.made:
+            yield np.load(self.made[name])
+            return
         if kind == tensor.tensor_type:
             yield tensor.data
             return
@@ -335,7 +383,7 @@ class _Work:
         """Notes for the user: types that were quantised before, and tensors without importances."""
         before = [self.tensors[n].tensor_type.name for n, k in self.kinds.items() if self.tensors[n].tensor_type != k]
         again = sorted({k for k in before if k not in _PLAIN})
-        notes = []
+        notes = list(self.notes)
         if again:
             notes.append(
                 f"{self.held.path.name} was quantised before ({', '.join(again)}): its errors stay, and those of the plan "

@@ -1,0 +1,98 @@
+"""Matrices that were rounded with a model's inputs, in the order of a GGUF file that exists.
+
+Error feedback reads the inputs of every matrix, and a GGUF file has none: the model in transformers has them. llama.cpp's
+converter moves rows (heads whose halves become neighbours, gate and up of experts), a different way for every architecture, and
+keeps every row as it is. So no table of architectures is needed: the place of a row is found by its values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...compressors.quantisers import Rounded
+from ...compressors.treating import matrices
+from ...errors import InvalidInput, ModelMismatch
+from ...models.blocks import weight_of
+
+_TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class PlacedRows:
+    """Takes the rounded matrices of a model piece after piece, and keeps them as tensors of a file.
+
+    Args:
+        model: Its weights are those that the file was converted from, and not yet rounded.
+        stored: Tensors of the file that hold a matrix, by its name; several matrices may share one (single experts).
+        tensors: All tensors of the file, by name, as the package ``gguf`` reads them.
+        source: Path of the file, for messages.
+        folder: Keeps what was made.
+
+    Raises:
+        ModelMismatch: A row of the file is in no matrix of the model.
+        InvalidInput: The file was quantised before.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stored: Mapping[str, Sequence[str]],
+        tensors: Mapping[str, Any],
+        source: Path,
+        folder: Path,
+    ) -> None:
+        self.folder, self.made = folder, dict[str, Path]()
+        self.owners: dict[str, list[str]] = {}
+        for matrix, names in stored.items():
+            for name in names:
+                self.owners.setdefault(name, []).append(matrix)
+        self.orders: dict[str, list[np.ndarray]] = {}
+        for name, owners in self.owners.items():
+            tensor = tensors[name]
+            if tensor.tensor_type.name not in _TORCH:
+                what = f"{name} of {source} is in {tensor.tensor_type.name}, and its rows cannot be told any more."
+                raise InvalidInput(what, "Error feedback takes a file in 16 or 32 bits.", "Convert with --outtype f16.")
+            copies = tensor.data.reshape(-1, *tensor.data.shape[-2:])
+            views = [view for owner in owners for view in matrices(*weight_of(model, owner))]
+            found = [_order(v, rows, _TORCH[tensor.tensor_type.name]) for v, rows in zip(views, copies, strict=True)]
+            if any(order is None for order in found):
+                what = (
+                    f"Rows of {name} in {source} are in no row of {owners[0]}: the converter changed them, or the file is old."
+                )
+                raise ModelMismatch(what, "", "Convert the model again, or use --method weighted with an importance matrix.")
+            self.orders[name] = [order for order in found if order is not None]
+
+    def tensors(self, piece: str, rounded: Mapping[str, Sequence[Rounded]]) -> dict[str, torch.Tensor]:
+        """Return the tensors of a piece whose matrices were all rounded to bytes; see :class:`~.gguf.GgufWriter`."""
+        found = {}
+        for name in dict.fromkeys(n for n, owners in self.owners.items() if rounded.keys() & set(owners)):
+            parts = [r.data for owner in self.owners[name] for r in rounded[owner]]
+            if any(part is None for part in parts):
+                continue  # plain numbers: those of the file
+            rows = [part[order] for part, order in zip(parts, self.orders[name], strict=True) if part is not None]
+            found[name] = torch.from_numpy(np.stack(rows))
+        return found
+
+    def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Keep the tensors of a piece."""
+        for name, data in tensors.items():
+            self.made[name] = self.folder / f"{len(self.made)}.npy"
+            np.save(self.made[name], data.numpy())
+
+
+def _order(weight: torch.Tensor, rows: np.ndarray, dtype: torch.dtype) -> np.ndarray | None:
+    """Which row of a matrix ``(R, d_in)`` each of some rows of a file is, ``(r,)``; None where one is missing."""
+    held = weight.detach().to(dtype).contiguous().cpu().view(torch.uint8).numpy()
+    rows = np.ascontiguousarray(rows).view(np.uint8)
+    if rows.shape[1] != held.shape[1]:
+        return None
+    if rows.shape == held.shape and np.array_equal(rows, held):
+        return np.arange(len(rows))
+    places = {row.tobytes(): i for i, row in reversed(list(enumerate(held)))}
+    found = [places.get(row.tobytes(), -1) for row in rows]
+    return None if min(found) < 0 else np.array(found)
