@@ -218,7 +218,7 @@ def choosing(text: Text, check: Text | None, *, draws: int = 4, ggml: bool = Fal
     ``ggml`` says that the formats are its types, which take their time to be searched.
     """
     whole = [] if check is None else [Part("round", check, times=5.0)]
-    searched = [Part("ggml", text, times=5.0)] if ggml else []
+    searched = [Part("ggml", text, times=4.0)] if ggml else []
     return [Part("directional", text, 1.0 + 2.0 * draws), *whole, *searched]
 
 

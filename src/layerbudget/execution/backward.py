@@ -141,13 +141,15 @@ def feed(
     walk: str = "auto",
     tick: Callable[[int], None] | None = None,
     alone: bool = False,
+    watched: Sequence[Batch] = (),
 ) -> Fed:
     """Hand the inputs and output gradients of the blocks' matrices to an accumulator.
 
     The data may be batches. Else a forward has ``batch_size`` sequences, halved until a layer's graph fits, or one where
     parameters are read from autograd. ``walk`` is ``whole``, ``layers``, or ``auto``: the whole graph where it fits in half of
     the free memory. ``tick`` is called with the sequences of every batch in every pass. With ``alone`` every one of several
-    processes runs all of the data.
+    processes runs all of the data. Batches that are ``watched`` have no losses: an accumulator that is watching sees them run,
+    and them alone.
 
     Raises:
         CoverageError: A weight matrix was never seen, sequences cannot be told apart; or ``layers`` for a model or blocks that
@@ -170,7 +172,8 @@ def feed(
         way = _chosen_way(model, inside, runs, walk, consumer.bytes(blocks))
         if group.gather(way) != [way] * group.size:
             way = "layers"  # memory differs between the processes, the order of layers must not
-        feeding = (_Whole if way == "whole" else _Layers)(model, runs, collector, consumer, tick or (lambda n: None), group)
+        kind, tick = _Whole if way == "whole" else _Layers, tick or (lambda n: None)
+        feeding = kind(model, runs, collector, consumer, tick, group, list(watched))
         loss = float(group.sum(np.array([feeding.run()]))[0])
         collector.seen = set().union(*group.gather(collector.seen))
         consumer.merge(group)
@@ -217,6 +220,7 @@ class _Whole:
     consumer: Accumulator
     tick: Callable[[int], None]
     group: ProcessGroup
+    watched: Sequence[Batch]
 
     def run(self) -> float:
         """Feed the accumulator; return the sum of the first loss."""
@@ -246,7 +250,8 @@ class _Whole:
 
     def look(self) -> None:
         """Run what is about to come once without gradients, for an accumulator that is watching."""
-        for j, batch in enumerate(self.runs):
+        first = len(self.runs) if self.watched else 0
+        for j, batch in enumerate(self.watched or self.runs, first):
             context = self.consumer.watching(batch)
             if context is None:
                 return
@@ -287,7 +292,8 @@ class _Layers(_Whole):
         heads = [n for n in self.collector.ends if n not in lookups]
         lowest = 0 if lookups else min((i for i in range(self.count) if names[i]), default=0)
         self.units = max(self.count + 2 * (self.count - lowest), 1)
-        with contextlib.closing(Store(room_for(self.model, self.runs, self.count + 1 + 2 * self.losses))) as self.store:
+        self.every = [*self.runs, *self.watched]
+        with contextlib.closing(Store(room_for(self.model, self.every, self.count + 1 + 2 * self.losses))) as self.store:
             with torch.no_grad():
                 self._forward()
             if self.collector.ends:
@@ -324,13 +330,13 @@ class _Layers(_Whole):
 
     def _forward(self) -> None:
         self.replay.probe(self.runs[0].kwargs)
-        for j, batch in enumerate(self.runs):
+        for j, batch in enumerate(self.every):
             self.store.put((0, j), self.replay.first_inputs(batch.kwargs))
         for i in range(self.count):
-            for j, batch in enumerate(self.runs):
+            for j, batch in enumerate(self.every):
                 with self.replay.begin(i, self.store.get((i, j))), self.replay.end(i):
                     self.store.put((i + 1, j), self.replay.run(batch.kwargs))
-                self._worked(batch.size)
+                self._worked(batch.size if j < len(self.runs) else 0)
 
     def _head(self) -> float:
         """Gradients of every loss at the last layer's output; the sum of the first loss."""
@@ -350,6 +356,8 @@ class _Layers(_Whole):
                     torch.autograd.backward(loss, retain_graph=retain, inputs=[hidden])
                 self.store.put((self.count - 1, j, i), torch.zeros_like(hidden) if hidden.grad is None else hidden.grad)
             self.store.drop((self.count, j))
+        for j in range(len(self.runs), len(self.every)):
+            self.store.drop((self.count, j))
         return total
 
     def _layer(self, index: int, names: Sequence[str], *, propagate: bool) -> None:
@@ -359,9 +367,9 @@ class _Layers(_Whole):
             for j, batch in enumerate(self.runs):
                 self._batch(index, j, batch, wanted, propagate=propagate and not turn)
                 self._worked(0 if turn else 2 * batch.size)
-        for j in range(len(self.runs)):
+        for j in range(len(self.every)):
             self.store.drop((index, j))
-            for i in range(self.losses):
+            for i in range(self.losses if j < len(self.runs) else 0):
                 self.store.drop((index, j, i))
 
     def _batch(self, index: int, j: int, batch: Batch, wanted: Sequence[int], *, propagate: bool) -> None:

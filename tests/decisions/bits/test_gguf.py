@@ -383,7 +383,7 @@ def test_a_plan_of_another_model_is_refused(tmp_path, converted, capsys):
     deep.save(tmp_path / "plan.json")
     asked = ["apply", str(converted / "llama.gguf"), str(tmp_path / "plan.json"), "-o", str(tmp_path / "o.gguf"), "--quiet"]
     assert main(asked) == 2 and "model.layers.3.mlp.down_proj is not in it" in " ".join(capsys.readouterr().err.split())
-    said = "--samples has no meaning for a GGUF file. It would be ignored. Leave it out: for --method weighted"
+    said = "--samples has no meaning for a GGUF file. It would be ignored. Leave it out: what is known of the inputs is in --set imatrix=FILE"
     assert main([*asked, "--samples", "3"]) == 2 and said in " ".join(capsys.readouterr().err.split())
     plan = planned(build("llama"), ["Q8_0"])
     plan.save(tmp_path / "plan.json", overwrite=True)

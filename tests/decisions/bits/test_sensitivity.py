@@ -80,12 +80,18 @@ def test_the_damage_of_the_ends_is_that_of_a_plain_loop(name, walk, monkeypatch)
 
 @pytest.mark.parametrize("method", ["rtn", "weighted", "gptq"])
 def test_the_fisher_form_along_the_rounding_error_predicts_what_is_measured(method):
+    """Of error feedback on text that it did not see, and there from half of the inputs that the file is made with."""
     model, data = zoo.build("llama", intermediate_size=64), zoo.tokens(16, 16)
-    table = Table.of(rounding_damage(model, data, formats=["w4-g32", "w5-g32", "w8-g32"], method=method))
-    found = np.array([[measured(model, data, table, i, j) for j in range(3)] for i in range(len(table.blocks))])
+    other = zoo.tokens(64, 16, seed=7) if method == "gptq" else data
+    scores = rounding_damage(model, data, formats=["w4-g32", "w5-g32", "w8-g32"], method=method)
+    table, dense = Table.of(scores), DenseOutput(model, other)
+    formats = [[{m.name: form for m in b.modules} for form in table.formats[:3]] for b in table.blocks]
+    rows = [[dense.rows_of(model, each, data, method)[:, :2] for each in row] for row in formats]
+    found = np.array([[mean_and_error(each)[0] for each in row] for row in rows])
     there, predicted = found > 1e-9, table.damage[:, :3]
     assert np.corrcoef(np.log(found[there]), np.log(predicted[there]))[0, 1] > 0.95
-    assert 0.8 < np.median(predicted[there] / found[there]) < 1.2
+    assert 0.8 < np.median(predicted[there] / found[there]) < (1.5 if method == "gptq" else 1.2)
+    assert scores.extra["choices"]["passes"] == {"rtn": 9.0, "weighted": 10.0, "gptq": 0.5 * 17 + 1.0}[method]
     error = table.error[:, :3][there]
     assert (error > 0).all() and np.median(error / predicted[there]) < 0.5
 
@@ -105,7 +111,7 @@ def test_damages_from_some_rows_are_those_of_all_rows(name, method):
     assert spread[1].max() < 0.03, "no row was left out; a record rounds what sequences add"
 
 
-@pytest.mark.parametrize(("name", "method"), [("llama", "weighted"), ("llama", "gptq"), ("qwen3-moe", "rtn")])
+@pytest.mark.parametrize(("name", "method"), [("llama", "weighted"), ("qwen3-moe", "rtn")])
 def test_large_matrices_are_measured_along_some_rows(name, method, monkeypatch):
     """A fifth of the rows or less, of all experts alike; what they leave open is in the error. Small matrices have all rows."""
     wide = {"intermediate_size": 512} if name == "llama" else {"moe_intermediate_size": 64}
@@ -125,6 +131,28 @@ def test_large_matrices_are_measured_along_some_rows(name, method, monkeypatch):
     again = Table.of(rounding_damage(model, data, batch_size=3, **options))
     off = np.abs(np.log(again.damage / some.damage))[:, :3]
     assert off.max() < 0.3 and np.median(off) < 0.02, "a code at a tie of two changes all behind it"
+
+
+def test_rows_are_sampled_without_a_bias_whatever_their_number(monkeypatch):
+    """No row twice: nearly all rows give what all rows give."""
+    model, data = zoo.build("llama", hidden_size=128, intermediate_size=128, num_hidden_layers=2), zoo.tokens(8, 16)
+    options = {"family": "gguf", "formats": ["Q4_0", "Q8_0"], "draws": 8}
+    every = Table.of(rounding_damage(model, data, **options)).damage
+    for rows in (127, 120, 100):
+        monkeypatch.setattr(rounding, "ROWS", rows)
+        off = np.log(Table.of(rounding_damage(model, data, **options)).damage / every)
+        assert abs(off[np.isfinite(off)].mean()) < 0.1
+
+
+@pytest.mark.parametrize("method", ["rtn", "weighted"])
+def test_what_scales_all_weights_is_taken_apart(method):
+    """Types of 256 that make weights smaller or larger, none of them an anchor: as if each had been measured itself."""
+    model, data = zoo.build("llama", hidden_size=256, intermediate_size=256, num_hidden_layers=2), zoo.tokens(12, 16)
+    options = {"family": "gguf", "formats": ["Q2_K", "IQ3_S", "Q5_K", "Q6_K"], "method": method, "draws": 8}
+    table, every = (Table.of(rounding_damage(model, data, whole=w, **options)) for w in (False, True))
+    inside = [i for i, b in enumerate(table.blocks) if "layers" in b.name]
+    off = np.log(table.damage[inside] / every.damage[inside])[:, :4]
+    assert np.abs(off.mean(0)).max() < 0.2 and off.std(0).max() < 0.4
 
 
 def test_the_damage_of_every_format_can_be_measured_along_its_own_error():
@@ -298,7 +326,7 @@ def test_the_error_of_a_plan_is_that_of_its_damage_by_sequence(monkeypatch):
     alone = [Table.of(rounding_damage(model, data.select([s]), formats=["w3-g32", "w4-g32"])).damage for s in range(5)]
     tokens = (data.labels[:, 1:] != -100).sum(1).numpy()
     wanted = mean_and_error(np.stack([np.array([d[k, chosen].sum() for d in alone]) * tokens, tokens], 1))[1]
-    assert plan.extra["predicted_error"] == pytest.approx(wanted, rel=2e-3)
+    assert plan.extra["predicted_error"] == pytest.approx(wanted, rel=3e-2), "each alone is pooled by itself"
     assert plan.extra["predicted_error"] > 1.2 * np.sqrt((table.error[k, chosen] ** 2).sum())
 
 

@@ -14,7 +14,7 @@ from layerbudget.errors import InvalidInput, LengthMismatch, UnknownBlock
 from layerbudget.execution import loss as L
 from layerbudget.models.blocks import weight_of
 from layerbudget.sensitivity.directional import terms as D
-from layerbudget.sensitivity.directional.directions import InBytes, Nested, Written, spread
+from layerbudget.sensitivity.directional.directions import Apart, InBytes, Itself, Nested, Written, spread
 
 NAMES = {
     "mistral": ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "model.layers.2.mlp.up_proj"],
@@ -302,3 +302,23 @@ def test_a_sample_of_rows_has_the_squares_of_all_rows_and_says_how_sure():
     far, error = np.array(off).T
     assert abs(far.mean()) < 0.1 and 0.6 < far.std() / error.mean() < 1.6
     assert not spread(np.ones((16, 2)), 0.5).any() and not spread(np.eye(3), 1.0).any()
+
+
+def test_a_matrix_is_a_direction_of_itself_and_joins_what_is_left_of_others():
+    """By products of outputs: from gradients, inputs, tokens and looked-up rows; several copies; the last inputs are kept."""
+    generator = torch.Generator().manual_seed(2)
+    weight, delta = torch.randn(9, 40, generator=generator), torch.randn(9, 40, generator=generator)
+    a, b = torch.randn(2, 7, 40, generator=generator), torch.randn(2, 7, 9, generator=generator)
+    factors = [0.25, -0.5]
+    both, exact = Apart(Written([delta, 2 * delta]), Itself([weight]), factors), Written([delta, 2 * delta, weight])
+    for found, whole in ((both.along(b.mT @ a), exact.along(b.mT @ a)), (both.between(a, b), exact.between(a, b))):
+        assert torch.allclose(found[..., :3], whole, rtol=1e-4, atol=1e-4)
+        assert torch.allclose(found[..., 3:], whole[..., :2] + torch.tensor(factors) * whole[..., 2:], rtol=1e-4, atol=1e-4)
+    itself, other = Itself([weight]), torch.randn(2, 7, 40, generator=generator)
+    for inputs in (a, a, other):
+        assert torch.allclose(itself.by_token(inputs, b)[..., 0], ((inputs @ weight.T) * b).sum(-1), rtol=1e-4, atol=1e-4)
+    places, g = torch.randint(9, (2, 7), generator=generator), torch.randn(2, 7, 40, generator=generator)
+    assert torch.allclose(itself.looked_up(places, g)[:, 0, 0], (weight[places] * g).sum((1, 2)).double(), rtol=1e-4)
+    copies = torch.randn(3, 18, 40, generator=generator)
+    stack = Itself([weight, delta]).along(copies)
+    assert torch.allclose(stack, Written([torch.cat((weight, delta))]).along(copies), rtol=1e-4, atol=1e-4)

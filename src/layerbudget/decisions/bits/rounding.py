@@ -1,10 +1,20 @@
-r"""How far rounding moves a matrix: the errors along which damage is measured, and the squared errors of every format.
+r"""How far rounding moves a matrix: the errors along which damage is measured, and what they are in every format.
 
-ggml takes as long for the types of a menu as for a hundred passes of a small text. But the damage of a matrix per squared error
-is nearly one number. So damage is measured along the errors of few formats, the *anchors*. These are made once per matrix, of
-2,048 of its rows (all rows where it has no more), and kept in one byte per weight while gradients come. Of every format some
-rows are rounded, the same rows for all: what one row has more of, it has more of in every format, and of what is needed, a
-ratio, it leaves little. Of an embedding all these are rows of tokens of the text.
+ggml takes as long for the types of a menu as for a hundred passes of a small text. But rounding errors of all formats are made
+of two parts, ``Delta = c W + R``. The first scales all weights alike: a type whose largest code lies at the end of its range
+makes weights smaller (``Q2_K`` by 3 %), another one larger (``IQ3_S`` by 2 %). All rows of it push the output the same way, so
+it counts for more than its squared error says. What is left, R, is nearly a random direction, and its damage per squared error
+is nearly one number for a matrix. So the damage of a format is
+
+    d  =  c^2 d_W  +  k |R|^2
+
+with ``d_W`` of the weights themselves, and k from the R of few formats, the *anchors*, whose own damage is measured. These are
+made once per matrix, of 4,096 of its rows (all rows where it has no more), and kept in one byte per weight while gradients
+come. Of every format some rows are rounded, which tell c and the squared error of R: the same rows for all, so that what one
+row has more of, it has more of in every format. Of an embedding all these are rows of tokens of the text.
+
+Error feedback changes the weights of all rows by the same inputs, so that R of different rows have much to do with each other:
+there all rows are made.
 
 Squared errors are weighted as the quantiser weighs them, by the second moments of the inputs
 (:meth:`layerbudget.compressors.quantisers.Quantiser.weigh`): with error feedback, what counts is the error of the output.
@@ -12,6 +22,7 @@ Squared errors are weighted as the quantiser weighs them, by the second moments 
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -33,23 +44,21 @@ from ...execution.sites import Site
 from ...models.blocks import end_modules, reader_of, weight_of
 from ...models.offload import mapped
 from ...records import Block, Module
-from ...sensitivity.directional.directions import InBytes, spread
+from ...sensitivity.directional.directions import Apart, Directions, InBytes, Itself, spread
 from ...sensitivity.directional.terms import Watch
 from .blocks import peaks
 from .imatrix import importances
 
 _PIECE = 1 << 20  # weights that are rounded together: their errors take 4 MB
-ROWS = 2048  # of a matrix, along whose errors its damage is measured
-# Of GGUF: where 256 divides rows, and else. Quick in ggml but IQ3_S, which like Q2_K has half as much again of damage per error
-# as its neighbours: interpolated, both were taken too often.
-_ANCHORS = (("Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ3_S"), ("MXFP4", "Q5_0", "Q8_0"))
-_MOST = len(_ANCHORS[0])  # anchors of a matrix
+ROWS = 4096  # of a matrix, along whose errors its damage is measured
+_ANCHORS = (("Q2_K", "Q3_K", "Q4_K", "Q6_K"), ("MXFP4", "Q5_0", "Q8_0"))  # of GGUF, where 256 divides rows and else; quick
+_LATTICE = "IQ3_S"  # feedback leaves other errors in lattices, whose codes say several weights, than in numbers one by one
 
 
-def anchors_of(formats: Sequence[str], family: str) -> tuple[str, ...]:
+def anchors_of(formats: Sequence[str], family: str, *, feedback: bool = False) -> tuple[str, ...]:
     """Return the formats along whose errors damage is measured: some that span a menu, then plain numbers."""
     if family == GGUF:
-        return (*_ANCHORS[0], *_ANCHORS[1], PLAIN[GGUF].name)
+        return (*_ANCHORS[0], *([_LATTICE] if feedback else []), *_ANCHORS[1], PLAIN[GGUF].name)
     small = [f for f in formats if not find_format(f).plain]
     return (*dict.fromkeys(small[k * (len(small) - 1) // 2] for k in range(3 if small else 0)), PLAIN[family].name)
 
@@ -57,11 +66,15 @@ def anchors_of(formats: Sequence[str], family: str) -> tuple[str, ...]:
 class RoundingErrors(Watch):
     """The errors of blocks in all formats, made while their gradients are measured.
 
-    ``has`` says which of ``formats`` a block has, ``(K, m)``. ``rows`` of every matrix are sampled. Afterwards ``sampled`` has
-    for every matrix the weighted squared errors of its sampled rows, ``(rows, m + anchors)``, which add up to an estimate for
-    the matrix, and the share of its rows that were not sampled. ``measured`` has the sums of its squared derivatives along the
-    anchors, and the variances that rows which were not measured leave in them, ``(2, anchors)``; zeros for embedding and head.
-    With ``whole`` every format is an anchor, and all rows are measured.
+    ``has`` says which of ``formats`` a block has, ``(K, m)``. ``rows`` of every matrix are sampled. With ``whole`` every format
+    is an anchor with all rows, and none is taken apart. Afterwards there is of every matrix, by name:
+
+    Attributes:
+        factors: The factor c of every format and anchor, ``(m + anchors,)``.
+        sampled: Weighted squares of R of its sampled rows, ``(rows, m + anchors)``, which add up to an estimate for the matrix,
+            and the share of its rows that were not sampled.
+        measured: Sums of its squared derivatives along the R of anchors, and the variances that rows which were not measured
+            leave in them, ``(2, anchors)``; zeros for embedding and head.
     """
 
     def __init__(
@@ -80,14 +93,16 @@ class RoundingErrors(Watch):
     ) -> None:
         self.model, self.data, self.quantiser, self.rows, self.seed = model, data, quantiser, rows, seed
         self.treating, self.offloaded = Treating(model, quantiser), mapped(model)
-        self.formats, self.anchors = tuple(formats), tuple(formats) if whole else anchors_of(formats, family)
-        self.most, self.whole = len(formats) if whole else _MOST, whole
+        feedback = quantiser.statistic == "gram"
+        self.formats, self.whole = tuple(formats), whole
+        self.anchors = self.formats if whole else anchors_of(formats, family, feedback=feedback)
+        self.most = len(formats) if whole else len(_ANCHORS[0]) + feedback  # anchors of a matrix
         self.modules = {m.name: m for b in blocks for m in b.modules}
         menu = [[f if held else None for f, held in zip(formats, row, strict=True)] for row in has]
         self.names = {m.name: [*menu[i], *self._fitting(b.modules)] for i, b in enumerate(blocks) for m in b.modules}
-        self.sampled: dict[str, tuple[np.ndarray, float]] = {}
-        self.measured: dict[str, np.ndarray] = {}
-        self._directions: dict[str, InBytes] = {}
+        self.factors, self.measured = dict[str, np.ndarray](), dict[str, np.ndarray]()
+        self.sampled = dict[str, tuple[np.ndarray, float]]()
+        self._drawn, self._directions = dict[str, list[_Rows]](), dict[str, InBytes]()
         given = quantiser.imatrix
         self._found = {} if given is None else importances(given, model, list(self.modules.values()))
         self._statistics: InputStatistics | None = None
@@ -120,15 +135,22 @@ class RoundingErrors(Watch):
         if self.quantiser.statistic == "none" and self.lookups.isdisjoint(site.names):
             self._add(site, batch)
 
-    def of(self, name: str) -> InBytes:
-        """The errors of a matrix in the anchors, made from the rows that are measured."""
+    @property
+    def levels(self) -> int:
+        """Directions of every matrix: the anchors; where errors are taken apart their rests, the matrix itself, and both."""
+        return len(self.anchors) if self.whole else 2 * len(self.anchors) + 1
+
+    def of(self, name: str) -> Directions:
+        """The errors of a matrix in the anchors, from the rows that are measured, and the matrix itself."""
         self._take()
-        module = self.modules[name]
+        self._drawn[name] = drawn = self._draw(name)
+        self.factors[name] = self._factor(drawn)
         rows, share = self._measured(name)
-        shape = module.copies * module.d_out if rows is None else len(rows), module.d_in
-        pieces = self._pieces(name, self.names[name][len(self.formats) :], rows)
-        self._directions[name] = InBytes(shape, pieces, rows, share)
-        return self._directions[name]
+        shape = self.modules[name].copies * self.modules[name].d_out if rows is None else len(rows), self.modules[name].d_in
+        held = self._directions[name] = InBytes(shape, self._pieces(name, rows), rows, share)
+        if self.whole:
+            return held
+        return Apart(held, Itself([view for view, _ in self._views(name)]), self.factors[name][len(self.formats) :].tolist())
 
     def _measured(self, name: str) -> tuple[torch.Tensor | None, float]:
         """The rows of a matrix along whose errors its damage is measured, None for all, and their share of those that count.
@@ -139,11 +161,10 @@ class RoundingErrors(Watch):
             tied = reader_of(self.model, name) is not None
             return (None if tied else self.data.input_ids.unique().cpu(), 1.0)
         total = self.modules[name].copies * self.modules[name].d_out
-        if self.whole or total <= ROWS or name in self.heads:
+        if self.whole or total <= ROWS or name in self.heads or self.quantiser.statistic == "gram":
             return None, 1.0
-        generator = np.random.default_rng([self.seed, zlib.crc32(name.encode()), 1])
-        edges = np.linspace(0, total, ROWS + 1)  # one row of every part, so that all experts have as many
-        rows = (edges[:-1] + generator.random(ROWS) * np.diff(edges)).astype(np.int64)
+        start = np.random.default_rng([self.seed, zlib.crc32(name.encode()), 1]).random()
+        rows = ((np.arange(ROWS) + start) * total / ROWS).astype(np.int64)  # at equal distances: all experts have as many
         return torch.from_numpy(rows), ROWS / total
 
     def settle(self, names: Sequence[str]) -> None:
@@ -152,7 +173,9 @@ class RoundingErrors(Watch):
         if self.quantiser.statistic == "none":
             share_statistics({name: self._found[name] for name in names if name in self._found})
         for name in names:
-            self.sampled[name] = self._sample(name)
+            drawn = self._drawn.pop(name, None)
+            drawn = self._draw(name) if drawn is None or self.quantiser.statistic == "none" else drawn  # inputs came later
+            self.sampled[name] = self._squares(drawn, self.factors.setdefault(name, self._factor(drawn)))
             self._found.pop(name, None)
             if (held := self._directions.pop(name, None)) is not None:
                 squares = process_group().sum(held.squares)
@@ -183,10 +206,9 @@ class RoundingErrors(Watch):
     def _prepared(self, found: InputMoments | None) -> Any:
         return None if self.quantiser.statistic == "none" else self.treating.prepared(found, self._made)
 
-    def _pieces(
-        self, name: str, formats: Sequence[str | None], chosen: torch.Tensor | None
-    ) -> Iterator[list[torch.Tensor | None]]:
-        first = 0
+    def _pieces(self, name: str, chosen: torch.Tensor | None) -> Iterator[list[torch.Tensor | None]]:
+        first, count = 0, len(self.formats)
+        formats, factors = self.names[name][count:], self.factors[name][count:]
         for view, found in self._views(name):
             start, first = first, first + len(view)
             if chosen is not None:
@@ -194,9 +216,11 @@ class RoundingErrors(Watch):
             prepared = self._prepared(found)
             size = max(1, len(view) if self.quantiser.statistic == "gram" else _PIECE // view.shape[1])
             for rows in view.split(size):
-                yield [self._errors(name, rows, prepared, f) for f in formats]
+                errors = (self._errors(name, rows, prepared, f) for f in formats)
+                yield [None if e is None else _apart(e, rows, c) for e, c in zip(errors, factors, strict=True)]
 
-    def _sample(self, name: str) -> tuple[np.ndarray, float]:
+    def _draw(self, name: str) -> list[_Rows]:
+        """Some rows of a matrix, rounded to every format."""
         views = list(self._views(name))
         if any(found is not None for _, found in views):  # experts that no token reached have no part in the damage
             views = [(view, found) for view, found in views if found is not None and found.value is not None]
@@ -206,10 +230,28 @@ class RoundingErrors(Watch):
             if len(places):
                 rows, prepared = view[torch.from_numpy(places)], self._prepared(statistics)
                 given = statistics.value if statistics is not None and statistics.kind == "diagonal" else prepared
-                errors = (self._errors(name, rows, prepared, f) for f in self.names[name])
-                none = np.zeros(len(places))
-                parts.append(np.stack([none if e is None else self._weighed(e, given) for e in errors], 1))
-        found = np.concatenate(parts)
+                errors = [self._errors(name, rows, prepared, f) for f in self.names[name]]
+                parts.append(_Rows(rows=rows.to(torch.float32), errors=errors, given=given, total=total))
+        return parts
+
+    def _factor(self, drawn: Sequence[_Rows]) -> np.ndarray:
+        """The factor by which every format changes all weights of a matrix alike: ``<Delta, W> / <W, W>``, weighted."""
+        found = np.zeros((2, len(self.formats) + len(self.anchors)))
+        for part in [] if self.whole else drawn:
+            w = part.rows
+            found[1] += self._weighed(w, part.given).sum()
+            for j, e in enumerate(part.errors):
+                if e is not None:
+                    found[0, j] += (self._weighed(w + e, part.given).sum() - self._weighed(w - e, part.given).sum()) / 4
+        return found[0] / np.where(found[1] > 0, found[1], 1.0)
+
+    def _squares(self, drawn: Sequence[_Rows], factors: np.ndarray) -> tuple[np.ndarray, float]:
+        parts = []
+        for part in drawn:
+            none, errors = np.zeros(len(part.rows)), zip(part.errors, factors, strict=True)
+            each = [none if e is None else self._weighed(_apart(e, part.rows, c), part.given) for e, c in errors]
+            parts.append(np.stack(each, 1))
+        found, total = np.concatenate(parts), drawn[0].total
         return found * (total / len(found)), max(0.0, 1.0 - len(found) / total)
 
     def _weighed(self, errors: torch.Tensor, given: Any) -> np.ndarray:
@@ -226,3 +268,18 @@ class RoundingErrors(Watch):
         total, ends = sum(sizes), np.cumsum([0, *sizes])
         chosen = np.sort(generator.choice(total, min(total, self.rows), replace=False))
         return [chosen[(chosen >= a) & (chosen < b)] - a for a, b in zip(ends[:-1], ends[1:], strict=True)], total
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """Sampled rows of one copy of a matrix, of ``total`` rows of all copies: their errors, and what weighs them."""
+
+    rows: torch.Tensor
+    errors: list[torch.Tensor | None]
+    given: Any
+    total: int
+
+
+def _apart(errors: torch.Tensor, rows: torch.Tensor, factor: float) -> torch.Tensor:
+    """The rest R of rounding errors."""
+    return errors if factor == 0.0 else errors - float(factor) * rows.to(errors)

@@ -5,10 +5,13 @@ For block i in format j, with ``Delta_ij`` what the format makes of its matrices
     d_ij = 1/2 (1/N) sum_s E_y [ (sum_t b_st(y)' Delta_ij a_st)^2 ],
 
 from ``1 + 2 draws`` passes: rounding is so small a step that the dense point is enough. It is measured along the errors of a
-few formats, and pooled over these. The damage of every other one is interpolated between them, in its squared error from a
-sample of rows (:mod:`layerbudget.decisions.bits.rounding`, :mod:`layerbudget.sensitivity.directional.terms`). The rounding
-errors are those of the quantiser that will write the file. Embedding and head are measured likewise. Standard errors are over
-sequences and sampled rows.
+few formats, and pooled over these. The damage of every other one follows from what all its weights are scaled by and from the
+squared error that is left, both of a sample of rows (:mod:`layerbudget.decisions.bits.rounding`,
+:mod:`layerbudget.sensitivity.directional.terms`). The rounding errors are those of the quantiser that will write the file.
+Embedding and head are measured likewise. Standard errors are over sequences and sampled rows.
+
+Error feedback fits its codes to the inputs that it sees, so on these it looks better than it is on other text. There every
+second sequence shows the inputs, and damages are of the others, with twice as many draws.
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ from .apply import quantiser_of, round_matrices
 from .blocks import formats_table, modules_by_name
 from .rounding import RoundingErrors
 from .table import ESTIMATOR, Table
+
+_LEAST = 0.1  # of the damage of its rest that a format has at the least: what scales weights may by chance undo some of it
 
 
 def rounding_damage(
@@ -75,14 +80,21 @@ def rounding_damage(
         errors = RoundingErrors(model, data, quantiser, blocks, table.formats, has, **way)
         units = {m.name: k for k, b in enumerate(blocks) for m in b.modules}
         own: dict[str, Any] = {"draws": draws, "seed": seed, "batch_size": batch_size, "progress": progress}
-        shape = len(blocks), len(errors.anchors)
-        terms = quadratic_terms(model, data, units, errors.of, shape, listen=errors.listen, watch=errors, **own)
+        shape = len(blocks), errors.levels
+        judges, own["watched"] = np.arange(data.samples), None
+        if quantiser.statistic == "gram" and data.samples > 1:
+            judges, own["draws"], own["watched"] = judges[1::2], 2 * draws, data.select(slice(0, None, 2))
+        some = data.select(torch.from_numpy(judges))
+        terms = quadratic_terms(model, some, units, errors.of, shape, listen=errors.listen, watch=errors, **own)
         damage, error, rest = table.damage.copy(), table.error.copy(), np.zeros((*table.damage.shape, data.samples))
         found, spread, apart, kept = _damages(errors, table, decided, terms)
         damage[decided] = np.where(has, found, np.inf)
-        error[decided], rest[decided] = np.where(has, spread, 0.0), np.where(has[..., None], apart, 0.0)
+        error[decided] = np.where(has, spread, 0.0)
+        rest[np.ix_(np.array(decided), np.arange(len(table.formats)), judges)] = np.where(has[..., None], apart, 0.0)
         table = dataclasses.replace(table, damage=damage, error=error, rest=rest)
-        passes, anchors = terms.passes + quantiser.reads_text, errors.anchors
+        share = len(judges) / data.samples  # of the text; inputs take a pass more of a layer, and watched text its forward
+        passes = terms.passes * share + quantiser.reads_text * (1.0 if share == 1.0 else 2.0 * (1.0 - share))
+        anchors = errors.anchors
     first, k = np.argmax(table.has, axis=1), np.arange(len(table.blocks))
     how: dict[str, Any] = {"passes": passes, "kept": kept, "measure": "directional", "seed": seed, "rows": rows}
     how |= {"anchors": anchors} | ({} if imatrix is None else {"imatrix": str(imatrix)})
@@ -103,24 +115,47 @@ def _damages(
     errors: RoundingErrors, table: Table, decided: Sequence[int], terms: QuadraticTerms
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
     """Damage, standard error and ``rest`` of the decided blocks in all formats, and what pooling kept of the differences."""
-    count, blocks = len(table.formats), [table.blocks[i] for i in decided]
+    count, blocks, number = len(table.formats), [table.blocks[i] for i in decided], len(errors.anchors)
     rows = [np.concatenate([errors.sampled[m.name][0] for m in b.modules]) for b in blocks]
     left = np.array([max(errors.sampled[m.name][1] for m in b.modules) for b in blocks])
     norm = np.stack([r.sum(0) for r in rows])
-    wanted, measured = norm[:, :count], norm[:, count:]
-    steady, kept = pooled(np.where(measured > 0, terms.second, np.inf), terms.error, measured)
+    wanted, measured, second = norm[:, :count], norm[:, count:], terms.second[:, :number]
+    steady, kept = pooled(np.where(measured > 0, second, np.inf), terms.error[:, :number], measured)
     damage, shares = interpolated(steady, measured, wanted)
-    relative = terms.rest / np.where(terms.second > 0, terms.second, 1.0)[..., None]
+    relative = terms.rest[:, :number] / np.where(second > 0, second, 1.0)[..., None]
     rest = damage[..., None] * np.einsum("inm,ims->ins", shares, relative)
-    error = np.linalg.norm(rest, axis=-1)
-    for i, block in enumerate(blocks):  # rows that were not measured leave something open, the same for all formats
+    open_ = np.zeros(damage.shape)  # what the rows leave open
+    for i, block in enumerate(blocks):
         total, variance = np.sum([errors.measured[m.name] for m in block.modules], axis=0)
-        error[i] = np.hypot(error[i], damage[i] * (shares[i] @ (np.sqrt(variance) / np.where(total > 0, total, 1.0))))
-    for i, each in enumerate(rows):
-        each = each / np.where(norm[i] > 0, norm[i], 1.0)
+        open_[i] = damage[i] * (shares[i] @ (np.sqrt(variance) / np.where(total > 0, total, 1.0)))
+        each = rows[i] / np.where(norm[i] > 0, norm[i], 1.0)
         off = each[:, :count] - each[:, count:] @ shares[i].T
-        error[i] = np.hypot(error[i], damage[i] * np.sqrt(left[i] * (off**2).sum(0) * len(each) / max(len(each) - 1, 1)))
-    return damage, error, rest, kept
+        share = left[i] * (off**2).sum(0) * len(each) / max(len(each) - 1, 1)
+        open_[i] = np.hypot(open_[i], damage[i] * np.sqrt(share))
+    if not errors.whole:
+        more, apart = _scaled(errors, blocks, measured > 0, terms)
+        damage, rest = np.maximum(damage + more, _LEAST * damage), rest + apart
+    return damage, np.hypot(np.linalg.norm(rest, axis=-1), open_), rest, kept
+
+
+def _scaled(
+    errors: RoundingErrors, blocks: Sequence[Block], there: np.ndarray, terms: QuadraticTerms
+) -> tuple[np.ndarray, np.ndarray]:
+    """What formats add to the damage of their rests by scaling all weights alike, and its ``rest``; of anchors as measured."""
+    count, number = len(errors.formats), len(errors.anchors)
+    squares = np.stack([_factors(errors, block)[:count] for block in blocks]) ** 2
+    more, apart = squares * terms.second[:, number, None], squares[..., None] * terms.rest[:, number, None]
+    for a, j in ((a, errors.formats.index(f)) for a, f in enumerate(errors.anchors) if f in errors.formats):
+        both = number + 1 + a
+        more[:, j] = np.where(there[:, a], terms.second[:, both] - terms.second[:, a], more[:, j])
+        apart[:, j] = np.where(there[:, a, None], terms.rest[:, both] - terms.rest[:, a], apart[:, j])
+    return more, apart
+
+
+def _factors(errors: RoundingErrors, block: Block) -> np.ndarray:
+    """What all weights of a block are scaled by, in every format and anchor: the mean of its matrices."""
+    sizes = [m.copies * m.numel for m in block.modules]
+    return np.asarray(np.average([errors.factors[m.name] for m in block.modules], axis=0, weights=sizes))
 
 
 class DenseOutput:

@@ -96,9 +96,9 @@ class InBytes(Directions):
     ``pieces`` hold rows of a matrix ``(d_out, d_in)``, one piece below the other: treated minus present weights of every
     candidate, ``(rows, d_in)``, None for no change.
 
-    Rounding errors of different rows have nothing to do with each other, so their products are zero on average. A *sample* of
-    a matrix's rows is then enough: squares of its derivatives are as large as those of all rows, and :func:`spread` says how
-    sure that is.
+    Where candidates of different rows have nothing to do with each other, products of their derivatives are zero on average. A
+    *sample* of a matrix's rows is then enough: squares of its derivatives are as large as those of all rows, and
+    :func:`spread` says how sure that is.
 
     Args:
         shape: Rows that the pieces hold in all, and ``d_in``.
@@ -180,6 +180,80 @@ class InBytes(Directions):
             found[:, 0, levels] += part
             self.squares[i, levels] += part.square().sum(0).cpu().numpy()
         return found
+
+
+class Itself(Directions):
+    """One candidate: the matrix itself, which scales all of its weights alike.
+
+    Its derivative is that of the outputs without a bias, ``sum_t b_t' (W a_t)``: no gradient of the matrix is made.
+
+    Args:
+        views: The copies of the matrix, ``(d_out, d_in)`` each.
+    """
+
+    groups = levels = 1
+
+    def __init__(self, views: Sequence[torch.Tensor]) -> None:
+        self.views = list(views)
+        self._outputs: tuple[torch.Tensor, torch.Tensor] | None = None  # of the last inputs: draws share them
+
+    def along(self, gradient: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Directions.along`."""
+        found, start = gradient.new_zeros(len(gradient), 1, 1, dtype=torch.float64), 0
+        for view in self.views:
+            part = gradient[:, start : start + len(view)].flatten(1)
+            found[:, 0, 0] += (part @ view.to(part).flatten()).double()
+            start += len(view)
+        return found
+
+    def between(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Directions.between`."""
+        return self.by_token(a, b).double().sum(1, keepdim=True)
+
+    def looked_up(self, rows: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Directions.looked_up`."""
+        return (self.views[0][rows].to(b) * b).sum(-1).double().sum(-1)[:, None, None]
+
+    def by_token(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Directions.by_token`."""
+        if self._outputs is None or self._outputs[0] is not a:
+            self._outputs = a, torch.cat([a @ view.to(a).T for view in self.views], -1)
+        return (self._outputs[1] * b).sum(-1, keepdim=True)
+
+
+class Apart(Directions):
+    """Candidates that are taken apart into a share of the matrix itself and a rest: the rests, the matrix, and both together.
+
+    Args:
+        rest: The rests R of n candidates ``c W + R``.
+        itself: The matrix W.
+        factors: The shares c, ``(n,)``.
+    """
+
+    groups = 1
+
+    def __init__(self, rest: Directions, itself: Itself, factors: Sequence[float]) -> None:
+        self.rest, self.itself, self.levels = rest, itself, 2 * rest.levels + 1
+        self.factors = torch.tensor(factors, dtype=torch.float64)
+
+    def along(self, gradient: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Directions.along`."""
+        return self._all(self.rest.along(gradient), self.itself.along(gradient))
+
+    def between(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Directions.between`."""
+        return self._all(self.rest.between(a, b), self.itself.between(a, b))
+
+    def looked_up(self, rows: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Directions.looked_up`."""
+        return self._all(self.rest.looked_up(rows, b), self.itself.looked_up(rows, b))
+
+    def by_token(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Directions.by_token`."""
+        return self._all(self.rest.by_token(a, b), self.itself.by_token(a, b))
+
+    def _all(self, rest: torch.Tensor, itself: torch.Tensor) -> torch.Tensor:
+        return torch.cat((rest, itself, rest + self.factors.to(itself) * itself), -1)
 
 
 def spread(squares: np.ndarray, share: float) -> np.ndarray:

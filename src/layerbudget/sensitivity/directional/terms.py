@@ -219,6 +219,7 @@ def quadratic_terms(
     progress: Progress | None = None,
     listen: Listen | None = None,
     watch: Watch | None = None,
+    watched: Data | None = None,
     walk: str = "auto",
 ) -> QuadraticTerms:
     """Both terms of the damage along all directions, from one forward and ``[1 +] draws`` backwards.
@@ -229,7 +230,8 @@ def quadratic_terms(
     layer. ``clean`` gives the dense model's log-probabilities ``(B, T, V)`` of a batch of this process, padding behind the
     tokens; at the dense point it is None, and the first term vanishes. Every sequence draws labels by its own content and the
     seed; no ``draws`` leave the second term out. ``listen`` is called with every site and batch once, ``watch`` sees
-    how the run goes. Draws along units that span layers need the whole graph.
+    how the run goes; where other text is ``watched``, it sees the matrices run on that, and not on the data. Draws along units
+    that span layers need the whole graph.
     """
     if draws < 0 or batch_size < 1 or (draws == 0 and clean is None):
         raise InvalidInput(
@@ -258,7 +260,8 @@ def quadratic_terms(
         watch=watch,
     )
     way = "whole" if draws and _spanning(model, units) else walk
-    fed = feed(model, batches, blocks, sums, walk=way, tick=Steps(progress, own.samples, "gradients"), alone=True)
+    seen = [] if watched is None else list(unlabelled(model, shard(watched), size))
+    fed = feed(model, batches, blocks, sums, walk=way, tick=Steps(progress, own.samples, "gradients"), alone=True, watched=seen)
     counts = np.zeros(samples)
     for batch in batches:
         counts[places[batch.rows]] = (batch.targets != IGNORE).reshape(batch.size, -1).sum(1).cpu().numpy()
