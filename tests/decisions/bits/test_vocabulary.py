@@ -104,6 +104,45 @@ def test_llama_cpp_has_the_tokens_of_transformers(tmp_path, scheme):
         assert theirs[len(theirs) - len(ours) :] == ours and theirs[: len(theirs) - len(ours)] in ([], begin), text
 
 
+def written(folder, tokenizer):
+    """The file of a small model with such a vocabulary and some unused tokens, and the notes on it."""
+    from tests.decisions.bits.test_gguf import planned
+
+    from layerbudget.decisions.bits.apply import write_bits
+
+    model = zoo.build("llama", hidden_size=32, intermediate_size=32, num_hidden_layers=1, vocab_size=len(tokenizer) + 3)
+    receipt = write_bits(model, planned(model, ["F16"]), folder, tokenizer=tokenizer)
+    return folder / "model.gguf", receipt.notes
+
+
+def bytes_of_text(split=None, size=300):
+    """A fast tokenizer of bytes; without a regular expression it splits texts as GPT-2 does."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    learner, byte_level = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel
+    learner.pre_tokenizer, learner.decoder = byte_level(add_prefix_space=False), decoders.ByteLevel()
+    if split is not None:
+        steps = [pre_tokenizers.Split(Regex(split), "isolated"), byte_level(add_prefix_space=False, use_regex=False)]
+        learner.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    own = {"show_progress": False, "special_tokens": ["<s>", "</s>"], "initial_alphabet": byte_level.alphabet()}
+    learner.train_from_iterator(LEARNT, trainers.BpeTrainer(vocab_size=size, **own))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=learner, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+def test_added_tokens_are_found_in_texts(tmp_path, kind):
+    """As llama.cpp's converter writes them: those that look special are, the others are a user's own."""
+    tokenizer = bytes_of_text() if kind == "bytes" else pieces("gemma")
+    added = {"<|im_start|>": True, "<think>": False, "</think>": False, "<|fim_prefix|>": False, "<unused7>": False}
+    tokenizer.add_tokens([transformers.AddedToken(t, special=s, normalized=False) for t, s in added.items()])
+    file, notes = written(tmp_path / "out", tokenizer)
+    kinds = gguf.GGUFReader(file).fields["tokenizer.ggml.token_type"].contents()
+    assert [kinds[tokenizer.convert_tokens_to_ids(t)] for t in added] == [3, 4, 4, 3, 3] and not notes
+    text = "<|im_start|><think>the thing</think><|fim_prefix|>there"
+    ours = tokenizer(text)["input_ids"]
+    assert by_llama_cpp(file, [text])[0][-len(ours) :] == ours
+
+
 def test_pairs_that_are_not_listed_are_said(tmp_path):
     from tokenizers import Tokenizer, models
 

@@ -9,12 +9,15 @@ in conversions of SentencePiece's files. A text that begins with a space gets an
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 _NORMAL, _UNKNOWN, _CONTROL, _OWN, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's kinds of tokens; OWN is a user's
 _SPACE = "\u2581"
 _LOW = -10_000.0  # the score of tokens that no merge makes
+# Added tokens that steer a model although their tokenizer does not call them special: llama.cpp's converter knows these.
+_STEERING = re.compile(r"<\|.*\|>|<｜.*｜>|<unused.*>|<pad>|<mask>|<2mass>|\[@BOS@\]", re.DOTALL)
 # What splits a text before the merges, by the regular expression that tokenizers.json holds.
 _SPLITS = {"{1,3}| ?[^\\s": "llama-bpe", "\\p{N}| ?[^\\s": "qwen2"}
 
@@ -58,15 +61,18 @@ def add_vocabulary(writer: Any, tokenizer: Any, size: int) -> list[str]:
 
 
 def _tokens(held: Mapping[str, Any], size: int) -> tuple[list[str], list[int]]:
-    """Every token's text and kind; what a user added is text as it is."""
+    """Every token's text and kind. llama.cpp finds added tokens as they are written, before it splits a text."""
     tokens, kinds = [f"[PAD{i}]" for i in range(size)], [_UNUSED] * size
     added = held.get("added_tokens", [])
     for token, i in {**held["model"]["vocab"], **{t["content"]: t["id"] for t in added}}.items():
         if i < size:
             tokens[i], kinds[i] = token, _NORMAL
     for each in added:
-        if each["id"] < size and each.get("special"):
-            kinds[each["id"]] = _CONTROL
+        i, token = each["id"], each["content"]
+        if i < size and (each.get("special") or _STEERING.fullmatch(token)):
+            kinds[i] = _CONTROL
+        elif i < size:
+            tokens[i], kinds[i] = token.replace(_SPACE, " "), _OWN
     return tokens, kinds
 
 
@@ -99,9 +105,6 @@ def _add_pieces(writer: Any, held: Mapping[str, Any], merges: Sequence[tuple[str
     for i, token in enumerate(tokens):
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             kinds[i] = _BYTE
-    for each in held.get("added_tokens", []):
-        if each["id"] < size and not each.get("special"):
-            tokens[each["id"]], kinds[each["id"]] = each["content"].replace(_SPACE, " "), _OWN
     unknown = model["vocab"].get(model.get("unk_token"), size)
     if unknown < size:
         kinds[unknown] = _UNKNOWN
