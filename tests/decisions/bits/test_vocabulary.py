@@ -115,7 +115,7 @@ def written(folder, tokenizer):
     return folder / "model.gguf", receipt.notes
 
 
-def bytes_of_text(split=None, size=300):
+def bytes_of_text(split=None, size=300, texts=LEARNT):
     """A fast tokenizer of bytes; without a regular expression it splits texts as GPT-2 does."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -125,7 +125,7 @@ def bytes_of_text(split=None, size=300):
         steps = [pre_tokenizers.Split(Regex(split), "isolated"), byte_level(add_prefix_space=False, use_regex=False)]
         learner.pre_tokenizer = pre_tokenizers.Sequence(steps)
     own = {"show_progress": False, "special_tokens": ["<s>", "</s>"], "initial_alphabet": byte_level.alphabet()}
-    learner.train_from_iterator(LEARNT, trainers.BpeTrainer(vocab_size=size, **own))
+    learner.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, **own))
     return transformers.PreTrainedTokenizerFast(tokenizer_object=learner, bos_token="<s>", eos_token="</s>")
 
 
@@ -141,6 +141,44 @@ def test_added_tokens_are_found_in_texts(tmp_path, kind):
     text = "<|im_start|><think>the thing</think><|fim_prefix|>there"
     ours = tokenizer(text)["input_ids"]
     assert by_llama_cpp(file, [text])[0][-len(ours) :] == ours
+
+
+WORDS, END = r"[^\r\n\p{L}\p{N}]?\p{L}+", r"\s*[\r\n]+|\s+(?!\S)|\s+"
+UPPER, LOWER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+SPLITS = {
+    "llama-bpe": rf"{SHORT}|{WORDS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{END}",
+    "qwen2": rf"{SHORT}|{WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{END}",
+    "tekken": rf"{UPPER}*{LOWER}+|{UPPER}+{LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{END}",
+    "gpt-4o": rf"{UPPER}*{LOWER}+{SHORT}?|{UPPER}+{LOWER}*{SHORT}?|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{END}",
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_llama_cpp_splits_texts_as_the_tokenizer_does(tmp_path, name):
+    texts = ["I don't know, it's there", "x\n'type'\n'data'", "iPhone 12345 and a/b//\n", "d['self'] = 'test'"]
+    tokenizer = bytes_of_text(SPLITS[name], 340, [*texts, "self' 'data 'type' don't it's 123 234 PhoneX //\n\n"] * 9)
+    file, notes = written(tmp_path / "out", tokenizer)
+    assert gguf.GGUFReader(file).fields["tokenizer.ggml.pre"].contents() == name and not notes
+    for text, theirs in zip(texts, by_llama_cpp(file, texts), strict=True):
+        ours = tokenizer(text)["input_ids"]
+        assert theirs[-len(ours) :] == ours, text
+
+
+def test_splits_that_llama_cpp_has_no_name_for_are_said(tmp_path):
+    from tokenizers import pre_tokenizers
+
+    byte_level = pre_tokenizers.ByteLevel
+    whole, digits = byte_level(use_regex=False), pre_tokenizers.Digits(individual_digits=True)
+    seed = bytes_of_text(SPLITS["qwen2"].replace(r"]+[\r\n]*|", r"\r\n]+|"))  # another rule with a part of a known one
+    others = [seed.backend_tokenizer.pre_tokenizer, pre_tokenizers.Sequence([digits, byte_level()]), whole]
+    others.append(pre_tokenizers.Sequence([bytes_of_text(SPLITS["qwen2"]).backend_tokenizer.pre_tokenizer, digits]))
+    for split in others:
+        tokenizer = bytes_of_text()
+        tokenizer.backend_tokenizer.pre_tokenizer = split
+        writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+        assert "by a rule of its own" in add_vocabulary(writer, tokenizer, 500)[0]
+        assert writer.kv_data[0]["tokenizer.ggml.pre"].value == "gpt-2"
 
 
 def test_pairs_that_are_not_listed_are_said(tmp_path):

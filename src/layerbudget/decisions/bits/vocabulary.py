@@ -18,8 +18,19 @@ _SPACE = "\u2581"
 _LOW = -10_000.0  # the score of tokens that no merge makes
 # Added tokens that steer a model although their tokenizer does not call them special: llama.cpp's converter knows these.
 _STEERING = re.compile(r"<\|.*\|>|<｜.*｜>|<unused.*>|<pad>|<mask>|<2mass>|\[@BOS@\]", re.DOTALL)
-# What splits a text before the merges, by the regular expression that tokenizers.json holds.
-_SPLITS = {"{1,3}| ?[^\\s": "llama-bpe", "\\p{N}| ?[^\\s": "qwen2"}
+# llama.cpp's names of what splits a text before the merges, by the whole regular expression that tokenizer.json holds.
+_SPLITS = {
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "llama-bpe",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "qwen2",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+": "tekken",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+": "gpt-4o",
+}
 
 
 def add_vocabulary(writer: Any, tokenizer: Any, size: int) -> list[str]:
@@ -32,11 +43,11 @@ def add_vocabulary(writer: Any, tokenizer: Any, size: int) -> list[str]:
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     held: Mapping[str, Any] = json.loads(backend.to_str()) if backend is not None else {}
-    model, splits = held.get("model") or {}, json.dumps(held.get("pre_tokenizer"), ensure_ascii=False)
+    model = held.get("model") or {}
     merges = [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in model.get("merges") or ()]
     notes: list[str] = []
-    if model.get("type") == "BPE" and "ByteLevel" in splits:
-        notes += _add_byte_level(writer, held, merges, splits.replace("\\\\", "\\"), size)
+    if model.get("type") == "BPE" and any(step["type"] == "ByteLevel" for step in _steps(held)):
+        notes += _add_byte_level(writer, held, merges, size)
     elif model.get("type") == "BPE" and model.get("byte_fallback") and (prefix := _prefix(held)) is not None:
         notes += _add_pieces(writer, held, merges, prefix, size)
         if getattr(tokenizer, "unk_token_id", None) is not None:
@@ -76,22 +87,33 @@ def _tokens(held: Mapping[str, Any], size: int) -> tuple[list[str], list[int]]:
     return tokens, kinds
 
 
-def _add_byte_level(
-    writer: Any, held: Mapping[str, Any], merges: Sequence[tuple[str, ...]], splits: str, size: int
-) -> list[str]:
+def _add_byte_level(writer: Any, held: Mapping[str, Any], merges: Sequence[tuple[str, ...]], size: int) -> list[str]:
     """Tokens and merges of a byte-level BPE."""
     tokens, kinds = _tokens(held, size)
-    known = next((name for part, name in _SPLITS.items() if part in splits), None)
+    known = _split_of(_steps(held))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(known or "gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     writer.add_token_merges([" ".join(m) for m in merges])
-    if known is None and ('"Regex"' in splits or '"Digits"' in splits):
+    if known is None:
         return [
             "llama.cpp splits texts as GPT-2 does here, the tokenizer by a rule of its own: some words become other tokens."
         ]
     return []
+
+
+def _steps(held: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The steps that split a text before the merges."""
+    step = held.get("pre_tokenizer")
+    return [] if step is None else list(step["pretokenizers"]) if step["type"] == "Sequence" else [step]
+
+
+def _split_of(steps: Sequence[Mapping[str, Any]]) -> str | None:
+    """llama.cpp's name of the steps; None where it has none. ``ByteLevel`` splits as GPT-2 does unless told not to."""
+    regex = [s["pattern"].get("Regex") for s in steps if s["type"] == "Split"]
+    splits = [s["type"] for s in steps if s["type"] != "ByteLevel" or s.get("use_regex", True)]
+    return "gpt-2" if splits == ["ByteLevel"] else _SPLITS.get(regex[0]) if splits == ["Split"] else None
 
 
 def _add_pieces(writer: Any, held: Mapping[str, Any], merges: Sequence[tuple[str, ...]], prefix: bool, size: int) -> list[str]:
