@@ -219,6 +219,15 @@ def test_forbidden_formats_are_not_used_and_kept_ones_are():
         plan_bits(scores, bits=3.2, forbid=["slow-cpu", "Q2_K"])
 
 
+def test_a_mix_beside_a_plan_is_llama_cpps_own_whatever_the_plan_keeps_and_forbids():
+    scores, asked = gguf_record(), {"like": "Q4_K_M", "keep": {"lm_head": "Q8_0"}, "forbid": ["Q6_K"]}
+    plan, free = plan_bits(scores, **asked).extra, plan_bits(scores, like="Q4_K_M").extra
+    assert "Q6_K" in mix_bytes(scores, "Q4_K_M")[1] and plan["mix"] == free["mix"] == "Q4_K_M"
+    assert all(plan["baselines"]["mix"][key] == free["baselines"]["mix"][key] for key in ("predicted", "spent"))
+    assert plan["formats"]["lm_head"] == "Q8_0" and "Q6_K" not in plan["formats"].values()
+    assert plan["baselines"]["uniform"]["predicted"] >= plan["predicted"] > free["predicted"]
+
+
 def test_budgets_like_a_mix_are_for_files_of_llama_cpp():
     with pytest.raises(InvalidInput, match="no mix 'Q4_K_XL'"):
         plan_bits(gguf_record(), like="Q4_K_XL")

@@ -253,6 +253,15 @@ def test_a_plan_with_feedback_stands_beside_the_file_that_llama_quantize_writes(
     assert record["taken"] != PEER and record["rows"][PEER]["difference"] < 0
 
 
+def test_a_mix_with_formats_that_may_not_be_used_is_compared_and_not_taken():
+    model, text = zoo.build("llama", hidden_size=64, intermediate_size=64), zoo.tokens(8, 16)
+    own = {"family": "gguf", "draws": 1, "formats": ["Q4_0", "Q8_0"], "keep": {"mlp": "Q4_0"}}
+    plan = plan_bits(model, text.select(slice(0, 4)), text.select(slice(4, 8)), like="Q8_0", **own)
+    rows = plan.extra["check"]["rows"]
+    assert plan.extra["mix"] == "Q8_0" and rows["mix"]["kl"] < 0.5 * rows[plan.rule]["kl"] and plan.rule != "mix"
+    assert {f for m, f in plan.extra["formats"].items() if "mlp" in m} == {"Q4_0"}
+
+
 def test_a_check_says_where_baselines_are_the_same_plan():
     model, data = zoo.build("llama", intermediate_size=64), zoo.tokens(4, 16)
     plan = plan_bits(model, data.select(slice(0, 2)), data.select(slice(2, 4)), bits=16, formats=["w4-g32", "w8-g32"])

@@ -32,7 +32,7 @@ from .gguf import head_bytes
 from .gguf_names import is_written
 from .imatrix import imatrix_digest
 from .packed import header_bytes
-from .program import PEER, Limits, other_plan, plan_from_table, types_like
+from .program import PEER, Limits, is_allowed, other_plan, plan_from_table, types_like
 from .sensitivity import DenseOutput, mean_and_error, rounding_damage
 from .table import Table
 
@@ -204,7 +204,8 @@ def check_plan(
     if "mix" in plans and method == "gptq":
         rows[PEER], spent[PEER] = measure(plans["mix"].extra["formats"], "weighted"), spent["mix"]
     same = [n for n, each in plans.items() if each.extra["formats"] == plan.extra["formats"]]
-    record = check_record(model, dense, plan.rule, rows, spent, same)
+    beside = [n for n, each in plans.items() if not is_allowed(each, scores)]
+    record = check_record(model, dense, plan.rule, rows, spent, same, beside)
     chosen = plans[record["taken"]]
     return dataclasses.replace(chosen, extra={**chosen.extra, "check": record, "asked": plan.rule})
 
@@ -216,6 +217,7 @@ def check_record(
     rows: Mapping[str, np.ndarray],
     spent: Mapping[str, int],
     same: Sequence[str],
+    beside: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the record of whole plans on held-out text: ``rows``, the one that is ``taken``, and the ``verdict``.
 
@@ -228,9 +230,10 @@ def check_record(
         rows: Of every rule's plan, as :meth:`DenseOutput.rows` gives them.
         spent: Its bytes.
         same: Rules whose plan is the one of ``rule``.
+        beside: Rules whose plans are compared and never taken: they have formats that were not to be used.
     """
     kl = {n: mean_and_error(r[:, :2])[0] for n, r in rows.items()}
-    best = min((n for n in kl if n != PEER), key=lambda n: (kl[n], n != rule)) if rule == "choices" else rule
+    best = min((n for n in kl if n not in (PEER, *beside)), key=lambda n: (kl[n], n != rule)) if rule == "choices" else rule
     table = {n: describe_rows(r, None if n == best else rows[best]) for n, r in rows.items()}
     for name, row in table.items():
         row |= {"bytes": spent[name], "same": name != rule and name in same}

@@ -51,6 +51,12 @@ class Limits:
     forbid: Sequence[str] = ()
     keep: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
+    @classmethod
+    def of(cls, plan: Plan) -> Limits:
+        """Return the limits that a plan was made with."""
+        names = (f.name for f in dataclasses.fields(cls))
+        return cls(**{name: plan.hyperparameters[name] for name in names if name in plan.hyperparameters})
+
     def check(self) -> None:
         """Refuse what no model can make possible."""
         given = [name for name in ("bits", "budget", "like") if getattr(self, name) is not None]
@@ -170,7 +176,7 @@ def plan_from_table(scores: Scores, limits: Limits, rule: str = "choices") -> Pl
     limit = limits.bytes(limits.restrict(table))
     given = {**limits.record(), "rule": rule, "method": table.method, "runtime": table.runtime}
     given |= imatrix_of(scores)
-    plan = _plan(scores, limits, limit, given)
+    plan = _plan(scores, limits, limit, given, table if rule != "mix" else limits.restrict(table))
     return dataclasses.replace(plan, extra={**plan.extra, "curve": curve(limits.restrict(table))})
 
 
@@ -203,14 +209,23 @@ def imatrix_of(scores: Scores) -> dict[str, str]:
 
 
 def other_plan(plan: Plan, scores: Scores, rule: str) -> Plan:
-    """Return the plan that another rule makes of the same budget."""
-    held = {f.name: plan.hyperparameters[f.name] for f in dataclasses.fields(Limits) if f.name in plan.hyperparameters}
-    return _plan(scores, Limits(**held), int(plan.budget["limit"]), {**plan.hyperparameters, "rule": rule})
+    """Return the plan that another rule makes of the same budget. The mix is llama.cpp's own: see :func:`is_allowed`."""
+    limit, given = int(plan.budget["limit"]), {**plan.hyperparameters, "rule": rule}
+    return _plan(scores, Limits.of(plan), limit, given, Table.of(scores))
 
 
-def _plan(scores: Scores, limits: Limits, limit: int, given: Mapping[str, Any]) -> Plan:
-    table = limits.restrict(Table.of(scores))
-    mix, mixed = best_mix(table, limit, limits.like)
+def is_allowed(plan: Plan, scores: Scores) -> bool:
+    """Return whether a plan keeps to the limits that it was asked for with: a mix has formats of its own."""
+    table, formats = Limits.of(plan).restrict(Table.of(scores)), plan.extra["formats"]
+    wanted = [table.formats.index(formats[b.modules[0].name]) for b in table.blocks]
+    return bool(table.has[np.arange(len(wanted)), wanted].all()) and plan.budget["spent"] <= plan.budget["limit"]
+
+
+def _plan(scores: Scores, limits: Limits, limit: int, given: Mapping[str, Any], mixes: Table) -> Plan:
+    """The plan of a rule; ``mixes`` has the formats that mixes of llama.cpp may have."""
+    whole = Table.of(scores)
+    table = limits.restrict(whole)
+    mix, mixed = best_mix(mixes, limit, limits.like)
     others = {name: make(table, limit) for name, make in BASELINES.items()} | ({} if mixed is None else {"mix": mixed})
     if given["rule"] == "mix" and mixed is None:
         raise InvalidInput(
@@ -218,7 +233,7 @@ def _plan(scores: Scores, limits: Limits, limit: int, given: Mapping[str, Any]) 
             "It has to fit, in types that were measured and are allowed, for a GGUF file.",
             "Raise the budget, or use --rule choices.",
         )
-    found = Decision.of(table, limit, others)
+    found = Decision.of(table, limit, others, whole)
     chosen, spent = found.choices[given["rule"]], found.totals[given["rule"]]["spent"]
     return Plan(
         kind="bits",
@@ -268,12 +283,13 @@ class Decision:
     tables: Mapping[str, Table] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, table: Table, limit: int, others: Mapping[str, np.ndarray]) -> Decision:
-        """Return the decision within so many bytes, beside the choices of other rules."""
+    def of(cls, table: Table, limit: int, others: Mapping[str, np.ndarray], whole: Table | None = None) -> Decision:
+        """Return the decision within so many bytes, beside other rules' choices, whose formats may be any of ``whole``."""
         what = KINDS.find("cache" if table.family == CACHE else "bits").bytes_of
         found = dataclasses.replace(choose(table.damage, table.size, limit), among=f" of {what}")
         choices = {"choices": found.chosen, **others}
-        return cls(table=table, choices=choices, totals={n: table.totals(c) for n, c in choices.items()}, found=found)
+        whole = whole or table
+        return cls(table=whole, choices=choices, totals={n: whole.totals(c) for n, c in choices.items()}, found=found)
 
     def certificate(self, rule: str) -> dict[str, Any]:
         """Return the certificate of a rule's plan: rules without a program have none."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,8 +62,7 @@ def _measured(plan: Plan, scores: Scores, kinds: list[str]) -> dict[str, Any]:
         raise ModelMismatch(
             "The plan was made from other scores.", f"Its scores have the digest {plan.scores_digest}.", "Name that file."
         )
-    names = [f.name for f in dataclasses.fields(Limits) if f.name in plan.hyperparameters]
-    table = Limits(**{name: plan.hyperparameters[name] for name in names}).restrict(Table.of(scores))
+    table = Limits.of(plan).restrict(Table.of(scores))
     chosen = np.array([table.formats.index(kind) for kind in kinds])
     error = table.error[np.arange(len(chosen)), chosen]
     return {**table.reasons(chosen), "error": [float(f"{e:.3g}") for e in error]}
