@@ -19,8 +19,9 @@ from layerbudget.decisions.bits import requantise as R
 from layerbudget.decisions.bits.apply import QuantisationReceipt, write_bits
 from layerbudget.decisions.bits.blocks import formats_table
 from layerbudget.decisions.bits.card import model_card
+from layerbudget.decisions.bits.export import llama_cpp
 from layerbudget.decisions.bits.gguf import file_bytes, head_bytes
-from layerbudget.decisions.bits.gguf_names import ARCHITECTURES, architecture
+from layerbudget.decisions.bits.gguf_names import ARCHITECTURES, Names, architecture
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.bits.program import extra_of, plan_blocks
 from layerbudget.decisions.bits.requantise import requantise
@@ -311,6 +312,39 @@ def test_rows_are_found_wherever_a_converter_put_them(tmp_path, converted):
     assert not (tmp_path / "no.gguf").exists() and not list(tmp_path.glob(".rounded*"))
 
 
+def test_keys_and_values_of_latent_attention_stay_as_the_converter_wrote_them(tmp_path):
+    """It writes both apart, the keys of every head turned around; a plan leaves them, and gives all else its types."""
+    wide = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "kv_lora_rank": 32, "q_lora_rank": 32}
+    model = zoo.build("deepseek-v3", **wide)
+    plan, own = planned(model, ["Q8_0", "Q4_0"]), dict(model.named_parameters())
+    assert not any("kv_b_proj" in m for m in plan.extra["formats"]) and any("kv_a_proj" in m for m in plan.extra["formats"])
+    writer, names = gguf.GGUFWriter(tmp_path / "source.gguf", "deepseek2"), Names("deepseek2", 3)
+    writer.add_block_count(3)
+    for matrix in plan.extra["formats"]:
+        weight, tensors = own.get(f"{matrix}.weight", own.get(matrix)).detach().half().numpy(), names.find(matrix)
+        for tensor, part in zip(tensors, np.split(weight, len(tensors), -2), strict=True):
+            writer.add_tensor(f"{tensor}.weight", np.ascontiguousarray(part))
+    for i in range(3):
+        both = own[f"model.layers.{i}.self_attn.kv_b_proj.weight"].detach().half().numpy().reshape(4, 16, 32)
+        writer.add_tensor(f"blk.{i}.attn_k_b.weight", np.ascontiguousarray(both[:, :8].swapaxes(1, 2)))
+        writer.add_tensor(f"blk.{i}.attn_v_b.weight", np.ascontiguousarray(both[:, 8:]))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    receipt = requantise(tmp_path / "source.gguf", plan, tmp_path / "planned.gguf")
+    before, after = types_and_bytes(tmp_path / "source.gguf"), types_and_bytes(tmp_path / "planned.gguf")
+    kept = {n for n in after if after[n] == before[n]}
+    assert receipt.bytes == plan.budget["spent"] and {n for n in before if "_b.weight" in n and "q_b" not in n} <= kept
+    assert {after[n][0] for n in set(after) - kept} == {"Q8_0", "Q4_0"} and kept < set(after)
+    assert "attn_[kv]_b\\.weight=f16" in llama_cpp(plan).splitlines()
+    old = dataclasses.replace(plan.blocks[-1], name="x", modules=("model.layers.0.self_attn.kv_b_proj",))
+    formats = {**plan.extra["formats"], old.modules[0]: "Q8_0"}
+    older = dataclasses.replace(plan, blocks=(*plan.blocks, old), extra={**plan.extra, "formats": formats})
+    with pytest.raises(InvalidInput, match="two tensors in the file.*Make the plan again"):
+        requantise(tmp_path / "source.gguf", older, tmp_path / "no.gguf")
+
+
 def test_an_importance_matrix_and_a_source_that_is_quantised(tmp_path, converted):
     """Experts have importances of their own, and rounding twice is said."""
     model = build("qwen3_moe")
@@ -383,7 +417,7 @@ def test_a_plan_of_another_model_is_refused(tmp_path, converted, capsys):
     deep.save(tmp_path / "plan.json")
     asked = ["apply", str(converted / "llama.gguf"), str(tmp_path / "plan.json"), "-o", str(tmp_path / "o.gguf"), "--quiet"]
     assert main(asked) == 2 and "model.layers.3.mlp.down_proj is not in it" in " ".join(capsys.readouterr().err.split())
-    said = "--samples has no meaning for a GGUF file. It would be ignored. Leave it out: what is known of the inputs is in --set imatrix=FILE"
+    said = "--samples has no meaning for a GGUF file. It would be ignored. Leave it out: what is known of the inputs is in"
     assert main([*asked, "--samples", "3"]) == 2 and said in " ".join(capsys.readouterr().err.split())
     plan = planned(build("llama"), ["Q8_0"])
     plan.save(tmp_path / "plan.json", overwrite=True)

@@ -14,7 +14,7 @@ from layerbudget.compressors.formats import find_format
 from layerbudget.decisions.bits.memory import cache_of
 from layerbudget.decisions.bits.mixes import MIXES, LlamaModel, Tensor, types_of
 from layerbudget.decisions.bits.plan import plan_bits
-from layerbudget.decisions.bits.program import BASELINES
+from layerbudget.decisions.bits.program import BASELINES, is_allowed, other_plan
 from layerbudget.decisions.bits.table import Table
 from layerbudget.errors import CorruptFile, InfeasibleBudget, InvalidInput, UnknownUnit
 from layerbudget.plan import Plan
@@ -226,6 +226,20 @@ def test_a_mix_beside_a_plan_is_llama_cpps_own_whatever_the_plan_keeps_and_forbi
     assert all(plan["baselines"]["mix"][key] == free["baselines"]["mix"][key] for key in ("predicted", "spent"))
     assert plan["formats"]["lm_head"] == "Q8_0" and "Q6_K" not in plan["formats"].values()
     assert plan["baselines"]["uniform"]["predicted"] >= plan["predicted"] > free["predicted"]
+
+
+def test_a_mix_saves_keys_and_values_of_latent_attention_that_plans_leave():
+    scores, keys, values = gguf_record(), ["blk.0.attn_k_b.weight", 512, 128, 4], ["blk.0.attn_v_b.weight", 128, 512, 4]
+    held = scores.extra["choices"]
+    latent = {**held, "llama": {**held["llama"], "architecture": "deepseek2", "beside": [keys, values]}}
+    scores = dataclasses.replace(scores, extra={"choices": latent})
+    spared = 4 * 512 * 128 * 4 - 4 * 512 * 128 // 32 * 22 - 4 * 512 * 128 // 256 * 144  # Q5_0 for rows of 128, Q4_K for 512
+    plan, free = plan_bits(scores, like="Q4_K_M"), plan_bits(gguf_record(), like="Q4_K_M")
+    assert plan.budget["limit"] == free.budget["limit"] - spared == plan.extra["baselines"]["mix"]["spent"]
+    assert plan.extra["mix"] == "Q4_K_M" and plan.budget["spent"] == plan.counts.sum() <= plan.budget["limit"]
+    assert is_allowed(plan, scores) and not is_allowed(other_plan(plan, scores, "mix"), scores)
+    smaller = plan_bits(scores, like="Q4_K_M", rule="mix")
+    assert smaller.extra["mix"] != "Q4_K_M" and smaller.budget["spent"] <= smaller.budget["limit"]
 
 
 def test_budgets_like_a_mix_are_for_files_of_llama_cpp():

@@ -30,7 +30,7 @@ from ...errors import InvalidInput, UnknownBlock
 from ...models.blocks import config_of, end_modules, layers, partition, pretrained, text_config, weight_of
 from ...records import Block, Module, natural_key, stacks
 from .gguf import check_even, fixed_bytes, in_file
-from .gguf_names import ROUTERS, find_architecture, find_names, split_stacks
+from .gguf_names import ACROSS, LATENT, ROUTERS, find_architecture, find_names, split_stacks
 from .memory import cache_of
 from .mixes import LlamaModel
 from .saved_names import experts_of
@@ -111,8 +111,10 @@ def _llama(model: nn.Module, blocks: Sequence[Block], target: Runtime, method: s
     if target.family != GGUF:
         return {}
     config = text_config(config_of(model))
+    planned = {m.name: m for b in blocks for m in b.modules}
+    latent = [m for b in partition(model, "linear") for m in b.modules if m.name.endswith(LATENT) and m.name not in planned]
     try:
-        arch, known = find_architecture([m.name for b in blocks for m in b.modules], config.model_type)
+        arch, known = find_architecture([*planned, *(m.name for m in latent)], config.model_type)
     except InvalidInput:
         return {}
     heads = getattr(config, "num_attention_heads", None) or 1  # models of states alone have none
@@ -124,9 +126,17 @@ def _llama(model: nn.Module, blocks: Sequence[Block], target: Runtime, method: s
         heads=heads // keys,
         experts=next((n for n in counts if n), 0),
         imatrix=find_quantiser(method).statistic != "none",
+        beside=[row for m in latent if len(known[m.name]) > 1 for row in _keys_and_values(m, known[m.name], config)],
     )
     first = {m: f"{tensors[0]}.weight" for m, tensors in known.items()}  # the rules give gate and up the same
     return {"llama": rules, "stored": tuple(tuple(first[m.name] for m in b.modules) for b in blocks)}
+
+
+def _keys_and_values(matrix: Module, tensors: Sequence[str], config: Any) -> list[list[Any]]:
+    """The two tensors of latent attention as :attr:`LlamaModel.beside` has them: keys lie across, head by head."""
+    keys, values = int(config.qk_nope_head_dim), int(config.v_head_dim)
+    heads, (first, second) = matrix.d_out // (keys + values), (f"{t}.weight" for t in tensors)
+    return [[first, matrix.d_in, keys, heads], [second, values, matrix.d_in, heads]]
 
 
 def _bytes(block: Block, form: Format, target: Runtime) -> int:
@@ -148,19 +158,19 @@ def blocks_of(model: nn.Module, runtime: Runtime, by: str = "linear") -> tuple[B
     if runtime.ends:
         groups |= {m.name: [m] for m in end_modules(model)}
     if runtime.family == GGUF:
-        routers = _routers(model, [m.name for modules in groups.values() for m in modules])
-        left = {k: [m for m in modules if m.name not in routers] for k, modules in groups.items()}
+        fixed = _undecided(model, [m.name for modules in groups.values() for m in modules])
+        left = {k: [m for m in modules if m.name not in fixed] for k, modules in groups.items()}
         groups = {k: modules for k, modules in left.items() if modules}
     return tuple(Block(name=k, modules=tuple(groups[k])) for k in sorted(groups, key=natural_key))
 
 
-def _routers(model: nn.Module, names: Sequence[str]) -> set[str]:
-    """Matrices that choose experts: llama.cpp keeps them in 32 bits."""
+def _undecided(model: nn.Module, names: Sequence[str]) -> set[str]:
+    """Matrices that no type of a GGUF file is for: routers, in 32 bits, and keys and values of latent attention, in 16."""
     try:
         found = find_names(names, text_config(config_of(model)).model_type)
     except InvalidInput:
         return set()
-    return {m for m, tensors in found.items() if ROUTERS.search(tensors[0])}
+    return {m for m, tensors in found.items() if ROUTERS.search(tensors[0]) or ACROSS.search(tensors[0])}
 
 
 def modules_by_name(model: nn.Module, names: Iterable[str]) -> dict[str, Module]:

@@ -21,7 +21,8 @@ def llama_cpp(plan: Plan) -> str:
     found = _formats(plan, GGUF)
     names = find_names(found)
     lines = {t: f.name.lower() for n, f in found.items() for t in names[n]}
-    return "".join(f"^{re.escape(t)}\\.weight={kind}\n" for t, kind in lines.items())
+    latent = "attn_[kv]_b\\.weight=f16\n" * any(n.endswith(".kv_a_proj_with_mqa") for n in found)  # no plan changes these
+    return latent + "".join(f"^{re.escape(t)}\\.weight={kind}\n" for t, kind in lines.items())
 
 
 def auto_round(plan: Plan) -> str:

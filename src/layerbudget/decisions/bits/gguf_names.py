@@ -270,6 +270,8 @@ _ALIASES = (  # names of transformers, and names that the package knows
 )
 _GATE_UP = ".experts.gate_up_proj"
 ROUTERS = re.compile(r"\.ffn_gate_inp(_shexp)?$")  # llama.cpp keeps them in 32 bits
+ACROSS = re.compile(r"\.attn_k_b$")  # the converter turns it around, head by head: its rows are no rows of a matrix
+LATENT = ".kv_b_proj"  # keys and values of latent attention
 
 
 class Names:
@@ -289,10 +291,14 @@ class Names:
         self.arch, self.known = arch, type("Map", (gguf.TensorNameMap,), own)(kinds[arch], layers)
 
     def find(self, matrix: str) -> tuple[str, ...]:
-        """Return the tensors of a matrix: none, one, or gate and up of experts that are one stack in transformers.
+        """Return the tensors of a matrix: none, one, or two that are one in transformers.
+
+        These are gate and up of a stack of experts, and keys and values of latent attention.
 
         >>> Names("qwen3moe", 2).find("model.layers.1.mlp.experts.gate_up_proj")
         ('blk.1.ffn_gate_exps', 'blk.1.ffn_up_exps')
+        >>> Names("deepseek2", 2).find("model.layers.1.self_attn.kv_b_proj")
+        ('blk.1.attn_k_b', 'blk.1.attn_v_b')
         """
         for pattern, name in _ALIASES:
             matrix = pattern.sub(name, matrix)
@@ -300,6 +306,10 @@ class Names:
             stem = matrix.removesuffix("gate_up_proj")
             found = tuple(self.known.get_name(f"{stem}{part}_proj") for part in ("gate", "up"))
             return found if all(found) else ()
+        if matrix.endswith(LATENT):
+            found = tuple(self.known.get_name(matrix.replace(LATENT, f".{part}_b_proj")) for part in "kv")
+            if all(found):
+                return found
         name = self.known.get_name(matrix)
         return (name,) if name else ()
 
@@ -322,7 +332,7 @@ def find_architecture(matrices: Iterable[str], kind: str = "") -> tuple[str, dic
     own = [ARCHITECTURES[kind].name] if kind in ARCHITECTURES else []
     every = need_gguf().MODEL_ARCH_NAMES.values()
     near = [name for name in every if kind and name.replace("-", "") == kind.replace("_", "")]
-    for arch in dict.fromkeys((*own, *near, *(a.name for a in ARCHITECTURES.values()), *every)):
+    for arch in dict.fromkeys((*own, *near, *(a.name for a in ARCHITECTURES.values()), "deepseek2", *every)):
         names = _map(arch, layers)
         found = {m: names.find(m) for m in wanted}
         if all(found.values()):

@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ...compressors.formats import TYPES
 from ...errors import InvalidInput
@@ -63,6 +64,7 @@ class LlamaModel:
         heads: Query heads per key head, rounded down.
         experts: Of a layer.
         imatrix: Whether there is an importance matrix.
+        beside: Tensors that mixes round and plans leave, ``[name, d_out, d_in, copies]``: keys and values of latent attention.
     """
 
     architecture: str
@@ -70,11 +72,17 @@ class LlamaModel:
     heads: int
     experts: int = 0
     imatrix: bool = True
+    beside: Sequence[Sequence[Any]] = ()
 
     @property
     def mixes(self) -> tuple[str, ...]:
         """The mixes that differ, the smallest first: without experts MXFP4_MOE is Q8_0."""
         return tuple(mix for mix in MIXES if self.experts or mix != "MXFP4_MOE")
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors ``beside``."""
+        return [Tensor(name=name, d_out=d_out, d_in=d_in, copies=copies) for name, d_out, d_in, copies in self.beside]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -200,11 +200,11 @@ def check_plan(
         return measured[key]
 
     rows = {name: measure(each.extra["formats"]) for name, each in plans.items()}
-    spent = {name: int(each.budget["spent"]) for name, each in plans.items()}
+    beside = [n for n, each in plans.items() if not is_allowed(each, scores)]
+    spent = {n: int((plan.extra["baselines"][n] if n in beside else p.budget)["spent"]) for n, p in plans.items()}
     if "mix" in plans and method == "gptq":
         rows[PEER], spent[PEER] = measure(plans["mix"].extra["formats"], "weighted"), spent["mix"]
     same = [n for n, each in plans.items() if each.extra["formats"] == plan.extra["formats"]]
-    beside = [n for n, each in plans.items() if not is_allowed(each, scores)]
     record = check_record(model, dense, plan.rule, rows, spent, same, beside)
     chosen = plans[record["taken"]]
     return dataclasses.replace(chosen, extra={**chosen.extra, "check": record, "asked": plan.rule})

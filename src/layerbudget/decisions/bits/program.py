@@ -176,7 +176,7 @@ def plan_from_table(scores: Scores, limits: Limits, rule: str = "choices") -> Pl
     limit = limits.bytes(limits.restrict(table))
     given = {**limits.record(), "rule": rule, "method": table.method, "runtime": table.runtime}
     given |= imatrix_of(scores)
-    plan = _plan(scores, limits, limit, given, table if rule != "mix" else limits.restrict(table))
+    plan = _plan(scores, limits, limit, given, free=rule != "mix")
     return dataclasses.replace(plan, extra={**plan.extra, "curve": curve(limits.restrict(table))})
 
 
@@ -211,7 +211,7 @@ def imatrix_of(scores: Scores) -> dict[str, str]:
 def other_plan(plan: Plan, scores: Scores, rule: str) -> Plan:
     """Return the plan that another rule makes of the same budget. The mix is llama.cpp's own: see :func:`is_allowed`."""
     limit, given = int(plan.budget["limit"]), {**plan.hyperparameters, "rule": rule}
-    return _plan(scores, Limits.of(plan), limit, given, Table.of(scores))
+    return _plan(scores, Limits.of(plan), limit, given, free=True)
 
 
 def is_allowed(plan: Plan, scores: Scores) -> bool:
@@ -221,11 +221,11 @@ def is_allowed(plan: Plan, scores: Scores) -> bool:
     return bool(table.has[np.arange(len(wanted)), wanted].all()) and plan.budget["spent"] <= plan.budget["limit"]
 
 
-def _plan(scores: Scores, limits: Limits, limit: int, given: Mapping[str, Any], mixes: Table) -> Plan:
-    """The plan of a rule; ``mixes`` has the formats that mixes of llama.cpp may have."""
+def _plan(scores: Scores, limits: Limits, limit: int, given: Mapping[str, Any], *, free: bool) -> Plan:
+    """The plan of a rule; whether the mix beside it is ``free`` of the limits of plans, and so what llama-quantize writes."""
     whole = Table.of(scores)
     table = limits.restrict(whole)
-    mix, mixed = best_mix(mixes, limit, limits.like)
+    mix, mixed = best_mix(whole if free else table, limit, limits.like, free=free)
     others = {name: make(table, limit) for name, make in BASELINES.items()} | ({} if mixed is None else {"mix": mixed})
     if given["rule"] == "mix" and mixed is None:
         raise InvalidInput(
@@ -235,6 +235,8 @@ def _plan(scores: Scores, limits: Limits, limit: int, given: Mapping[str, Any], 
         )
     found = Decision.of(table, limit, others, whole)
     chosen, spent = found.choices[given["rule"]], found.totals[given["rule"]]["spent"]
+    if free and mix is not None:
+        found.totals["mix"]["spent"] -= _spared(whole, mix)
     return Plan(
         kind="bits",
         rule=given["rule"],
@@ -366,6 +368,7 @@ def uniform(table: Table, limit: int) -> np.ndarray:
 def mix_of(table: Table, mix: str) -> tuple[int, np.ndarray | None]:
     """Return the bytes that the blocks take in a mix of llama.cpp, and the choice of formats, ``(K,)``.
 
+    What it rounds beside them and no plan does, it saves: that is taken off.
     There is no choice where llama.cpp refuses the mix for want of an importance matrix, or where the table does not have its
     types. A block that can have one format only has that.
     """
@@ -374,6 +377,7 @@ def mix_of(table: Table, mix: str) -> tuple[int, np.ndarray | None]:
     parts = [(name, m) for block, names in own for name, m in zip(names, block.modules, strict=True)]
     apart = [(types[name], m, split_stacks(m.name, m.copies)) for name, m in parts]  # gate and up are two tensors
     size = sum(n * find_format(kind, GGUF).bytes(m.d_out // n, m.d_in, m.copies) for kind, m, n in apart)
+    size -= _spared(table, mix)
     chosen, has = np.zeros(len(table.blocks), dtype=np.int64), table.has
     for i, names in enumerate(table.stored):
         kinds = {types[name] for name in names}
@@ -394,32 +398,44 @@ def _mixed(table: Table, mix: str) -> tuple[bool, dict[str, str]]:
         for name, m in zip(names, block.modules, strict=True):
             copies = m.copies + (tensors[name].copies if name in tensors else 0)
             tensors[name] = Tensor(name=name, d_out=m.d_out, d_in=m.d_in, copies=copies)
-    whole = list(tensors.values())
+    whole = [*tensors.values(), *table.llama.tensors]
     types = types_of(mix, table.llama, whole)
     refused = not table.llama.imatrix and needs_matrix(mix, whole, types)
     if refused:
         types = types_of(mix, dataclasses.replace(table.llama, imatrix=True), whole)
-    return refused, dict(zip(tensors, types, strict=True))
+    return refused, {t.name: kind for t, kind in zip(whole, types, strict=True)}
+
+
+def _spared(table: Table, mix: str) -> int:
+    """Bytes that a mix saves of the tensors that plans leave in 16 bits."""
+    tensors = [] if table.llama is None else table.llama.tensors
+    types = _mixed(table, mix)[1] if tensors else {}
+    forms = ((find_format("F16", GGUF), find_format(types[t.name], GGUF), t) for t in tensors)
+    return sum(plain.bytes(t.d_out, t.d_in, t.copies) - form.bytes(t.d_out, t.d_in, t.copies) for plain, form, t in forms)
 
 
 def types_like(table: Table, mix: str) -> list[str]:
     """Return the formats of a table and those of a mix, where the table's quantiser can round to them."""
     if table.llama is None:
         return list(table.formats)
-    types = [find_format(name, GGUF) for name in _mixed(table, find_mix(mix))[1].values()]
+    kinds, own = _mixed(table, find_mix(mix))[1], {name for names in table.stored for name in names}
+    types = [find_format(kind, GGUF) for name, kind in kinds.items() if name in own]
     known = (f.name for f in types if table.llama.imatrix or not f.needs_inputs)
     return list(dict.fromkeys((*table.formats, *known)))
 
 
-def best_mix(table: Table, limit: int, like: str | None = None) -> tuple[str | None, np.ndarray | None]:
-    """Return the mix that a plan of so many bytes is compared with, and its formats: the one named, or the best that fits."""
+def best_mix(table: Table, limit: int, like: str | None = None, *, free: bool = True) -> tuple[str | None, np.ndarray | None]:
+    """Return the mix that a plan of so many bytes is compared with, and its formats: the one named, or the best that fits.
+
+    One that is not ``free`` has to fit as a plan, which spares nothing beside its blocks.
+    """
     best: tuple[str | None, np.ndarray | None] = (None, None)
     if table.llama is None:
         return best
     least, k = np.inf, np.arange(len(table.blocks))
     for mix in table.llama.mixes if like is None else (find_mix(like), *table.llama.mixes):
         chosen = mix_of(table, mix)[1]
-        if chosen is None or table.size[k, chosen].sum() > limit:
+        if chosen is None or table.size[k, chosen].sum() - (_spared(table, mix) if free else 0) > limit:
             continue
         damage = float(table.damage[k, chosen].sum())
         if damage < least:

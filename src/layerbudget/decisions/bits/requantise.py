@@ -35,7 +35,7 @@ from .apply import QuantisationReceipt, quantiser_of, round_matrices
 from .card import model_card
 from .export import llama_cpp
 from .gguf import GGUF_FILE, file_type, recount_gguf
-from .gguf_names import CONVERT, Names
+from .gguf_names import ACROSS, CONVERT, Names
 from .imatrix import read_imatrix
 from .placed import PlacedRows
 from .program import formats_of_plan
@@ -232,7 +232,11 @@ class _Work:
         names = Names(str(self.held.value("general.architecture")), self.held.layers)
         found = {}
         for matrix in self.formats:
-            tensors = [f"{t}.weight" for t in names.find(matrix)]
+            known = names.find(matrix)
+            tensors = [f"{t}.weight" for t in known]
+            if known and ACROSS.search(known[0]):
+                what = f"This plan has a type for {matrix}. It is two tensors in the file, and in one its rows are columns."
+                raise InvalidInput(what, "They stay in 16 bits.", "Make the plan again: layerbudget plan bits.")
             if len(tensors) == 2 and tensors[0] not in self.tensors:
                 tensors = [tensors[0].replace("ffn_gate_exps", "ffn_gate_up_exps")]
             if not tensors or any(t not in self.tensors for t in tensors):
