@@ -46,7 +46,8 @@ class Scores(BlockRecord):
     unit: str = "nats of average loss"
     orientation: str = "gain"  #: ``gain`` (larger = deserves more capacity) or ``redundancy`` (larger = prune more).
     model: Mapping[str, Any] = dataclasses.field(default_factory=dict)  #: ``{id, revision, digest}``.
-    data: Mapping[str, Any] = dataclasses.field(default_factory=dict)  #: ``{source, samples, length, digest}``.
+    #: ``{source, samples, length, digest}``; of padded text also ``tokens``, those that are no padding.
+    data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     seed: reading.Count = 0  #: Seed of whatever was random.
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)  #: Estimator-specific results.

@@ -54,6 +54,11 @@ class CalibrationSet:
         return int(self.input_ids.shape[1])
 
     @property
+    def tokens(self) -> int:
+        """Tokens that are no padding."""
+        return int(self.input_ids.numel() if self.attention_mask is None else self.attention_mask.sum())
+
+    @property
     def digest(self) -> str:
         """Content hash of the tokens, the mask and the labels."""
         h = hashlib.sha256()
@@ -64,8 +69,9 @@ class CalibrationSet:
         return h.hexdigest()[:16]
 
     def describe(self) -> dict[str, Any]:
-        """``{source, samples, length, digest, seed}``, as the files carry it."""
-        return {name: getattr(self, name) for name in ("source", "samples", "length", "digest", "seed")}
+        """``{source, samples, length, digest, seed}``, as the files carry it, and the ``tokens`` of padded text."""
+        found = {name: getattr(self, name) for name in ("source", "samples", "length", "digest", "seed")}
+        return found if self.tokens == self.input_ids.numel() else {**found, "tokens": self.tokens}
 
     def of_rows(self) -> dict[str, int]:
         """``{rows, completion_tokens}`` of the source, where it has rows."""

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerbudget.compressors.formats import find_format
+from layerbudget.data.calibration import CalibrationSet
 from layerbudget.decisions.bits.memory import cache_of
 from layerbudget.decisions.bits.mixes import MIXES, LlamaModel, Tensor, types_of
 from layerbudget.decisions.bits.plan import plan_bits
@@ -318,11 +320,15 @@ def test_caches_of_windows_latents_and_states():
     assert cache_of(SimpleNamespace(**SMOL, layer_types=["mamba"] * 30)) is None
 
 
-@pytest.mark.parametrize(("method", "samples", "said"), [("gptq", 3, True), ("gptq", 4, False), ("weighted", 1, False)])
+@pytest.mark.parametrize(
+    ("method", "samples", "said"), [("gptq", 3, True), ("gptq", 4, False), ("weighted", 1, False), ("padded", 4, True)]
+)
 def test_a_text_that_is_too_short_for_error_feedback_is_said(method, samples, said):
-    """Rows of 96: 4 x 96 tokens are enough."""
-    text, choices = {"source": "x", "samples": samples, "length": 96, "digest": "", "seed": 0}, record().extra["choices"]
-    scores = dataclasses.replace(record(), data=text, extra={"choices": {**choices, "method": method}})
-    plan = plan_bits(scores, bits=4.5)
+    """Rows of 96: 4 x 96 tokens are enough. Padding is no text."""
+    mask = torch.ones(samples, 96, dtype=torch.int64)
+    mask[:, 72:] = method != "padded"
+    text, choices = CalibrationSet(input_ids=mask, attention_mask=mask), record().extra["choices"]
+    own = {"data": text.describe(), "extra": {"choices": {**choices, "method": method.replace("padded", "gptq")}}}
+    plan = plan_bits(dataclasses.replace(record(), **own), bits=4.5)
     assert ("288 tokens, rows of 96" in verdict(plan) and "384 tokens or more" in verdict(plan)) == said
     assert Plan.from_dict(plan.to_dict()).extra.get("few_tokens") == plan.extra.get("few_tokens")

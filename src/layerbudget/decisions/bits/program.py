@@ -261,7 +261,7 @@ def few_tokens(table: Table, scores: Scores) -> dict[str, Any]:
 
     What it learned of the inputs it learned from this text, so on this text its damage is smaller than on any other.
     """
-    tokens = scores.data.get("samples", 0) * scores.data.get("length", 0)
+    tokens = scores.data.get("tokens", scores.data.get("samples", 0) * scores.data.get("length", 0))
     columns = max((m.d_in for b in table.blocks for m in b.modules), default=0)
     few = table.method == "gptq" and 0 < tokens < TOKENS * columns
     return {"few_tokens": {"tokens": tokens, "columns": columns, "wanted": TOKENS * columns}} if few else {}
