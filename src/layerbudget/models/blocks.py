@@ -358,11 +358,15 @@ def skeleton(model: nn.Module) -> str:
     return h.hexdigest()[:16]
 
 
+def name_of(model: nn.Module) -> str:
+    """Return where a model was loaded from; of one that was not, the name of its class."""
+    return getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
+
+
 def describe(model: nn.Module, identifier: str | None = None) -> dict[str, Any]:
     """``{id, revision, digest, skeleton, quantised}`` of a loaded model, as the files carry it."""
-    config = getattr(model, "config", None)
-    name = identifier or getattr(config, "_name_or_path", "") or type(model).__name__
-    record = {"id": name, "revision": getattr(config, "_commit_hash", None), "digest": fingerprint(model)}
+    revision = getattr(getattr(model, "config", None), "_commit_hash", None)
+    record = {"id": identifier or name_of(model), "revision": revision, "digest": fingerprint(model)}
     return {**record, "skeleton": skeleton(model), "quantised": bool(quantised(model))}
 
 

@@ -171,7 +171,9 @@ def test_a_budget_is_of_the_whole_file_and_a_mix_is_the_mix(tmp_path):
         plan = plan_bits(model, data, budget=f"{budget} bytes", **own)
         size = plan.budget["file"] + plan.extra["head_bytes"]
         assert least <= size <= budget and f"{size:,} bytes" in explain_plan(plan)["sentences"][-1]
-        write_bits(copy.deepcopy(model), plan, tmp_path / str(budget), data, tokenizer=tokenizer)
+        moved = copy.deepcopy(model)
+        moved.config._name_or_path = f"/models/{'in-a-folder-of-a-longer-name-' * 3}"  # bytes that the plan does not count
+        write_bits(moved, plan, tmp_path / str(budget), data, tokenizer=tokenizer)
         assert (tmp_path / str(budget) / "model.gguf").stat().st_size == size
     plan = plan_bits(model, data, like="Q4_K_M", rule="mix", **own)
     assert explain_plan(plan)["sentences"][-1].endswith("the plan is llama.cpp's Q4_K_M.")

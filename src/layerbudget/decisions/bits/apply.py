@@ -184,7 +184,7 @@ def write_bits(
         gguf = plan.extra["family"] == GGUF
         runtime = str(plan.extra["runtime"])
         packed = not gguf and PackedWriter(model, formats, folder, runtime)
-        rounding.writer = packed or GgufWriter(model, tokenizer, formats, folder)
+        rounding.writer = packed or GgufWriter(model, tokenizer, formats, folder, plan.model.get("id"))
         request: dict[str, Any] = {"plan": plan.digest, "method": rounding.quantiser.name, "options": dict(rounding.options)}
         request |= request_of(model, computing=rounding.data is not None)
         request |= {} if rounding.data is None else {"data": rounding.data.digest, "batch_size": batch_size}

@@ -17,7 +17,7 @@ from torch import nn
 from ...compressors.formats import find_format, need_gguf
 from ...compressors.quantisers import Rounded
 from ...errors import CoverageError, InvalidInput
-from ...models.blocks import config_of, layers, text_config, text_parameters
+from ...models.blocks import config_of, layers, name_of, text_config, text_parameters
 from ...models.experts import EXPERTS_KEPT
 from ...models.offload import mapped
 from .gguf_names import (
@@ -126,9 +126,12 @@ class GgufHead:
         tokenizer: Its vocabulary goes into the file; None leaves it out.
         formats: Format of every planned matrix.
         file: Does not exist; nothing is written before :meth:`write`.
+        name: Of the model, which may be its path; by default where it was loaded from.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, formats: Mapping[str, str], file: Path) -> None:
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, formats: Mapping[str, str], file: Path, name: str | None = None
+    ) -> None:
         self.gguf, self.config, self.formats = need_gguf(), text_config(config_of(model)), dict(formats)
         self.parameters = text_parameters(model)  # each once: a tied head is the embedding
         self.arch, sizes, self.stored = in_file(model)
@@ -136,7 +139,8 @@ class GgufHead:
         known = {n for names in inside.values() for n in names}
         self.pieces = {"": [n for n in self.parameters if n not in known], **inside}
         self.writer = self.gguf.GGUFWriter(file, self.arch.name)
-        self.writer.add_name(Path(str(getattr(self.config, "_name_or_path", "") or "model")).name)
+        name = name or name_of(model)  # llama.cpp reads it: one with phi3 in it needs tokens that not every Phi3ForCausalLM has
+        self.writer.add_name("model" if name == type(model).__name__ else Path(name).name)
         self.writer.add_file_type(file_type(self.gguf, self.formats.values()))
         self.writer.add_quantization_version(self.gguf.GGML_QUANT_VERSION)
         add_numbers(self.writer, self.config, self.arch, sizes)
@@ -248,9 +252,12 @@ class GgufWriter:
         tokenizer: Its vocabulary goes into the file; None leaves it out.
         formats: Format of every planned matrix.
         folder: Holds no such file.
+        name: Of the model; see :class:`GgufHead`.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, formats: Mapping[str, str], folder: Path) -> None:
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, formats: Mapping[str, str], folder: Path, name: str | None = None
+    ) -> None:
         offloaded = mapped(model)
         dtype = next(model.parameters()).dtype if offloaded is None else offloaded.dtype
         if dtype != torch.float32:
@@ -259,7 +266,7 @@ class GgufWriter:
                 "The grids of GGUF are finer than that.",
                 "Load it in float32 before it is rounded.",
             )
-        self.head = GgufHead(model, tokenizer, formats, folder / GGUF_FILE)
+        self.head = GgufHead(model, tokenizer, formats, folder / GGUF_FILE, name)
         self.head.write()
 
     def tensors(self, piece: str, rounded: Mapping[str, Sequence[Rounded]]) -> dict[str, torch.Tensor]:

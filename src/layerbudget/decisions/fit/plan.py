@@ -342,7 +342,7 @@ def become_smaller(
         apply_shapes(model, shapes, data.select(slice(0, shapes.extra["samples"])), batch_size=batch_size)
     else:
         return parts["bits"]
-    return dataclasses.replace(parts["bits"], model=describe(model))
+    return dataclasses.replace(parts["bits"], model=describe(model, parts["bits"].model.get("id")))
 
 
 def write_fit(
