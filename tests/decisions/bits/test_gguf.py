@@ -432,6 +432,31 @@ def test_a_plan_of_another_model_is_refused(tmp_path, converted, capsys):
     assert sorted(f.name for f in tmp_path.iterdir()) == ["o.gguf", "plan.json"]
 
 
+def test_a_file_with_the_tokens_of_the_tokenizer_alone_takes_the_plan(tmp_path, converted):
+    """As llama.cpp writes Gemma 3: rows that no token has are left out, and not counted."""
+    plan = planned(build("llama"), ["Q8_0", "Q4_0"])
+    file = moved(converted / "llama.gguf", tmp_path / "short.gguf", "token_embd.weight", lambda rows: rows[:72])
+    receipt = requantise(file, plan, tmp_path / "planned.gguf")
+    assert (
+        receipt.planned
+        == receipt.bytes
+        == plan.budget["spent"] - 24 * 64 // 32 * {"Q8_0": 34, "Q4_0": 18}[plan.extra["formats"]["model.embed_tokens"]]
+    )
+    assert receipt.bits < 16 and "token_embd.weight has 24 tokens fewer than the plan" in receipt.notes[0]
+    requantise(converted / "llama.gguf", plan, tmp_path / "whole.gguf")
+    short, whole = types_and_bytes(tmp_path / "planned.gguf"), types_and_bytes(tmp_path / "whole.gguf")
+    assert {n for n in whole if short[n] != whole[n]} == {"token_embd.weight"}
+    assert whole["token_embd.weight"][1].startswith(short["token_embd.weight"][1])
+    own = {"method": "gptq", "inputs": build("llama"), "data": zoo.tokens(2, 16, vocabulary=72)}
+    assert requantise(file, plan, tmp_path / "fed.gguf", **own).bytes == receipt.bytes
+    other = moved(file, tmp_path / "other.gguf", "token_embd.weight", lambda rows: rows[::-1])
+    with pytest.raises(ModelMismatch, match="its embedding holds other values"):
+        requantise(other, plan, tmp_path / "no.gguf")
+    longer = moved(file, tmp_path / "longer.gguf", "token_embd.weight", lambda rows: np.concatenate([rows, rows]))
+    with pytest.raises(ModelMismatch, match="model.embed_tokens has 6144 weights in the plan and 9216 in the file"):
+        requantise(longer, plan, tmp_path / "no.gguf")
+
+
 def test_a_file_of_another_model_of_the_same_sizes_is_refused_by_its_values(tmp_path, converted):
     other = build("llama")
     with torch.no_grad():

@@ -45,6 +45,7 @@ _ROWS = 1 << 22  # weights that are rounded at a time
 # Least cosine between some values of two embeddings of one model: in 16 or 32 bits, and where the file was quantised before.
 _EQUAL, _ALIKE, _TINY = 0.9999, 0.9, 1e-30
 _PLAIN = ("F32", "F16", "BF16", "F64")
+_ENDS = ("token_embd.weight", "output.weight")  # a row of them is a token
 _UINT32 = 4  # GGUF's number for a value of 32 bits
 
 
@@ -216,6 +217,7 @@ class _Work:
     ) -> None:
         self.held, self.plan, self.formats, self.importances = held, plan, formats, importances
         self.gguf, self.notes, self.made, self.read = need_gguf(), list[str](), dict[str, Path](), read
+        self.left_out: dict[str, int] = {}  # rows of the model that a tensor of the file does not have
         self.tensors = {t.name: t for t in held.reader.tensors}
         self.stored = self._names()
         types = {t: formats[m] for m, tensors in self.stored.items() for t in tensors}
@@ -245,13 +247,17 @@ class _Work:
         return found
 
     def _check(self) -> None:
-        """Refuse a plan whose matrices have other sizes than the file's."""
+        """Refuse a plan whose matrices have other sizes than the file's, which may have fewer tokens."""
         for block in self.plan.blocks:
             tensors = {t for m in block.modules for t in self.stored[m]}
             shared = any(t in own for m, own in self.stored.items() if m not in block.modules for t in tensors)
             numel = sum(math.prod(int(n) for n in self.tensors[t].shape) for t in tensors)
-            if not shared and numel != block.numel:
+            if shared or numel == block.numel:
+                continue
+            (first, *others), width = tensors, int(self.tensors[min(tensors)].shape[0])
+            if others or first not in _ENDS or numel > block.numel or block.numel % width:
                 raise self._other(f"{block.name} has {block.numel} weights in the plan and {numel} in the file")
+            self.left_out[first] = (block.numel - numel) // width
         self._check_values()
         for name, kind in self.kinds.items():
             find_format(kind.name).check(name, int(self.tensors[name].shape[0]))
@@ -272,10 +278,10 @@ class _Work:
         expected, tensor = self.plan.extra.get("signature"), self.tensors.get("token_embd.weight")
         if expected is None or tensor is None:
             return
-        width = int(tensor.shape[0])
-        at = signature_at(int(tensor.shape[1]), width)
+        width, tokens = (int(n) for n in tensor.shape)
+        at = [place for place in signature_at(tokens + self.left_out.get(tensor.name, 0), width) if place[0] < tokens]
         rows = self._read(np.stack([tensor.data[i] for i, _ in at]), tensor.tensor_type)
-        found = rows[np.arange(len(at)), [j for _, j in at]]
+        found, expected = rows[np.arange(len(at)), [j for _, j in at]], expected[: len(at)]
         alike = float(np.dot(found, expected)) / max(float(np.linalg.norm(found) * np.linalg.norm(expected)), _TINY)
         if alike < (_EQUAL if tensor.tensor_type.name in _PLAIN else _ALIKE):
             raise self._other("its embedding holds other values")
@@ -361,6 +367,9 @@ class _Work:
     def _receipt(self, file: Path, method: str) -> QuantisationReceipt:
         found, plan = recount_gguf(file), self.plan
         total, planned = sum(found[t] for t in self.kinds), int(plan.counts.sum())
+        for name, rows in self.left_out.items():
+            form, (width, tokens) = find_format(self.kinds[name].name), (int(n) for n in self.tensors[name].shape)
+            planned -= form.bytes(tokens + rows, width) - form.bytes(tokens, width)
         if total != planned or file.stat().st_size != self.size:
             raise CoverageError(
                 f"The matrices take {total} bytes, {planned} were planned.", "", "Report this; nothing is kept."
@@ -378,7 +387,7 @@ class _Work:
             planned=planned,
             tensors=sum(found.values()),
             file=self.size,
-            bits=8 * total / sum(b.numel for b in plan.blocks),
+            bits=8 * total / sum(math.prod(int(n) for n in self.tensors[t].shape) for t in self.kinds),
             notes=tuple(self._notes()),
             versions=versions(),
         )
@@ -388,6 +397,10 @@ class _Work:
         before = [self.tensors[n].tensor_type.name for n, k in self.kinds.items() if self.tensors[n].tensor_type != k]
         again = sorted({k for k in before if k not in _PLAIN})
         notes = list(self.notes)
+        notes += [
+            f"{n} has {rows:,} tokens fewer than the plan: the converter left out those that the tokenizer does not have."
+            for n, rows in self.left_out.items()
+        ]
         if again:
             notes.append(
                 f"{self.held.path.name} was quantised before ({', '.join(again)}): its errors stay, and those of the plan "
