@@ -23,7 +23,7 @@ from layerbudget.decisions.bits.sensitivity import DenseOutput, mean_and_error, 
 from layerbudget.decisions.bits.table import Table
 from layerbudget.errors import InvalidInput
 from layerbudget.models.blocks import describe, end_modules, weight_of
-from layerbudget.plans.verdict import standing, verdict
+from layerbudget.plans.verdict import passes_of, standing, verdict
 from layerbudget.scores import Scores
 from layerbudget.sensitivity.directional.terms import quadratic_terms
 
@@ -226,7 +226,11 @@ def test_the_check_is_of_the_whole_plan_and_leaves_the_model_alone(tmp_path):
     held = scores.extra["choices"]  # damages that say the opposite of the truth: the check finds out
     held = {**held, "damage": [[None if d is None else 1 / (d + 1e-6) if d else 1e9 for d in row] for row in held["damage"]]}
     scores = dataclasses.replace(scores, extra={"choices": held})
-    wrong = check_plan(dense, plan_bits(scores, bits=5.0), scores, fit, held_out)
+    asked = plan_bits(scores, bits=5.0)
+    asked = dataclasses.replace(asked, extra={**asked.extra, "passes": 7.0})
+    wrong = check_plan(dense, asked, scores, fit, held_out)
+    assert wrong.extra["curve"] == asked.extra["curve"] != [] and passes_of(wrong) == 7.0
+    assert wrong.extra["formats"] != asked.extra["formats"] and wrong.extra["predicted"] > asked.extra["predicted"]
     assert wrong.rule == "uniform" and wrong.extra["asked"] == "choices"
     assert f"The plan is {wrong.rule}." in wrong.extra["check"]["verdict"] and not wrong.certificate
 

@@ -207,7 +207,7 @@ def check_plan(
     same = [n for n, each in plans.items() if each.extra["formats"] == plan.extra["formats"]]
     record = check_record(model, dense, plan.rule, rows, spent, same, beside)
     chosen = plans[record["taken"]]
-    return dataclasses.replace(chosen, extra={**chosen.extra, "check": record, "asked": plan.rule})
+    return dataclasses.replace(chosen, extra={**plan.extra, **chosen.extra, "check": record, "asked": plan.rule})
 
 
 def check_record(
