@@ -53,6 +53,14 @@ def test_bytes_read_back_as_the_package_reads_them(name: str, weight: np.ndarray
         assert np.array_equal(ggml.quantise(weight, name), theirs)
 
 
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("MXFP4", "NVFP4")])  # whose scales have no such end
+def test_a_scale_that_is_too_large_is_seen(name: str, weight: np.ndarray) -> None:
+    importance = np.ones(weight.shape[1], dtype=np.float32)
+    assert ggml.is_finite(ggml.quantise(weight, name, importance), name)
+    weight = np.where(np.arange(weight.shape[1]) == 300, np.float32(1e11), weight)
+    assert not ggml.is_finite(ggml.quantise(weight, name, importance), name)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_codes_are_found_and_put_back(name: str, weight: np.ndarray) -> None:
     places = ggml.code_bits(name)

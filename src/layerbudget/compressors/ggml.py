@@ -106,6 +106,14 @@ def dequantise(data: np.ndarray, name: str) -> np.ndarray:
     return out
 
 
+def is_finite(data: np.ndarray, name: str) -> bool:
+    """Return whether all weights that bytes stand for are finite: a scale of 16 bits has an end."""
+    library, data = need_ggml(), np.ascontiguousarray(data)
+    library.ggml_validate_row_data.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t]
+    library.ggml_validate_row_data.restype = ctypes.c_bool
+    return bool(library.ggml_validate_row_data(_kind(name), data.ctypes.data, data.nbytes))
+
+
 def _kind(name: str) -> int:
     return int(need_gguf().GGMLQuantizationType[name])
 

@@ -27,7 +27,7 @@ from layerbudget.decisions.bits.program import extra_of, plan_blocks
 from layerbudget.decisions.bits.requantise import requantise
 from layerbudget.decisions.shapes.program import layers_differ
 from layerbudget.decisions.shapes.save import check_gguf, save_gguf
-from layerbudget.errors import CorruptFile, InvalidInput, ModelMismatch
+from layerbudget.errors import CorruptFile, CoverageError, InvalidInput, ModelMismatch
 from layerbudget.models.blocks import describe, layers
 
 gguf = pytest.importorskip("gguf")
@@ -407,6 +407,28 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path, converted, share):
     with pytest.raises(CorruptFile, match="is no GGUF file, or it is cut off"):
         requantise(tmp_path / "cut.gguf", planned(build("llama"), ["Q8_0"]), tmp_path / "out.gguf")
     assert [f.name for f in tmp_path.iterdir()] == ["cut.gguf"]
+
+
+@pytest.mark.parametrize(("kind", "largest"), [("F16", 1e5), ("Q4_0", 1e6), ("Q5_1", 3e6)])
+def test_weights_that_a_type_does_not_reach_are_refused_with_one_that_does(tmp_path, converted, kind, largest):
+    name, matrix = "blk.1.ffn_down.weight", "model.layers.1.mlp.down_proj"
+
+    def larger(rows):
+        rows = rows.astype(np.float32)
+        rows[5, 3] = largest
+        return rows
+
+    source = moved(converted / "llama.gguf", tmp_path / "large.gguf", name, larger)
+    with pytest.raises(CoverageError, match=f"{name} has weights that are too large for {kind}.*--keep '{name}=Q8_0'"):
+        requantise(source, planned(build("llama"), [kind]), tmp_path / "no.gguf")
+    broken = moved(converted / "llama.gguf", tmp_path / "broken.gguf", name, lambda rows: rows + np.float16(np.inf))
+    with pytest.raises(CoverageError, match="broken.gguf holds numbers that are not finite"):
+        requantise(broken, planned(build("llama"), [kind]), tmp_path / "no.gguf")
+    plan = planned(build("llama"), ["Q8_0"])
+    requantise(source, plan, tmp_path / "kept.gguf")
+    kept = next(t for t in gguf.GGUFReader(tmp_path / "kept.gguf").tensors if t.name == name)
+    assert gguf.dequantize(kept.data, kept.tensor_type)[5, 3] == pytest.approx(largest, rel=0.01)
+    assert plan.extra["formats"][matrix] == "Q8_0" and not (tmp_path / "no.gguf").exists()
 
 
 def test_a_plan_of_another_model_is_refused(tmp_path, converted, capsys):

@@ -327,21 +327,38 @@ class _Work:
         if name in self.made:
             yield np.load(self.made[name])
             return
-        if kind == tensor.tensor_type:
+        if name not in self.kinds:
             yield tensor.data
             return
         width = int(tensor.shape[0])
         stack = tensor.data.reshape(-1, *tensor.data.shape[-2:])
-        importance = self._importance(name, len(stack), width)
+        importance = None if kind == tensor.tensor_type else self._importance(name, len(stack), width)
         step = max(1, _ROWS // width)
         for i, matrix in enumerate(stack):
             for start in range(0, len(matrix), step):
-                rows = self._read(matrix[start : start + step], tensor.tensor_type)
-                if find_format(kind.name).plain:
-                    yield self.gguf.quantize(rows, kind)
-                else:
-                    given = None if importance is None else importance[i]
-                    yield ggml.quantise(rows, kind.name, given, threads=torch.get_num_threads())
+                rows, given = matrix[start : start + step], None if importance is None else importance[i]
+                part = rows if kind == tensor.tensor_type else self._rounded(rows, tensor.tensor_type, kind, given)
+                self._check_finite(part, name, kind)
+                yield part
+
+    def _rounded(self, rows: np.ndarray, before: Any, kind: Any, importance: np.ndarray | None) -> np.ndarray:
+        """Rows of a type in another one."""
+        values = self._read(rows, before)
+        if not find_format(kind.name).plain:
+            return ggml.quantise(values, kind.name, importance, threads=torch.get_num_threads())
+        with np.errstate(over="ignore"):  # said by the check that follows
+            return np.asarray(self.gguf.quantize(values, kind))
+
+    def _check_finite(self, data: np.ndarray, name: str, kind: Any) -> None:
+        """Refuse weights that a type does not reach: scales, and plain numbers, have 16 bits."""
+        plain = kind.name in _PLAIN
+        if np.isfinite(self.gguf.dequantize(data, kind)).all() if plain else ggml.is_finite(data, kind.name):
+            return
+        if kind == self.tensors[name].tensor_type:
+            raise CoverageError(f"{self.held.path} holds numbers that are not finite.", "", "Convert the model again.")
+        what = f"{name} has weights that are too large for {kind.name}."
+        far = f"Plan again with --keep '{name}=Q8_0'." if kind.name != "Q8_0" else "Check the model."
+        raise CoverageError(what, "F16 ends at 65,504, Q8_0 at 8 million.", far)
 
     def _read(self, rows: np.ndarray, kind: Any) -> np.ndarray:
         """Rows as numbers; a type that is no plain number is read back by ggml."""
