@@ -103,6 +103,7 @@ class Reference:
 
     def measure_sequences(self) -> tuple[np.ndarray, np.ndarray]:
         """Divergence of the model as it is now on each of this process's sequences, in nats, and their tokens; one forward."""
+        self.walk.replay.look()  # layers may have gone since
         with inference(self.walk.model):
             if mapped(self.walk.model) is None:
                 return self._each(lambda batch: self.walk.model(**self.walk.inputs(batch)))

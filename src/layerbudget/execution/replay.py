@@ -73,10 +73,14 @@ class Replay:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.layers = layers(model)
+        self.look()
         # Dtype and width of the hidden states that a layer returns, then of what it hands on beside them (None: it does not);
         # empty where it returns a bare tensor.
         self.parts: list[tuple[torch.dtype, int] | None] = []
+
+    def look(self) -> None:
+        """Find the layers that the model has now."""
+        self.layers = layers(self.model)
 
     def probe(self, inputs: Inputs) -> None:
         """See what a layer returns, on a piece of one sequence."""

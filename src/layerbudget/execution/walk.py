@@ -26,7 +26,6 @@ class Walk:
     are in ``bfloat16`` or ``float16``; weights are untouched.
 
     Attributes:
-        layers: ``(name, layer)`` in order.
         batches: Number of batches.
         position: The layer whose inputs are stored.
         forwards: Forwards of one layer on one batch so far.
@@ -49,7 +48,6 @@ class Walk:
         check_fits(model, data)
         self.model, self.data, self.batch_size = model, data, batch_size
         self.replay = Replay(model)
-        self.layers = self.replay.layers
         self.device = next(model.parameters()).device
         self.batches = -(-data.samples // batch_size)
         self.store = Store(store, folder)
@@ -60,6 +58,11 @@ class Walk:
 
     def __len__(self) -> int:
         return len(self.layers)
+
+    @property
+    def layers(self) -> list[tuple[str, nn.Module]]:
+        """Names and layers in order."""
+        return self.replay.layers
 
     def inputs(self, batch: int) -> dict[str, torch.Tensor]:
         """Keyword arguments of the model for one batch."""
