@@ -7,15 +7,19 @@ import json
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from tests import zoo
 
 from layerbudget.cli import main
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.decisions.sparsity.apply import prune
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import ModelMismatch
+from layerbudget.models import loading
 from layerbudget.models.blocks import partition
 from layerbudget.models.loading import load_model
 from layerbudget.models.machine import computation, versions
+from layerbudget.plan import Plan
 from layerbudget.scores import Scores
 from layerbudget.sensitivity.estimators import ESTIMATORS
 from layerbudget.sensitivity.gain import score
@@ -133,3 +137,27 @@ def test_versions_are_of_what_is_installed():
     assert versions(["torch", "no-such-package"])["torch"] == torch.__version__.split("+")[0] or "+" in torch.__version__
     assert "no-such-package" not in versions(["no-such-package"])
     json.dumps(versions())
+
+
+@pytest.mark.parametrize(("dtype", "emulated"), [("auto", False), ("auto", True), ("float32", False)])
+def test_bytes_are_those_of_the_checkpoint_that_is_written_whatever_the_model_computes_in(
+    dtype, emulated, tokenizer, tmp_path, monkeypatch
+):
+    """Of a checkpoint in 16 bits, bytes were counted in float32 where that was computed in: twice as much went, or half."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loading, "quick_dtype", lambda held, place: torch.float32 if emulated else held)
+    (tmp_path / "text.txt").write_text("some words of text, and more of them. " * 40)
+    text = ["--data", "text.txt", "--samples", "3", "--length", "16", "--quiet", "--dtype", dtype]
+    kinds = {"qwen3-moe": ["kept-experts", "--keep", "140 KiB"], "llama": ["shapes", "--save", "8 KiB", "--even"]}
+    for name, (kind, *budget) in kinds.items():
+        zoo.speaker(name).bfloat16().save_pretrained(name)
+        tokenizer.save_pretrained(name)
+        assert main(["plan", kind, name, *budget, *text, "-o", f"{kind}.json"]) == 0
+        assert main(["apply", name, f"{kind}.json", "-o", kind, "--quiet"]) == 0
+        before, after = (sum(t.nbytes for t in load_file(tmp_path / f / "model.safetensors").values()) for f in (name, kind))
+        plan = Plan.load(f"{kind}.json")
+        assert plan.budget["spent"] == (after if name == "qwen3-moe" else before - after)
+    assert 135 << 10 < Plan.load("kept-experts.json").budget["spent"] <= 140 << 10
+    for kind in ("kept-experts", "shapes"):
+        words = ["--keep", "0.5"] if kind == "kept-experts" else ["--save", "9%"]
+        assert main(["plan", kind, "llama", *words, "--set", "bytes_per_parameter=2", "-o", "other.json"]) == 2

@@ -12,10 +12,10 @@ from ..compressors.formats import GGUF
 from ..decisions.kept_experts.program import RULES
 from ..plan import Plan
 from ..records import check_output
-from ..registry import Option
+from ..registry import Option, options_of
 from .display import end_dry_run, ending, expect, progress_bar, say, say_next, text_of, words_of
 from .files import need_scores, on_text
-from .options import DATA, add_data, add_set, add_verb, batch_of, load, one_process, options_for, refuse
+from .options import DATA, add_data, add_set, add_verb, batch_of, load, one_process, options_for, refuse, written_bytes
 
 _TYPES = {"types": Option(name="types", type=str, default=None)}
 
@@ -42,14 +42,15 @@ def plan(a: argparse.Namespace) -> Plan:
 
     a.model, a.out = a.source, a.out or "plan.json"
     check_output(a.out, overwrite=a.overwrite)
-    own = options_for(a, plan_kept_experts, _TYPES)
+    known = {name: option for name, option in options_of(plan_kept_experts).items() if name != "bytes_per_parameter"}
+    own = options_for(a, known, _TYPES)
     if "types" in own:
         own["types"] = need_scores(str(own["types"]), "plan bits MODEL --bits N --save-scores FILE")
     keep = None if a.keep is None else float(a.keep) if _is_number(a.keep) else a.keep
     model, _, data = load(a)
     expect(a, words_of("experts", data), model, removing(text_of(data, a), draws=own.get("draws", 4)))
     with progress_bar(a, "looking at experts") as progress:
-        own |= {"batch_size": batch_of(a, model, data), "progress": progress}
+        own |= {"batch_size": batch_of(a, model, data), "progress": progress, "bytes_per_parameter": written_bytes(a)}
         found = plan_kept_experts(model, data, keep, **own)
     if is_main():
         found.save(a.out, overwrite=a.overwrite)

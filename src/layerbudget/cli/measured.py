@@ -14,7 +14,7 @@ from ..plan import Plan
 from ..records import check_fraction, check_output
 from ..registry import Option, options_of
 from .display import announce, expect, on_check, progress_bar, say, say_share, show_table, text_of, words_of
-from .options import add, add_data, add_set, add_verb, batch_of, given, load, options_for
+from .options import add, add_data, add_set, add_verb, batch_of, given, load, options_for, written_bytes
 
 
 def is_model(a: argparse.Namespace) -> bool:
@@ -190,7 +190,8 @@ def plan_shapes(a: argparse.Namespace) -> Plan:
     from ..doctor.cost import shaping
 
     _begin(a)
-    own, parts = options_for(a, plan_shapes), tuple(k.strip() for k in a.parts.split(","))
+    known = {name: option for name, option in options_of(plan_shapes).items() if name != "bytes_per_parameter"}
+    own, parts = options_for(a, known), tuple(k.strip() for k in a.parts.split(","))
     unread = {("heads",): "multiple", ("mlp",): "by"}.get(parts)
     if unread in own:
         raise InvalidInput(f"{unread} has no meaning for --parts {a.parts}.", "It would be ignored.", "Leave it out.")
@@ -198,6 +199,7 @@ def plan_shapes(a: argparse.Namespace) -> Plan:
     expect(a, words_of("heads and widths", data), model, shaping(text_of(data, a), a.passes))
     with progress_bar(a, "measuring heads and widths, passes") as progress:
         own |= {"kinds": parts, "batch_size": batch_of(a, model, data), "progress": progress}
+        own["bytes_per_parameter"] = 2 if own.get("runtime") == "llama.cpp" else written_bytes(a)
         plan = plan_shapes(model, data, a.save, **own)
     return save(a, plan)
 

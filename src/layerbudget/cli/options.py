@@ -160,6 +160,14 @@ def load_model(a: argparse.Namespace, **options: Any) -> Any:
     return loading.load_model(name, revision=revision, **{**place, **held, **options})
 
 
+def written_bytes(a: argparse.Namespace) -> int:
+    """Return the bytes of a parameter in the checkpoint that ``apply`` writes, whatever the model computes in."""
+    from ..models import loading
+
+    name, revision = split_revision(a.model)
+    return loading.held_dtype(loading.find_checkpoint(name, revision=revision, device="cpu", four_bit=False).config).itemsize
+
+
 def load_tokenizer(a: argparse.Namespace) -> Any:
     """Return the model's tokenizer."""
     from ..models import loading

@@ -37,6 +37,7 @@ def plan_kept_experts(
     even: bool = False,
     rule: str = "directional",
     types: Scores | None = None,
+    bytes_per_parameter: float | None = None,
     draws: int = 4,
     batch_size: int = 8,
     seed: int = 0,
@@ -55,6 +56,7 @@ def plan_kept_experts(
         types: A record of what every format of every matrix costs this model (``save_scores`` of
             :func:`~layerbudget.decisions.bits.plan.plan_bits`). Then ``keep`` is the bytes of the whole file, and one program
             decides how many experts stay and in which types, together with the types of all other matrices.
+        bytes_per_parameter: For budgets in bytes; those of the model as it is by default.
         draws: Draws of labels.
         batch_size: Sequences per forward.
         seed: Of the draws, and of the rule ``random``.
@@ -77,7 +79,7 @@ def plan_kept_experts(
     found = find_experts(model)
     check_experts(found)
     rounding = None if types is None else _rounding(model, found, limit, rule, types, even)
-    room = None if limit is None or rounding is not None else _room(model, found, limit, even)
+    room = None if limit is None or rounding is not None else _room(model, found, limit, even, bytes_per_parameter)
     given = {"draws": draws, "seed": seed, "batch_size": batch_size}
     rules = (rule, RIVAL) if rule == "directional" else (rule,)
     removals, passes = expert_removals(model, found, data, rules=rules, progress=progress, **given)
@@ -197,7 +199,9 @@ def _check(keep: str | float | None, damage: float | None, rule: str, draws: int
     )
 
 
-def _room(model: nn.Module, found: Sequence[ExpertLayer], limit: Budget, even: bool) -> tuple[int, np.ndarray, int]:
+def _room(
+    model: nn.Module, found: Sequence[ExpertLayer], limit: Budget, even: bool, bytes_per_parameter: float | None
+) -> tuple[int, np.ndarray, int]:
     """The budget of the experts that stay, what one of every layer costs, and the rest: experts, or bytes."""
     counts, floors = np.array([e.count for e in found]), np.array([e.floor for e in found])
     if even:
@@ -206,9 +210,10 @@ def _room(model: nn.Module, found: Sequence[ExpertLayer], limit: Budget, even: b
         price, rest = np.ones(len(found), dtype=np.int64), 0
         most = int(counts.sum() * limit.amount + 1e-9) if limit.unit == "share" else int(limit.amount)
     else:
-        width = next(found[0].experts.parameters()).element_size()
+        width = bytes_per_parameter or next(found[0].experts.parameters()).element_size()
         price = np.array([e.numel * width for e in found], dtype=np.int64)
-        rest = sum(p.numel() * p.element_size() for p in model.parameters()) - int(price @ counts)
+        whole = sum(p.numel() * (bytes_per_parameter or p.element_size()) for p in model.parameters())
+        rest = int(whole) - int(price @ counts)
         most = int(limit.amount) - rest
     least, whole = int(price @ floors), int(price @ counts)
     if limit.unit == "experts" and most > whole:

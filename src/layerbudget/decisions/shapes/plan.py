@@ -72,6 +72,7 @@ def plan_shapes(
     damping: float = 0.01,
     threads: int = 1,
     speed: Speed | None = None,
+    bytes_per_parameter: float | None = None,
     batch_size: int = 8,
     seed: int = 0,
     resume: Path | str | None = None,
@@ -104,6 +105,7 @@ def plan_shapes(
         damping: Relative to the mean of the second moments' diagonal.
         threads: Of llama.cpp, where latency is measured.
         speed: What :func:`~layerbudget.decisions.shapes.speed.measure_speed` found before; then it is not measured again.
+        bytes_per_parameter: For budgets in bytes; those of the model as it is by default.
         batch_size: Sequences per forward.
         seed: Of the draws.
         resume: Folder that keeps what was measured; an interrupted run continues from it.
@@ -140,7 +142,7 @@ def plan_shapes(
         max_removed=max_removed,
         depth=depth,
         even=alike,
-        bytes_per_parameter=float(next(model.parameters()).element_size()),
+        bytes_per_parameter=bytes_per_parameter or float(next(model.parameters()).element_size()),
     )
     way = ways_of(model, data, compensate)
     last = _MEASURING + (way == "stream")
