@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tests import zoo
 
@@ -13,6 +14,7 @@ from layerbudget.decisions.ranks.apply import add_ranks
 from layerbudget.errors import BadModel, NotFound
 from layerbudget.finetuning.adapters import adapt, classifier_loader, load_adapter
 from layerbudget.finetuning.protocol import Protocol
+from layerbudget.models.experts import cut_experts, find_experts
 
 
 def ids():
@@ -62,6 +64,19 @@ def test_a_trained_head_is_loaded_onto_a_base_in_half_precision(tmp_path):
         expected = model.eval()(input_ids=ids()).logits
         assert torch.allclose(whole(input_ids=ids()).logits, expected, atol=1e-6)
         assert torch.allclose(half(input_ids=ids()).logits.float(), expected, atol=0.05 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("head", ["AutoModelForCausalLM", "AutoModelForSequenceClassification"])
+def test_a_base_whose_layers_keep_different_experts_is_loaded_with_its_weights(head, tmp_path):
+    """It got a fresh head, and experts of random numbers where a layer had fewer than another."""
+    config = zoo.tiny("qwen3-moe").config
+    model = getattr(transformers, head).from_config(config).eval()
+    cut_experts(model, {e.name: list(range(8 - i)) for i, e in enumerate(find_experts(model))})
+    model.save_pretrained(tmp_path / "uneven")
+    loaded = dict(classifier_loader(str(tmp_path / "uneven"), 2)(0).named_parameters())
+    own = dict(model.named_parameters())
+    assert list(loaded) == list(own)
+    assert all(torch.equal(loaded[name], p) for name, p in own.items())
 
 
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys")

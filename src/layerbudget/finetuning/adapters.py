@@ -24,7 +24,7 @@ from ..data.tasks import Task
 from ..data.text import Texts
 from ..decisions.ranks.apply import add_ranks, lora_layers, patterns_of_stacks
 from ..errors import BadModel, CoverageError, InvalidInput, NotFound
-from ..models.loading import find_checkpoint, foreign, held_dtype, quick_dtype, several, silent, unpacked
+from ..models.loading import class_for, find_checkpoint, foreign, held_dtype, quick_dtype, several, silent, unpacked
 from ..plan import Plan
 from ..sensitivity.adapter_space import accumulated_gradients
 from ..storage import reading
@@ -88,6 +88,7 @@ def classifier_loader(
     if auto not in (transformers.AutoModelForCausalLM, several()):
         auto = transformers.AutoModelForSequenceClassification  # a head of the checkpoint may have another number of labels
         options |= {"num_labels": labels, "ignore_mismatched_sizes": True}
+    auto = class_for(auto, found.config)
 
     @silent()
     def load(seed: int) -> nn.Module:

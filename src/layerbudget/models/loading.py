@@ -219,6 +219,12 @@ def auto_class(config: Any) -> Any:
     return transformers.AutoModel if name else transformers.AutoModelForCausalLM
 
 
+def class_for(auto: Any, config: Any) -> Any:
+    """What makes models of a configuration with the head of a class of transformers; experts may differ by layer."""
+    counts = getattr(config, EXPERTS_KEPT, None)
+    return auto if counts is None else uneven(auto._model_mapping[type(config)], counts)
+
+
 def find_device(name: str) -> torch.device:
     """The device of that name, tried out before anything is loaded; ``auto`` is the accelerator where there is one."""
     if name == "auto":
@@ -343,8 +349,6 @@ def find_checkpoint(name: str, *, revision: str | None, device: str, four_bit: b
         config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=False)
         auto = auto_class(config)
     check_quantised(name, config, stream, four_bit)
-    if hasattr(config, EXPERTS_KEPT):  # layers with different numbers of experts
-        auto = uneven(auto._model_mapping[type(config)], getattr(config, EXPERTS_KEPT))
     return Checkpoint(where=where, config=config, auto=auto, place=place)
 
 
@@ -401,7 +405,7 @@ def load_model(
     if dtype == "quick":
         quick = quick_dtype(held_dtype(found.config), found.place)
         dtype = "float32" if quick == torch.float32 and not four_bit else "auto"
-    where, config, auto, place = found.where, found.config, found.auto, found.place
+    where, config, auto, place = found.where, found.config, class_for(found.auto, found.config), found.place
     with foreign(f"{name} could not be loaded", _MODEL_IS, "Check the name, or download it first and give the folder."):
         streamed = _streams(stream, where, config, dtype, place, four_bit)
         nf4 = found.in_four_bits(held_dtype(config, dtype)) if four_bit else {}
