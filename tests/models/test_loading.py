@@ -7,9 +7,11 @@ import torch
 from tests import zoo
 
 from layerbudget.cli import main
+from layerbudget.doctor.cost import shape_of, shape_of_config
 from layerbudget.errors import InvalidInput
 from layerbudget.finetuning.adapters import classifier_loader
 from layerbudget.models.blocks import partition
+from layerbudget.models.experts import cut_experts, find_experts
 from layerbudget.models.loading import blocks_from_config, describe_place, load_model
 from layerbudget.models.offload import mapped
 
@@ -157,3 +159,13 @@ def test_infinite_numbers_of_a_configuration_are_read(tmp_path):
     model.config.save_pretrained(tmp_path)
     assert "__float__" in (tmp_path / "config.json").read_text()
     assert [b.name for b in blocks_from_config(tmp_path)] == [b.name for b in partition(model)]
+
+
+def test_a_configuration_says_how_many_experts_each_layer_keeps(tmp_path):
+    """All layers got as many as the one with most, and plans without weights were of another model."""
+    model = zoo.tiny("qwen3-moe")
+    cut_experts(model, {e.name: list(range(8 - i)) for i, e in enumerate(find_experts(model))})
+    model.save_pretrained(tmp_path)
+    for by in ("layer", "linear"):
+        assert blocks_from_config(tmp_path, by=by) == partition(load_model(str(tmp_path)), by)
+    assert shape_of_config(model.config, torch.float32) == shape_of(model)

@@ -302,10 +302,10 @@ def shape_of(model: nn.Module) -> Shape:
 
 def shape_of_config(config: Any, dtype: torch.dtype) -> Shape:
     """The sizes of a configuration's model in a precision; nothing is allocated."""
-    from ..models.loading import auto_class
+    from ..models.loading import from_config
 
     with torch.device("meta"):
-        return shape_of(auto_class(config).from_config(config, dtype=dtype))
+        return shape_of(from_config(config, dtype=dtype))
 
 
 def shape_in_memory(model: nn.Module) -> Shape:

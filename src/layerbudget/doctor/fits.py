@@ -13,7 +13,7 @@ from ..decisions.bits.program import mix_of
 from ..decisions.bits.table import Table
 from ..errors import InvalidInput
 from ..models.blocks import text_config
-from ..models.loading import auto_class
+from ..models.loading import from_config
 
 CACHES = (("F16", GGUF), ("Q8_0", GGUF), ("Q4_0", GGUF), ("fp8", PACKED))  # of llama.cpp, and vLLM's
 
@@ -33,7 +33,7 @@ def what_fits(config: Any, memory: int, context: int) -> list[dict[str, Any]]:
         raise InvalidInput("The cache of this model is not counted here.", "", "Leave --context out.")
     check_positions(context, known.positions)
     with torch.device("meta"):
-        model = auto_class(config).from_config(config)
+        model = from_config(config)
     tables = {
         GGUF: formats_table(model, family=GGUF, method="weighted", unwritten="plan"),
         PACKED: formats_table(model, family=PACKED, runtime="vllm", unwritten="plan"),

@@ -136,9 +136,8 @@ def blocks_from_config(config: Mapping[str, Any] | Path | str, *, by: str = "lay
     kind = config.get("model_type") or ("mixtral" if config.get("num_local_experts") else "llama")
     with foreign("The configuration does not read", "It is a transformers config.json.", "Point to a model folder."):
         made = AutoConfig.for_model(**{**_with_floats(config), "model_type": kind})
-        auto = auto_class(made)
         with torch.device("meta"):
-            return partition(auto.from_config(made), by)
+            return partition(from_config(made), by)
 
 
 def _with_floats(value: Any) -> Any:
@@ -223,6 +222,14 @@ def class_for(auto: Any, config: Any) -> Any:
     """What makes models of a configuration with the head of a class of transformers; experts may differ by layer."""
     counts = getattr(config, EXPERTS_KEPT, None)
     return auto if counts is None else uneven(auto._model_mapping[type(config)], counts)
+
+
+def from_config(config: Any, **options: Any) -> nn.Module:
+    """A model of a configuration, with the head that its checkpoint has and weights that are drawn."""
+    auto = auto_class(config)
+    made = class_for(auto, config)
+    model: nn.Module = (made.from_config if made is auto else made._from_config)(config, **options)
+    return model
 
 
 def find_device(name: str) -> torch.device:

@@ -19,12 +19,14 @@ TASKS = {
 }
 
 
-def loading(architecture: str) -> str:
-    """Lines of Python that load a checkpoint of a class.
+def loading(architecture: str, *, alike: bool = True) -> str:
+    """Lines of Python that load a checkpoint of a class, whose layers have as many experts or are not ``alike`` in that.
 
     >>> loading("LlamaForCausalLM").splitlines()[0]
     'from transformers import AutoModelForCausalLM'
     """
+    if not alike:
+        return "import layerbudget as lb\nmodel = lb.load_model('.')"
     ending = next((ending for ending in TASKS if architecture.endswith(ending)), "")
     return LOAD.format(auto=f"AutoModel{'ForCausalLM' if ending == 'LMHeadModel' else ending}")
 

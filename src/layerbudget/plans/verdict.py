@@ -310,6 +310,8 @@ def _on_kept(plan: Plan) -> str:
 def _on_shapes(plan: Plan) -> str:
     b, (damage, where) = plan.budget, _of_shapes(plan)
     differ, uneven = ". Every runtime loads the result", layers_differ(plan)
+    if plan.extra.get("experts_differ"):
+        differ = ". Its layers keep different numbers of experts: only layerbudget.load_model loads the result"
     if uneven:
         load = ["llama.cpp (apply --format gguf)"]
         load += [] if layers_differ(plan, ("heads",)) else ["vLLM (apply --format nemotron-nas)"]

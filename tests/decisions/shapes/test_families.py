@@ -15,6 +15,9 @@ from layerbudget.decisions.shapes.plan import plan_shapes
 from layerbudget.decisions.shapes.save import check_exportable, save_smaller
 from layerbudget.errors import InvalidInput, UnknownStructure
 from layerbudget.models.blocks import layers
+from layerbudget.models.experts import cut_experts, find_experts
+from layerbudget.models.loading import load_model
+from layerbudget.plans.verdict import verdict
 
 SIZES = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -130,3 +133,19 @@ def test_a_plan_that_no_checkpoint_can_hold_is_refused_before_the_model_runs(tmp
     assert main(["apply", str(tmp_path / "model"), str(tmp_path / "plan.json"), *words, "-o", str(tmp_path / "out")]) == 2
     assert "BloomConfig has no field for the width of its MLPs" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "out").exists()
+
+
+def test_equal_heads_beside_experts_that_differ_are_not_said_to_load_everywhere(tmp_path):
+    model, data = zoo.build("qwen3-moe"), zoo.tokens(4, 12)
+    cut_experts(model, {e.name: list(range(8 - i)) for i, e in enumerate(find_experts(model))})
+    model.save_pretrained(tmp_path / "model")
+    model = load_model(str(tmp_path / "model"))
+    plan = evenly(model, data, kinds=("heads",))
+    assert "only layerbudget.load_model loads the result" in verdict(plan) and "Every runtime" not in verdict(plan)
+    with pytest.raises(InvalidInput, match="different numbers of experts, which vllm does not load"):
+        evenly(model, data, kinds=("heads",), runtime="vllm")
+    apply_shapes(model, plan, data)
+    save_smaller(model, None, tmp_path / "out", plan=plan)
+    assert "lb.load_model('.')" in (tmp_path / "out" / "README.md").read_text()
+    with torch.no_grad():
+        torch.testing.assert_close(load_model(str(tmp_path / "out"))(data.input_ids).logits, model(data.input_ids).logits)

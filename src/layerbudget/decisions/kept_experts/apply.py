@@ -70,7 +70,7 @@ def expert_card(plan: Plan, receipt: Mapping[str, Any], name: str) -> str:
         "parameters": f"{sizes['before']:,} before, {sizes['after']:,} now",
         "of a token": f"{receipt['active']['after']:,} parameters",
     }
-    use = loading(name) if receipt["even"] else "import layerbudget as lb\nmodel = lb.load_model('.')"
+    use = loading(name, alike=receipt["even"])
     what = "with fewer experts and the same routing among them. `plan.json` says which stay, `receipt.json` what was counted."
     return model_card(plan, "finetune", "left with fewer experts", what, rows, use, architecture=name, tags=("pruned", "moe"))
 

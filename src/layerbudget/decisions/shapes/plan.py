@@ -23,6 +23,7 @@ from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InfeasibleBudget, InvalidInput
 from ...execution.processes import process_group
 from ...models.blocks import check_finite, config_of, describe, text_config
+from ...models.experts import EXPERTS_KEPT
 from ...models.machine import computation, versions
 from ...models.offload import need_settled
 from ...plan import Plan
@@ -163,6 +164,8 @@ def plan_shapes(
     hyper |= {"by": next((p.by for p in path.space.parts if p.kind == "heads"), by), "seed": seed}
     plan = path.space.plan(here.state, here.divergence, solution, hyper, identity)
     extra: dict[str, Any] = {"beside": others, "path": path.log, "forward_passes": path.point.passes + last}
+    if hasattr(config_of(model), EXPERTS_KEPT):
+        extra["experts_differ"] = True
     if speed is not None:
         plan = dataclasses.replace(plan, extra={**plan.extra, "prices": speed.prices()})
         extra |= {"speed": dict(speed), "tokens_per_second": _rates(model, plan, speed)}
@@ -245,6 +248,12 @@ def _alike(model: nn.Module, even: bool, runtime: str | None) -> bool | tuple[st
     """Kinds that are equal in all layers, for a runtime; refused is a model that it does not compute with uneven layers."""
     if runtime is not None and runtime not in RUNTIMES:
         raise InvalidInput(f"There is no runtime {runtime!r}.", f"There are {', '.join(RUNTIMES)}.", "Choose one of those.")
+    if runtime is not None and hasattr(config_of(model), EXPERTS_KEPT):
+        raise InvalidInput(
+            f"The layers of this model keep different numbers of experts, which {runtime} does not load.",
+            "layerbudget.load_model does.",
+            "Leave runtime out, or take a model of plan kept-experts --even.",
+        )
     if runtime == "llama.cpp":
         architecture(text_config(config_of(model)), uneven=not even)
     if even or runtime == "transformers":

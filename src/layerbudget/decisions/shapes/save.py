@@ -20,6 +20,7 @@ from torch import nn
 
 from ...errors import UnknownStructure
 from ...models.blocks import config_of, describe, layers, pretrained, text_config
+from ...models.experts import EXPERTS_KEPT
 from ...models.machine import versions
 from ...plan import Plan
 from ...planning.card import loading, model_card
@@ -229,7 +230,8 @@ def save_smaller(
         overwrite: Replace what an earlier call wrote: the files that the folder's ``manifest.json`` names, and no others.
     """
     check_exportable(model)
-    beside = beside_model(plan, record, model, loading(type(pretrained(model)).__name__), ("pruned",))
+    use = loading(type(pretrained(model)).__name__, alike=not hasattr(config_of(model), EXPERTS_KEPT))
+    beside = beside_model(plan, record, model, use, ("pruned",))
     return write_model(pretrained(model), tokenizer, out_dir, beside, overwrite=overwrite)
 
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from ...compressors.base import TREATMENTS, find_treatment
 from ...errors import InvalidInput
-from ...models.blocks import pretrained
+from ...models.blocks import config_of, pretrained
+from ...models.experts import EXPERTS_KEPT
 from ...models.offload import mapped
 from ...plan import Plan
 from ...planning.card import loading, model_card
@@ -52,7 +53,8 @@ def save_pruned(
     name = type(pretrained(model)).__name__
     rows = {"zeros": f"{receipt.sparsity:.4%} of the matrices' weights, recounted", "pruned by": receipt.method}
     what = "with zeros where `plan.json` says so; `receipt.json` has what was counted. Zeros save neither disk nor time."
-    card = model_card(plan, "finetune", "pruned", what, rows, loading(name), architecture=name, tags=("pruned",))
+    use = loading(name, alike=not hasattr(config_of(model), EXPERTS_KEPT))
+    card = model_card(plan, "finetune", "pruned", what, rows, use, architecture=name, tags=("pruned",))
     beside: dict[str, Callable[[Path], object]] = {
         "plan.json": plan.save,
         "receipt.json": receipt.save,
