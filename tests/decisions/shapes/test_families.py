@@ -43,12 +43,13 @@ FAMILIES = {
     "llama4": ("Llama4TextConfig", {
         "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size": 16, "intermediate_size_mlp": 48,
         "interleave_moe_layer_step": 2, "attention_chunk_size": 32}),
+    "hunyuan-moe": ("HunYuanMoEV1Config", {"num_experts": 4, "moe_topk": 2, "num_shared_expert": 1}),
 }  # fmt: skip
 
 
-def build(name):
+def build(name, **changes):
     config, fields = FAMILIES[name]
-    fields = {**SIZES, **fields}
+    fields = {**SIZES, **fields, **changes}
     for field in {"gpt-neo": ("num_hidden_layers",), "falcon": ("head_dim",)}.get(name, ()):
         del fields[field]
     torch.manual_seed(0)
@@ -99,6 +100,23 @@ def test_what_no_configuration_can_hold_is_refused_before_anything_is_measured(m
         assert "Prune its weights instead" in error.remedy and "--parts" not in error.remedy
     with pytest.raises(UnknownStructure, match="--parts mlp"):
         plan_shapes(model, data, "2% params", kinds=("heads", "mlp"))  # layers that differ need no configuration
+
+
+@pytest.mark.parametrize(("name", "changes"), [("llama4", {"interleave_moe_layer_step": 1}), ("hunyuan-moe", {})])
+def test_a_width_that_routed_experts_have_too_is_refused_and_heads_are_written(name, changes, monkeypatch, tmp_path):
+    """Their shared expert became narrower, and the checkpoint did not load: experts of that width were looked for."""
+    model, data = build(name, **changes), zoo.tokens(4, 12)
+    with monkeypatch.context() as patched:
+        patched.setattr("layerbudget.decisions.shapes.plan.ShapePoint", lambda *a, **k: pytest.fail("it was measured"))
+        with pytest.raises(UnknownStructure, match="cannot say width .* without another shape of .*experts.*--parts heads"):
+            evenly(model, data)
+    plan = evenly(model, data, kinds=("heads", "mlp"), compensate="refit")
+    assert not any(s["removed"] for s in plan.extra["shapes"].values() if s["kind"] == "mlp")
+    apply_shapes(model, plan, data)
+    save_smaller(model, None, tmp_path / "out", plan=plan)
+    back = load_model(str(tmp_path / "out"))
+    with torch.no_grad():
+        torch.testing.assert_close(back(data.input_ids).logits, model(data.input_ids).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_layers_that_differ_are_refused_before_anything_is_measured_and_the_remedy_works(monkeypatch, tmp_path):

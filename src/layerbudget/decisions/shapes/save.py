@@ -50,24 +50,35 @@ def _built(model: nn.Module, change: Callable[[Any], None] = lambda config: None
 def undescribed(model: nn.Module, now: Where, wanted: Where) -> str:
     """Why a config that says ``now`` cannot say that all layers have such heads, or such an MLP; empty where it can."""
     kind, name = "heads" if isinstance(wanted, Attention) else "mlp", type(config_of(model)).__name__
-    found = _first(model, lambda config: wanted.write(config, now), kind)
-    if isinstance(found, str):
+    made = _built(model, lambda config: wanted.write(config, now))
+    found = made if isinstance(made, str) else _found(made[0][1], kind)
+    if isinstance(made, str) or isinstance(found, str):
         return f"{name} refuses {wanted.words} ({found})"
     if found.shape == wanted.shape:
-        return ""
+        changed = sorted(_others(layers(model)) ^ _others(made))
+        return f"{name} cannot say {wanted.words} without another shape of {changed[0][0]}" if changed else ""
     if kind == "heads":
         derived = "derives the size of a head from hidden_size / num_attention_heads"
         return f"{name} {derived}: {wanted.words} cannot be written"
     return f"{name} makes MLPs of {found.words}, not {wanted.words}"
 
 
-def _first(model: nn.Module, change: Callable[[Any], None], kind: str) -> Where | str:
-    """Heads or MLP of the first layer after a change of the configuration, or why there are none."""
-    made = _built(model, change)
+def _found(layer: nn.Module, kind: str) -> Where | str:
+    """Heads or MLP of a layer, or why there are none."""
     try:
-        return made if isinstance(made, str) else FIND[kind](made[0][1], "layer")
+        return FIND[kind](layer, "layer")
     except UnknownStructure as error:
         return error.what.rstrip(".")
+
+
+def _others(stack: Sequence[tuple[str, nn.Module]]) -> set[tuple[str, torch.Size]]:
+    """Names and shapes of the parameters of layers that belong neither to their heads nor to their MLPs."""
+    sizes = set[tuple[str, torch.Size]]()
+    for name, layer in stack:
+        parts = [part for kind in FIND if not isinstance(part := _found(layer, kind), str)]
+        own = {matrix.removeprefix("layer.") for part in parts for matrix in (*part.producers, part.consumer)}
+        sizes |= {(f"{name}.{n}", p.shape) for n, p in layer.named_parameters() if n.rpartition(".")[0] not in own}
+    return sizes
 
 
 def follow(model: nn.Module, before: Sequence[Where], after: Sequence[Where]) -> None:
