@@ -8,11 +8,11 @@ import transformers
 from tests import zoo
 
 from layerbudget.cli import main
-from layerbudget.decisions.shapes.apply import apply_shapes
+from layerbudget.decisions.shapes.apply import apply_shapes, drop_layers
 from layerbudget.decisions.shapes.compensation import ways_of
 from layerbudget.decisions.shapes.layouts import find_attention, find_mlp
 from layerbudget.decisions.shapes.plan import plan_shapes
-from layerbudget.decisions.shapes.save import check_exportable, save_smaller
+from layerbudget.decisions.shapes.save import check_depth, check_exportable, save_smaller
 from layerbudget.errors import InvalidInput, UnknownStructure
 from layerbudget.models.blocks import layers
 from layerbudget.models.experts import cut_experts, find_experts
@@ -43,6 +43,7 @@ FAMILIES = {
     "llama4": ("Llama4TextConfig", {
         "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size": 16, "intermediate_size_mlp": 48,
         "interleave_moe_layer_step": 2, "attention_chunk_size": 32}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
     "hunyuan-moe": ("HunYuanMoEV1Config", {"num_experts": 4, "moe_topk": 2, "num_shared_expert": 1}),
 }  # fmt: skip
 
@@ -56,10 +57,10 @@ def build(name, **changes):
     return transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**fields)).float().eval()
 
 
-def seeing():
+def seeing(layers=1):
     """A model that reads images too: its language model's configuration lies in another."""
     vision = transformers.CLIPVisionConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+        hidden_size=16, intermediate_size=32, num_hidden_layers=layers, num_attention_heads=2, image_size=28, patch_size=14
     )
     config = transformers.LlavaConfig(text_config=transformers.LlamaConfig(**SIZES), vision_config=vision, image_token_index=5)
     torch.manual_seed(0)
@@ -117,6 +118,38 @@ def test_a_width_that_routed_experts_have_too_is_refused_and_heads_are_written(n
     back = load_model(str(tmp_path / "out"))
     with torch.no_grad():
         torch.testing.assert_close(back(data.input_ids).logits, model(data.input_ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["smollm3", "gpt-neo", "llava"])
+def test_what_a_configuration_says_of_every_layer_goes_with_a_layer(name, tmp_path):
+    """Layers got another's position embedding or window when they were loaded, and towers of as many layers lost one."""
+    changes = {"smollm3": {"num_hidden_layers": 4}, "gpt-neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]}}
+    model, ids = seeing(2) if name == "llava" else build(name, **changes[name]), zoo.tokens(4, 16).input_ids
+    check_depth(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.2, generator=torch.Generator().manual_seed(p.numel()))
+        drop_layers(model, [layers(model)[1][0]])
+        save_smaller(model, None, tmp_path / "out")
+        back = load_model(str(tmp_path / "out"))
+        torch.testing.assert_close(back(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+    assert [p.shape for p in back.parameters()] == [p.shape for p in model.parameters()]
+    if name == "gpt-neo":
+        assert [layer.attn.attention.layer_id for _, layer in layers(model)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (build("gemma3n"), "embed_tokens_per_layer.weight would be another"),
+        (zoo.tiny("gpt2", scale_attn_by_inverse_layer_idx=True), "transformer.h.0.attn.scaling would be another"),
+        (build("llama4"), "model.layers.0.feed_forward would be another"),
+    ],
+)
+def test_layers_that_are_others_without_one_are_refused_before_anything_is_measured(model, said, monkeypatch):
+    monkeypatch.setattr(type(model), "forward", lambda *a, **k: pytest.fail("it ran"))
+    with pytest.raises(UnknownStructure, match=f"cannot say that a layer of this model is gone .*{said}.*leave --depth out"):
+        plan_shapes(model, zoo.tokens(4, 12), "20% flops", depth=1)
 
 
 def test_layers_that_differ_are_refused_before_anything_is_measured_and_the_remedy_works(monkeypatch, tmp_path):

@@ -18,14 +18,14 @@ from ...execution.modes import inference
 from ...execution.processes import shard
 from ...execution.walk import Walk
 from ...kinds import check_kind
-from ...models.blocks import configs_of, describe, layers
+from ...models.blocks import config_of, configs_of, describe, layers, text_config
 from ...plan import Plan
 from ...progress import Progress, Steps
 from ...records import Result
 from .compensation import Stream
 from .layouts import FIND, Attention
 from .program import KINDS, Part
-from .save import follow
+from .save import follow, shorten
 from .units import Remake, cut, find_parts, refitted, where_is
 
 
@@ -208,18 +208,17 @@ def drop_layers(model: nn.Module, names: Sequence[str]) -> nn.Module:
     if not kept:
         raise InfeasibleBudget(f"All {len(known)} layers would go.", f"At most {len(known) - 1} can.", "Remove fewer.")
     parent, _, stack = known[0][0].rpartition(".")[0].rpartition(".")
-    setattr(model.get_submodule(parent), stack, nn.ModuleList(layer for _, layer in kept))
+    owner = model.get_submodule(parent)
+    setattr(owner, stack, nn.ModuleList(layer for _, layer in kept))
     for new, (_, layer) in enumerate(kept):
         modules: Iterator[Any] = layer.modules()
         for module in modules:
-            if isinstance(getattr(module, "layer_idx", None), int):
-                module.layer_idx = new
-    for config in configs_of(model):
-        if getattr(config, "num_hidden_layers", None) == len(known):
-            types = config.__dict__.get("layer_types")  # some derive it from the number of layers
-            config.num_hidden_layers = len(kept)
-            if isinstance(types, list | tuple) and len(types) == len(known):
-                config.layer_types = [types[i] for i, _ in kept]
+            for place in ("layer_idx", "layer_id"):
+                if isinstance(getattr(module, place, None), int):
+                    setattr(module, place, new)
+    own = [text_config(config_of(model)), *configs_of(owner)]  # those of towers for images stay
+    for config in {id(c): c for c in own if getattr(c, "num_hidden_layers", None) == len(known)}.values():
+        shorten(config, [i for i, _ in kept], len(known))
     return model
 
 

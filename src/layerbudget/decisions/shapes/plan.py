@@ -40,7 +40,7 @@ from .compensation import ways_of
 from .nemotron import check_config
 from .point import Evaluation, Moments, ShapePoint
 from .program import GONE, KINDS, ShapeSpace
-from .save import allowed_units, described_smaller
+from .save import allowed_units, check_depth, described_smaller
 from .speed import Speed, measure_speed, sizes_of_layers
 from .units import find_parts, head_units
 
@@ -130,6 +130,8 @@ def plan_shapes(
     need_settled(model, "measuring")
     check_finite(model)
     alike = _alike(model, even, runtime)
+    if depth > 0:
+        check_depth(model)
     if process_group().size > 1:
         raise CoverageError("Smaller shapes are planned in one process.", "", "Use one.")
     speed = _speed(model, budget, runtime, threads, resume) if speed is None else speed

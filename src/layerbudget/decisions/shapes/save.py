@@ -33,14 +33,15 @@ from .program import NEITHER, OTHER_KIND, Part, layers_differ
 from .units import find_parts, other_kind, where_is
 
 
-def _built(model: nn.Module, change: Callable[[Any], None] = lambda config: None) -> list[tuple[str, nn.Module]] | str:
-    """Layers of the model that would be loaded after a change of its configuration, or why there is none."""
+def _built(model: nn.Module, change: Callable[[Any], None] = lambda config: None) -> nn.Module | str:
+    """The model that would be loaded after a change of its configuration, without values, or why there is none."""
     config = copy.deepcopy(config_of(model))
     try:
         change(text_config(config))
         with torch.device("meta"):
-            made: Any = type(model)(type(config).from_dict(config.to_dict()))
-        return layers(made)
+            made: nn.Module = type(model)(type(config).from_dict(config.to_dict()))
+        layers(made)
+        return made
     except UnknownStructure as error:
         return error.what.rstrip(".")
     except (StrictDataclassError, ValueError, TypeError) as error:
@@ -51,11 +52,11 @@ def undescribed(model: nn.Module, now: Where, wanted: Where) -> str:
     """Why a config that says ``now`` cannot say that all layers have such heads, or such an MLP; empty where it can."""
     kind, name = "heads" if isinstance(wanted, Attention) else "mlp", type(config_of(model)).__name__
     made = _built(model, lambda config: wanted.write(config, now))
-    found = made if isinstance(made, str) else _found(made[0][1], kind)
+    found = made if isinstance(made, str) else _found(layers(made)[0][1], kind)
     if isinstance(made, str) or isinstance(found, str):
         return f"{name} refuses {wanted.words} ({found})"
     if found.shape == wanted.shape:
-        changed = sorted(_others(layers(model)) ^ _others(made))
+        changed = sorted(_others(layers(model)) ^ _others(layers(made)))
         return f"{name} cannot say {wanted.words} without another shape of {changed[0][0]}" if changed else ""
     if kind == "heads":
         derived = "derives the size of a head from hidden_size / num_attention_heads"
@@ -92,6 +93,55 @@ def follow(model: nn.Module, before: Sequence[Where], after: Sequence[Where]) ->
         owner: Any = model.get_submodule(where.owner)
         if isinstance(where, Attention) and type(getattr(owner, "config", None)) is type(config):
             owner.config = config
+
+
+def shorten(config: Any, kept: Sequence[int], count: int) -> None:
+    """Let a configuration of ``count`` layers speak of those that are kept, with every list that has a value for each."""
+    lists = {n: v for n, v in config.__dict__.items() if isinstance(v, list | tuple) and len(v) == count and "token" not in n}
+    config.num_hidden_layers = len(kept)
+    for name, values in lists.items():
+        setattr(config, name, [values[i] for i in kept])
+    if hasattr(config, "attention_types"):  # GPT-Neo makes its list from this
+        config.attention_types = [[config.attention_layers, 1]]
+
+
+def check_depth(model: nn.Module) -> None:
+    """Refuse a model whose other layers would be made otherwise without its first layer, or without its last."""
+    count, found = len(layers(model)), _built(model)
+    for gone in (0, count - 1) if count > 1 else ():  # one moves every pattern of layers, the other ends it
+        kept = [i for i in range(count) if i != gone]
+        made = _built(model, partial(shorten, kept=kept, count=count))
+        why = next((m for m in (found, made) if isinstance(m, str)), "")
+        if not isinstance(found, str) and not isinstance(made, str):
+            why = _changed(found, made, kept)
+        if why:
+            raise UnknownStructure(
+                f"{type(config_of(model)).__name__} cannot say that a layer of this model is gone ({why}).",
+                "Heads and widths can go.",
+                "Plan without depth (leave --depth out).",
+            )
+
+
+def _changed(whole: nn.Module, made: nn.Module, kept: Sequence[int]) -> str:
+    """What is otherwise in a model that was made without some layers of another one; empty where nothing is."""
+    all_before, stack = layers(whole), layers(whole)[0][0].rpartition(".")[0] + "."
+    outside = [{(n, p.shape) for n, p in m.named_parameters() if not n.startswith(stack)} for m in (whole, made)]
+    changed = sorted(name for name, _ in outside[0] ^ outside[1])
+    for new, (old, (name, layer)) in enumerate(zip(kept, layers(made), strict=True)):
+        before, after = _nature(all_before[old][1]), _nature(layer)
+        differ = [k for k in before.keys() | after.keys() if before.get(k) != after.get(k)]
+        changed += sorted(f"{name}.{k}".strip(".") for k in differ if (before.get(k), after.get(k)) != (old, new))  # its place
+    return f"{changed[0]} would be another" if changed else ""
+
+
+def _nature(layer: nn.Module) -> dict[str, Any]:
+    """Types of a layer's modules, their plain attributes and the shapes of their parameters, by name."""
+    found = dict[str, Any]()
+    for name, module in layer.named_modules():
+        plain = {k: v for k, v in vars(module).items() if v is None or isinstance(v, bool | int | float | str)}
+        sizes = {k: p.shape for k, p in module._parameters.items() if p is not None}
+        found |= {f"{name}.{k}".strip("."): v for k, v in {"": type(module), **plain, **sizes}.items()}
+    return found
 
 
 def allowed_units(model: nn.Module, parts: Sequence[Part], kinds: Sequence[str]) -> dict[str, Collection[int]]:
@@ -137,9 +187,11 @@ def check_exportable(model: nn.Module, plan: Plan | None = None) -> None:
     if plan is not None:
         plan.validate(describe(model))
         gone = set(plan.extra["dropped"])
+    if gone:
+        check_depth(model)
     built = _built(model)
     names = [n for n, _ in layers(model)]
-    again = [] if isinstance(built, str) else [(n, layer) for n, (_, layer) in zip(names, built, strict=False)]
+    again = [] if isinstance(built, str) else [(n, layer) for n, (_, layer) in zip(names, layers(built), strict=False)]
     for kind in FIND:
         now, said = _all(layers(model), kind), _all(again, kind)
         left = list(left_parts(model, kind, plan).values())
