@@ -2,6 +2,8 @@
 
 import json
 
+from tests import zoo
+
 from layerbudget.cli import main
 from layerbudget.cli.explain import summary
 
@@ -37,3 +39,13 @@ def test_a_contradiction_is_counted():
     pair = {"relative_damping": 1.0, "certified": True, "sharp": False, "agrees": False}
     row = summary(table, {"paper": [pair], "with_gap": [{**pair, "certified": False}]})[0]
     assert row["contradicted"] == {"paper": 1, "paper_with_gap": 0, "exact": 0} and row["agree"] == 0
+
+
+def test_losses_are_measured_in_32_bits_and_priced_for_every_block(folder, capsys):
+    zoo.build("llama").bfloat16().save_pretrained(folder / "model")
+    words = ["explain", "certify", str(folder / "model"), "--data", str(folder / "text.txt"), "--samples", "4"]
+    for curvature, forwards in (("fisher", 3 * (4 + 22 * 2)), ("ggn", 3 * (4 + 22 * 2) + 3 * 45 * 3)):
+        own = ["--damping", "1", "10", "--curvature", curvature, "--dry-run", "--json"]
+        assert main([*words, "--length", "16", *own]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert "in float32" in told["reads"][0] and told["expected"]["forwards"] == forwards

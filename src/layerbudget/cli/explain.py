@@ -87,7 +87,7 @@ def register(subparsers: Any) -> None:
     add(p, "--damping", help="one or more dampings (default: 0.1 1 10)")
     add_out(p, "write table and certificates as JSON", metavar="FILE")
     add_set(p, "damping_unit (max, absolute) or steps, the most products of conjugate gradients")
-    add_data(p, samples=32, length=128)
+    add_data(p, samples=32, length=128, dtype="float32")
 
 
 def run_plan(a: argparse.Namespace) -> dict[str, Any]:
@@ -371,23 +371,24 @@ def run_transfer(a: argparse.Namespace) -> dict[str, Any]:
 
 def run_certify(a: argparse.Namespace) -> dict[str, Any]:
     """Take each block's Newton step, compare, certify, and say what was certified."""
-    from ..doctor.cost import scoring
+    from ..doctor.cost import certifying
     from ..models.blocks import describe, partition
     from ..records import check_output, dumps, write_text
-    from ..sensitivity.certificate import certify_ranking, direct_check
+    from ..sensitivity.certificate import DAMPINGS, certify_ranking, direct_check
 
     own = options_for(a, direct_check)
     if "steps" in own and a.curvature == "fisher":
         raise InvalidInput("steps has no meaning for fisher.", "It needs no products.", "Leave it out.")
     if a.out:
         check_output(a.out, overwrite=a.overwrite)
+    a.dtype = a.dtype or "float32"  # the losses of two blocks differ by less than the noise of bfloat16
     model, _, data = load(a)
-    priced = "fisher-gram" if a.curvature == "fisher" else a.curvature
+    blocks, dampings = partition(model, a.by), len(a.damping or DAMPINGS)
     what = words_of(f"direct check, curvature {a.curvature},", data)
-    expect(a, what, model, scoring(priced, text_of(data, a)))
+    expect(a, what, model, certifying(a.curvature, text_of(data, a), len(blocks), dampings))
     with progress_bar(a, "direct check") as progress:
         own |= {"batch_size": batch_of(a, model, data), "progress": progress}
-        table = direct_check(model, data, partition(model, a.by), **own)
+        table = direct_check(model, data, blocks, **own)
     pairs = {name: certify_ranking(table, with_gap=gap) for name, gap in (("paper", False), ("with_gap", True))}
     result = {
         "schema_version": 1,

@@ -187,6 +187,7 @@ WORK: dict[str, Work] = SCORES | {
     "ggml": Work(0.0, solve=_searched),
     "refit": Work(0.0, solve=_numel(0.0, 80.0)),  # four folds of the text, seven numbers of units
     "train": Work(3.0, "model"),
+    "direct check": Work(1.0, "model", 0, _rows),
     "directional": Work(
         20.0, "layer", 1, lambda shape, text: 6.0 * shape.numel + 4.0 * text.tokens * shape.vocabulary, _numel(20 * _MASK)
     ),
@@ -220,6 +221,15 @@ def choosing(text: Text, check: Text | None, *, draws: int = 4, ggml: bool = Fal
     whole = [] if check is None else [Part("round", check, times=5.0)]
     searched = [Part("ggml", text, times=4.0)] if ggml else []
     return [Part("directional", text, 1.0 + 2.0 * draws), *whole, *searched]
+
+
+def certifying(curvature: str, text: Text, blocks: int, dampings: int) -> list[Part]:
+    """Parts of ``explain certify``: loss and gradient of every block, then three Hessian products and a loss of every damping.
+
+    A product counts seven forwards. Curvatures other than ``fisher`` solve for the steps, at the price of their scores.
+    """
+    solved = [] if curvature == "fisher" else [Part(curvature, text, WORK[curvature].each * blocks * (1 + dampings))]
+    return [Part("direct check", text, blocks * (4.0 + 22.0 * dampings)), *solved]
 
 
 def shaping(text: Text, passes: float) -> list[Part]:
