@@ -311,7 +311,7 @@ def test_caches_of_windows_latents_and_states():
     linear = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 16}
     config = {**SMOL, "layer_types": kinds, "sliding_window": 128, **linear, "linear_conv_kernel_dim": 4}
     cache = cache_of(SimpleNamespace(**config))
-    state = 10 * 4 * (4 * 8 * 16 + 3 * (2 * 2 * 8 + 4 * 16))
+    state = 10 * 4 * (4 * 8 * 16 + 4 * (2 * 2 * 8 + 4 * 16))
     assert cache.bytes(4096) - cache.buffers(4096) == 10 * 768 * (4096 + 768) + state  # 128 + 512 tokens in steps of 256
     latent = cache_of(SimpleNamespace(**SMOL, kv_lora_rank=512, qk_rope_head_dim=64))
     assert latent.bytes(1024) - latent.buffers(1024) == 30 * 2 * 576 * 1024

@@ -16,7 +16,6 @@ from typing import Any
 from ...errors import InvalidInput
 
 _BATCH, _STEP = 512, 256  # tokens of a forward; of an allocation
-_LINEAR = ("linear_attention",)
 _CONTEXT = re.compile(r"(\d+)(k|M)?i?", re.IGNORECASE)
 _THOUSANDS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
@@ -83,12 +82,14 @@ def cache_of(config: Any) -> Cache | None:
     kinds = kinds[: count - (getattr(config, "num_kv_shared_layers", None) or 0)]
     windows = {"full_attention": 0, "attention": 0, "sliding_attention": getattr(config, "sliding_window", None) or 0}
     windows["chunked_attention"] = getattr(config, "attention_chunk_size", None) or 0
-    if not {*kinds} <= {*windows, *_LINEAR} or not all(isinstance(n, int) for n in (keys, width)):
+    state = _state(config) if "linear_attention" in kinds else 0
+    if not {*kinds} <= {*windows, "linear_attention"} or not all(isinstance(n, int) for n in (keys, width)):
         return None
-    state = sum(_state(config) for kind in kinds if kind in _LINEAR)
+    if state is None:
+        return None
     return Cache(
         layers=[(each, windows[kind]) for kind in kinds if kind in windows],
-        state=state,
+        state=kinds.count("linear_attention") * state,
         vocabulary=config.vocab_size,
         hidden=max(config.hidden_size, heads * width),
         inner=_inner(config),
@@ -108,11 +109,21 @@ def _inner(config: Any) -> int:
     return int(max(count * each + shared, dense if getattr(config, "first_k_dense_replace", None) else 0))
 
 
-def _state(config: Any) -> int:
-    """Bytes that a layer of linear attention holds: a matrix per head, and the last inputs of its convolution, in 32 bits."""
-    heads, key, value = (getattr(config, f"linear_{n}", 0) for n in ("num_value_heads", "key_head_dim", "value_head_dim"))
-    channels = 2 * getattr(config, "linear_num_key_heads", 0) * key + heads * value
-    return 4 * (heads * key * value + channels * (getattr(config, "linear_conv_kernel_dim", 1) - 1))
+def _state(config: Any) -> int | None:
+    """Bytes that a layer of Mamba or of linear attention holds, in 32 bits; None of one that is not known here.
+
+    It is a matrix per head, and the last inputs of its convolution: as many as the kernel is long, as transformers keeps them.
+    llama.cpp and vLLM keep one less.
+    """
+    if size := getattr(config, "mamba_d_state", None):
+        inner = config.mamba_expand * config.hidden_size
+        groups = getattr(config, "mamba_n_groups", 0)  # of Mamba 2
+        return 4 * (inner * size + (inner + 2 * groups * size) * config.mamba_d_conv)
+    if not (heads := getattr(config, "linear_num_value_heads", None)):
+        return None
+    key, value = config.linear_key_head_dim, config.linear_value_head_dim
+    channels = 2 * config.linear_num_key_heads * key + heads * value
+    return 4 * (heads * key * value + channels * config.linear_conv_kernel_dim)
 
 
 def read_context(text: str | int) -> int:
