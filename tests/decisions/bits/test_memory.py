@@ -5,7 +5,9 @@ import torch
 import transformers
 from tests import zoo
 
+from layerbudget.decisions.bits.blocks import formats_table
 from layerbudget.decisions.bits.memory import cache_of
+from layerbudget.decisions.cache.cache import kept
 
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16}
 LINEAR = {
@@ -56,3 +58,19 @@ def test_states_are_those_of_a_cache_that_was_filled(config):
 def test_states_of_other_layers_are_not_counted():
     """Kimi's linear attention has other fields."""
     assert cache_of(transformers.KimiLinearConfig(**{**zoo.GROUPED, "num_key_value_heads": 4})) is None
+
+
+@pytest.mark.parametrize("keys", [None, 1])
+def test_layers_of_gemma_4_have_heads_of_their_own(keys):
+    """Its global layers have wider heads, and fewer of them where keys are values: the configuration has no one number."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    own = {"attention_k_eq_v": keys is not None, "num_global_key_value_heads": keys, "num_kv_shared_layers": 1}
+    fields = {"num_hidden_layers": 4, "layer_types": kinds, "sliding_window": 8, "head_dim": 8, "global_head_dim": 16, **own}
+    inputs = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97}
+    model = _tiny("Gemma4TextConfig", **fields, **inputs)
+    wide = 4 * 16 * (keys or 2)
+    found = cache_of(model.config)
+    assert [list(layer) for layer in found.layers] == [[64, 8], [wide, 0], [64, 8]] and found.hidden == 64
+    for layer, (each, _) in zip(kept(model)[::2], found.layers, strict=True):
+        assert 4 * layer.heads * layer.channels == each
+    assert formats_table(model, family="gguf", unwritten="plan").cache == found

@@ -31,7 +31,7 @@ from ...models.blocks import config_of, end_modules, layers, partition, pretrain
 from ...records import Block, Module, natural_key, stacks
 from .gguf import check_even, fixed_bytes, in_file
 from .gguf_names import ACROSS, LATENT, ROUTERS, find_architecture, find_names, split_stacks
-from .memory import cache_of
+from .memory import cache_of, layer_configs
 from .mixes import LlamaModel
 from .saved_names import experts_of
 from .table import Table, signature_at
@@ -117,8 +117,9 @@ def _llama(model: nn.Module, blocks: Sequence[Block], target: Runtime, method: s
         arch, known = find_architecture([*planned, *(m.name for m in latent)], config.model_type)
     except InvalidInput:
         return {}
-    heads = getattr(config, "num_attention_heads", None) or 1  # models of states alone have none
-    keys = 1 if getattr(config, "kv_lora_rank", None) else getattr(config, "num_key_value_heads", None) or heads
+    first = layer_configs(config)[0]  # its heads decide
+    heads = getattr(first, "num_attention_heads", None) or 1  # models of states alone have none
+    keys = 1 if getattr(config, "kv_lora_rank", None) else getattr(first, "num_key_value_heads", None) or heads
     counts = (getattr(config, n, None) for n in ("num_local_experts", "num_experts", "n_routed_experts"))
     rules = LlamaModel(
         architecture=arch,
@@ -128,8 +129,8 @@ def _llama(model: nn.Module, blocks: Sequence[Block], target: Runtime, method: s
         imatrix=find_quantiser(method).statistic != "none",
         beside=[row for m in latent if len(known[m.name]) > 1 for row in _keys_and_values(m, known[m.name], config)],
     )
-    first = {m: f"{tensors[0]}.weight" for m, tensors in known.items()}  # the rules give gate and up the same
-    return {"llama": rules, "stored": tuple(tuple(first[m.name] for m in b.modules) for b in blocks)}
+    stored = {m: f"{tensors[0]}.weight" for m, tensors in known.items()}  # the rules give gate and up the same
+    return {"llama": rules, "stored": tuple(tuple(stored[m.name] for m in b.modules) for b in blocks)}
 
 
 def _keys_and_values(matrix: Module, tensors: Sequence[str], config: Any) -> list[list[Any]]:

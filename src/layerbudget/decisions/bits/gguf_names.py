@@ -17,6 +17,7 @@ import numpy as np
 
 from ...compressors.formats import need_gguf
 from ...errors import InvalidInput
+from .memory import layer_configs
 
 CONVERT = (
     "Convert it by llama.cpp's convert_hf_to_gguf.py with --outtype f16, then give that file its types: "
@@ -122,7 +123,7 @@ def sizes_of(config: Any, shapes: Mapping[str, Sequence[int]]) -> Sizes | None:
     """Return the sizes of the layers where they differ; None where one number says each of them.
 
     Args:
-        config: Its heads have the width that all heads have.
+        config: It has the width of the heads.
         shapes: Of all parameters, by full name.
     """
     rows: dict[str, dict[int, int]] = {"q": {}, "k": {}, "up": {}}
@@ -131,9 +132,9 @@ def sizes_of(config: Any, shapes: Mapping[str, Sequence[int]]) -> Sizes | None:
             rows[found[2] or found[3]][int(found[1])] = int(shape[0])
     if all(len(set(of.values())) <= 1 for of in rows.values()):
         return None
-    width = head_width(config)
-    heads, groups, widths = (tuple(of[i] for i in sorted(of)) for of in rows.values())
-    return Sizes(tuple(h // width for h in heads), tuple(g // width for g in groups), widths)
+    width = [head_width(c) for c in layer_configs(config)]
+    heads, groups = (tuple(rows[kind][i] // width[i] for i in sorted(rows[kind])) for kind in ("q", "k"))
+    return Sizes(heads, groups, tuple(rows["up"][i] for i in sorted(rows["up"])))
 
 
 def architecture(config: Any, *, uneven: bool = False) -> Architecture:

@@ -16,6 +16,13 @@ from typing import Any
 from ...errors import InvalidInput
 
 _BATCH, _STEP = 512, 256  # tokens of a forward; of an allocation
+# Fields of the configuration with the window of a kind of layer.
+_WINDOWS = {
+    "full_attention": "",
+    "attention": "",
+    "sliding_attention": "sliding_window",
+    "chunked_attention": "attention_chunk_size",
+}
 _CONTEXT = re.compile(r"(\d+)(k|M)?i?", re.IGNORECASE)
 _THOUSANDS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
@@ -68,33 +75,54 @@ def _up(tokens: int) -> int:
     return -(-tokens // _STEP) * _STEP
 
 
+def layer_configs(config: Any) -> list[Any]:
+    """Return the configuration of every layer: those of Gemma 4 differ, in most models all are one."""
+    return list(getattr(config, "per_layer_config", None) or [config] * (getattr(config, "num_hidden_layers", None) or 0))
+
+
 def cache_of(config: Any) -> Cache | None:
     """Return what the cache of a model depends on, by its configuration; None for layers that are not known here."""
-    if not getattr(config, "num_attention_heads", None):
+    own = layer_configs(config)
+    if not own or not all(getattr(c, "num_attention_heads", None) for c in own):
         return None
-    count, heads = config.num_hidden_layers, config.num_attention_heads
-    keys = getattr(config, "num_key_value_heads", None) or heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    each = 4 * keys * width
-    if latent := getattr(config, "kv_lora_rank", None):
-        each = 2 * (latent + config.qk_rope_head_dim)
-    kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * count)
-    kinds = kinds[: count - (getattr(config, "num_kv_shared_layers", None) or 0)]
-    windows = {"full_attention": 0, "attention": 0, "sliding_attention": getattr(config, "sliding_window", None) or 0}
-    windows["chunked_attention"] = getattr(config, "attention_chunk_size", None) or 0
+    kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * len(own))
+    kinds = kinds[: len(own) - (getattr(config, "num_kv_shared_layers", None) or 0)]
+    heads = [_heads(c) for c in own]
     state = _state(config) if "linear_attention" in kinds else 0
-    if not {*kinds} <= {*windows, "linear_attention"} or not all(isinstance(n, int) for n in (keys, width)):
-        return None
-    if state is None:
+    if (
+        state is None
+        or not {*kinds} <= {*_WINDOWS, "linear_attention"}
+        or not all(isinstance(n, int) for h in heads for n in h)
+    ):
         return None
     return Cache(
-        layers=[(each, windows[kind]) for kind in kinds if kind in windows],
+        layers=[(_token(c), _window(c, kind)) for c, kind in zip(own, kinds, strict=False) if kind in _WINDOWS],
         state=kinds.count("linear_attention") * state,
         vocabulary=config.vocab_size,
-        hidden=max(config.hidden_size, heads * width),
-        inner=_inner(config),
+        hidden=max(config.hidden_size, *(queries * width for queries, _, width in heads)),
+        inner=max(map(_inner, own)),
         positions=getattr(config, "max_position_embeddings", None) or 0,
     )
+
+
+def _heads(config: Any) -> tuple[int, int, int]:
+    """Query heads and key-value heads of a layer, and the channels of one."""
+    queries = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // queries
+    return queries, getattr(config, "num_key_value_heads", None) or queries, width
+
+
+def _token(config: Any) -> int:
+    """Bytes that a layer keeps of a token, in 16 bits: keys and values, or one latent vector."""
+    if latent := getattr(config, "kv_lora_rank", None):
+        return int(2 * (latent + config.qk_rope_head_dim))
+    _, keys, width = _heads(config)
+    return 4 * keys * width
+
+
+def _window(config: Any, kind: str) -> int:
+    """Tokens that a kind of layer reads; 0 for all."""
+    return (_WINDOWS[kind] and getattr(config, _WINDOWS[kind], None)) or 0
 
 
 def _inner(config: Any) -> int:
