@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from tests import zoo
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen2Config
 
 from layerbudget.cli import main
 from layerbudget.doctor.cost import (
@@ -21,6 +21,7 @@ from layerbudget.doctor.cost import (
     shape_of_config,
     time_token,
 )
+from layerbudget.doctor.fits import what_fits
 from layerbudget.models.blocks import partition
 
 SEVEN = LlamaConfig(
@@ -169,6 +170,14 @@ def test_the_doctor_says_what_fits_before_anything_is_loaded(tmp_path, capsys):
     assert "A context of 1,048,576 tokens is too long. The model reads at most 32768 tokens." in said
     given = said[said.index("--context ") :].replace(",", "").split()[:2]
     assert main(["doctor", str(tmp_path), "--card", "8GiB", *given]) == 0, "the remedy works"
+
+
+def test_the_doctor_counts_windows_where_they_are_computed():
+    """llama.cpp keeps all tokens of Qwen 2, vLLM the window of its upper layers."""
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    config = Qwen2Config(**sizes, use_sliding_window=True, sliding_window=256, max_window_layers=1)
+    rows = {row["cache"]: row["cache_bytes"] for row in what_fits(config, 1 << 30, 8192)}
+    assert rows["F16"] == 2 * 8192 * 4 * 64 and rows["fp8"] == (8192 + 768) * 2 * 64
 
 
 @pytest.mark.parametrize("name", ["demo", "config.json", "nested"])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 
 from ..compressors.formats import GGUF, PACKED, find_format
 from ..decisions.bits.blocks import formats_table
+from ..decisions.bits.gguf_names import computes_windows
 from ..decisions.bits.memory import cache_of, check_positions
 from ..decisions.bits.program import mix_of
 from ..decisions.bits.table import Table
@@ -39,11 +41,13 @@ def what_fits(config: Any, memory: int, context: int) -> list[dict[str, Any]]:
         PACKED: formats_table(model, family=PACKED, runtime="vllm", unwritten="plan"),
     }
     llama, rows = tables[GGUF], []
+    whole = dataclasses.replace(known, layers=[(each, 0) for each, _ in known.layers])
+    caches = {PACKED: known, GGUF: known if computes_windows(text_config(config)) else whole}
     mixes = {} if llama.llama is None else {mix: mix_of(llama, mix)[0] for mix in llama.llama.mixes}
     for name, family in CACHES:
         form, table, sizes = find_format(name, family), tables[family], mixes if family == GGUF else {}
         block, numbers = (form.block_bytes, form.group or 1) if family == GGUF else (1, 1)  # fp8: a byte for a number
-        held = known.held(context) * block // (2 * numbers)
+        held = caches[family].held(context) * block // (2 * numbers)
         left = memory - held - known.state - known.buffers(context) - table.fixed
         inside = [mix for mix, size in sizes.items() if size <= left]
         row = {"cache": name, "cache_bytes": held, "left": max(left, 0), "bits": _bits(table, left)}

@@ -150,6 +150,18 @@ def test_llama_cpp_allocates_what_the_configuration_says(name, context):
     assert found == known.held(context) == known.bytes(context) - known.buffers(context) - known.state
 
 
+@pytest.mark.parametrize("name", ["mistral-sliding", "phi3", "gemma2", "gpt-oss"])
+def test_llama_cpp_keeps_all_tokens_of_windows_that_it_does_not_compute(name):
+    """They were counted as one window and a batch: a context of 4,096 tokens took five times the budget."""
+    model = zoo.tiny(name, sliding_window=8, max_position_embeddings=4096)
+    layers, found = model.config.num_hidden_layers, cache_space(model, 4096, 1, "llama.cpp", ["F16"])
+    tokens = [m.d_in for b in found.blocks for m in b.modules]
+    assert min(tokens) == (768 if name in ("gemma2", "gpt-oss") else 4096) and len(tokens) == 2 * layers
+    again = CacheSpace.read(json.loads(json.dumps(found.record())), 4096, 1)
+    assert np.array_equal(again.table().size, found.table().size)
+    assert {k.window for each in cache_space(model, 32, 1, "vllm", ["bf16"]).members for k in each} >= {8}
+
+
 def test_a_plan_is_checked_kept_and_used(tmp_path):
     model, data = zoo.build("llama", **WIDE), zoo.tokens(6, 24, vocabulary=96)
     held = zoo.tokens(4, 24, vocabulary=96, seed=9)

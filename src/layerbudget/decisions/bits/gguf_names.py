@@ -102,6 +102,8 @@ ARCHITECTURES = {
     "starcoder2": Architecture(name="starcoder2", expects={"hidden_act": "gelu_pytorch_tanh"}),
     "stablelm": Architecture(name="stablelm", expects={"qk_layernorm": False, "use_parallel_residual": False}),
 }
+# Of what is not written here: model types whose windows llama.cpp computes.
+_WINDOWED = ("cohere2", "exaone4", "gemma3n_text", "gemma4_text", "gpt_oss", "llama4_text")
 ROPES = ("default", "linear", "llama3", None)
 # What llama.cpp computes with layers that differ in heads and widths, and the model types that are computed so.
 UNEVEN, _UNEVEN_TYPES = Architecture(name="deci", permuted=True), ("llama", "mistral", "qwen2")
@@ -241,6 +243,12 @@ def window_of(config: Any) -> int | None:
     if not window or (kinds and "sliding_attention" not in kinds):
         return None
     return int(window)
+
+
+def computes_windows(config: Any) -> bool:
+    """Return whether llama.cpp computes the sliding windows of a model; where that is not known, it keeps the whole context."""
+    kind = str(getattr(config, "model_type", ""))
+    return kind in _WINDOWED or (kind in ARCHITECTURES and ARCHITECTURES[kind].windows)
 
 
 def rope_factors(config: Any) -> np.ndarray | None:

@@ -9,7 +9,7 @@ A key or value of a token is ``heads x channels`` numbers. All formats round gro
 
 What a runtime may tell apart is what is decided: transformers layers, and keys from values; vLLM layers; llama.cpp keys from
 values. Bytes are those that it allocates: vLLM in blocks of 16 tokens; llama.cpp in steps of 256, beside a sliding window also
-the batch of 512 that is computed.
+the batch of 512 that is computed. Of models whose windows it does not compute (Mistral, Phi-3) llama.cpp keeps all tokens.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ text is then run with everything rounded, beside plans without a program; the pl
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from ...models.blocks import config_of, describe
 from ...models.offload import mapped
 from ...plan import Plan
 from ...progress import Progress, say
+from ..bits.gguf_names import computes_windows
 from ..bits.memory import check_positions
 from ..bits.plan import check_record
 from ..bits.program import BASELINES, Decision, Limits, plan_blocks
@@ -46,11 +48,15 @@ def cache_space(
 ) -> CacheSpace:
     """Alternatives of a model's cache; arguments and errors as of :func:`plan_cache`."""
     config = config_of(model)
-    check_context(context, batch, getattr(config.get_text_config(decoder=True), "max_position_embeddings", None))
+    text = config.get_text_config(decoder=True)
+    check_context(context, batch, getattr(text, "max_position_embeddings", None))
     if runtime != "transformers" and getattr(config, "kv_lora_rank", None):
         what = f"{runtime} keeps one latent vector per token of this model, transformers its keys and values."
         raise InvalidInput(what, "", "Plan for transformers (--runtime transformers).")
-    return CacheSpace.of(kept(model), context, batch, runtime, formats, group)
+    held = kept(model)
+    if runtime == "llama.cpp" and not computes_windows(text):
+        held = [dataclasses.replace(k, window=None) for k in held]
+    return CacheSpace.of(held, context, batch, runtime, formats, group)
 
 
 def check_context(context: int, batch: int, longest: int | None) -> None:
