@@ -162,6 +162,14 @@ def test_llama_cpp_keeps_all_tokens_of_windows_that_it_does_not_compute(name):
     assert {k.window for each in cache_space(model, 32, 1, "vllm", ["bf16"]).members for k in each} >= {8}
 
 
+@pytest.mark.parametrize(("context", "blocks"), [(20, 3), (600, 34), (3000, 34)])
+def test_vllm_reserves_a_window_with_the_tokens_of_a_forward(context, blocks):
+    """``min(window - 1 + 512, context)`` tokens in blocks of 16, and one block more."""
+    model = zoo.tiny("mistral-sliding", sliding_window=8, max_position_embeddings=4096)
+    space = cache_space(model, context, 3, "vllm", ["bf16"])
+    assert {m.d_in for b in space.blocks for m in b.modules} == {3 * 16 * blocks}
+
+
 def test_a_plan_is_checked_kept_and_used(tmp_path):
     model, data = zoo.build("llama", **WIDE), zoo.tokens(6, 24, vocabulary=96)
     held = zoo.tokens(4, 24, vocabulary=96, seed=9)
@@ -282,6 +290,7 @@ def test_the_command_plans_and_names(tmp_path, capsys, monkeypatch):
     assert words["kv_cache_dtype"] == "fp8" and words["kv_cache_dtype_skip_layers"]
     skipped = " ".join(words["kv_cache_dtype_skip_layers"])
     options = f"--kv-cache-dtype fp8 --kv-cache-dtype-skip-layers {skipped} --max-model-len 128 --max-num-seqs 1"
+    options += " --max-num-batched-tokens 512"
     assert f"vllm serve MODEL {options}" in " ".join(capsys.readouterr().out.split())
     assert main(["plan", "cache", "demo", "--context", "128", "--bits", "1", *small, "-o", str(tmp_path / "no.json")]) == 2
     assert "are too few" in " ".join(capsys.readouterr().err.split()) and not (tmp_path / "no.json").exists()

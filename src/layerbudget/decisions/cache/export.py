@@ -7,6 +7,7 @@ import re
 
 from ...errors import InvalidInput
 from ...plan import Plan, PlanBlock
+from .formats import find_cache
 
 _LAYER = re.compile(r"\.(\d+)$")
 
@@ -18,13 +19,18 @@ def vllm_cache(plan: Plan) -> str:
 
 
 def vllm_options(plan: Plan) -> str:
-    """Return the options of ``vllm serve`` for the cache: its type, the layers that keep 16 bits, context and sequences."""
+    """Return the options of ``vllm serve`` for the cache: its type, the layers that keep 16 bits, context and sequences.
+
+    The tokens of a forward are those that a sliding window was counted with, and the buffers of a fit.
+    """
     kinds = {b.name: _format(plan, b.modules[0]) for b in _blocks(plan, "vllm")}
     skipped = [_LAYER.findall(name)[-1] for name, kind in kinds.items() if kind == "bf16"]
     apart = ["--kv-cache-dtype-skip-layers", *skipped] if skipped else []
     types = ["--kv-cache-dtype", "fp8", *apart] if len(skipped) < len(kinds) else []
-    size = ["--max-model-len", str(plan.extra["context"]), "--max-num-seqs", str(plan.extra["batch"])]
-    return " ".join([*types, *size]) + "\n"
+    batch = int(plan.extra["batch"])
+    size = ["--max-model-len", str(plan.extra["context"]), "--max-num-seqs", str(batch)]
+    forward = ["--max-num-batched-tokens", str(max(find_cache("vllm").ahead + 1, batch))]
+    return " ".join([*types, *size, *forward]) + "\n"
 
 
 def modelopt_cache(plan: Plan) -> str:

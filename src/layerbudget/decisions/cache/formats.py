@@ -8,8 +8,10 @@ A key or value of a token is ``heads x channels`` numbers. All formats round gro
 * ``fp8`` (vLLM): e4m3 without a scale.
 
 What a runtime may tell apart is what is decided: transformers layers, and keys from values; vLLM layers; llama.cpp keys from
-values. Bytes are those that it allocates: vLLM in blocks of 16 tokens; llama.cpp in steps of 256, beside a sliding window also
-the batch of 512 that is computed. Of models whose windows it does not compute (Mistral, Phi-3) llama.cpp keeps all tokens.
+values. Bytes are those that it allocates: vLLM in blocks of 16 tokens, llama.cpp in steps of 256. Beside a sliding window both
+keep the tokens that are computed at a time, which are taken to be 512 (for vLLM ``--max-num-batched-tokens 512``); vLLM also
+one block more, because the window may begin inside a block. Of models whose windows it does not compute (Mistral, Phi-3)
+llama.cpp keeps all tokens.
 """
 
 from __future__ import annotations
@@ -82,6 +84,7 @@ class CacheRuntime:
         layers, parts: Whether layers may differ, and keys from values.
         step: Tokens that are allocated at a time.
         ahead: Tokens beside a sliding window that are kept while they are computed.
+        spare: Further tokens of a sliding window.
     """
 
     name: str
@@ -90,11 +93,12 @@ class CacheRuntime:
     parts: bool = True
     step: int = 1
     ahead: int = 0
+    spare: int = 0
 
     def tokens(self, context: int, window: int | None) -> int:
         """Return the tokens of a context that a layer has room for."""
-        whole = -(-context // self.step) * self.step
-        return whole if window is None else min(whole, -(-(window + self.ahead) // self.step) * self.step)
+        kept = context if window is None else min(context, window + self.ahead)
+        return -(-kept // self.step) * self.step + (0 if window is None else self.spare)
 
     def formats(self, widths: Sequence[int], names: Sequence[str] | None = None, group: int | None = None) -> list[CacheFormat]:
         """Formats to choose among, the smallest first and sixteen bits last.
@@ -158,7 +162,7 @@ CACHES = {
             "bf16",
         ),
     ),
-    "vllm": CacheRuntime(name="vllm", names=("fp8", "bf16"), parts=False, step=16),
+    "vllm": CacheRuntime(name="vllm", names=("fp8", "bf16"), parts=False, step=16, ahead=511, spare=16),
     "llama.cpp": CacheRuntime(
         name="llama.cpp",
         names=("Q4_0", "IQ4_NL", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16"),
