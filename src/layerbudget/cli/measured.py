@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 from typing import Any
 
 from ..compressors.base import QUANTISERS, TREATMENTS
-from ..compressors.formats import FAMILIES, GGUF, PACKED, RUNTIMES, find_format, find_runtime
+from ..compressors.formats import FAMILIES, GGUF, NEMOTRON, PACKED, RUNTIMES, find_format, find_runtime
 from ..decisions.bits.program import RULES, Limits
-from ..errors import InvalidInput
+from ..errors import InvalidInput, LayerbudgetError
 from ..plan import Plan
 from ..records import check_fraction, check_output
 from ..registry import Option, options_of
@@ -201,7 +202,22 @@ def plan_shapes(a: argparse.Namespace) -> Plan:
         own |= {"kinds": parts, "batch_size": batch_of(a, model, data), "progress": progress}
         own["bytes_per_parameter"] = 2 if own.get("runtime") == "llama.cpp" else written_bytes(a)
         plan = plan_shapes(model, data, a.save, **own)
+    a.written_as = _written_as(model, plan)
     return save(a, plan)
+
+
+def _written_as(model: Any, plan: Plan) -> str | None:
+    """Return the ``--format`` by which ``apply`` writes a plan of shapes, empty where it needs none; None where none can."""
+    from ..decisions.shapes.nemotron import check_nemotron
+    from ..decisions.shapes.save import check_exportable, check_gguf
+
+    if plan.hyperparameters.get("runtime"):
+        return ""
+    for name, check in (("", check_exportable), (GGUF, check_gguf), (NEMOTRON, check_nemotron)):
+        with contextlib.suppress(LayerbudgetError):
+            check(model, plan)
+            return name
+    return None
 
 
 def show_shapes(a: argparse.Namespace, plan: Plan) -> None:

@@ -282,6 +282,10 @@ def _say_what_follows(a: argparse.Namespace, plan: Plan, found: RankTable | None
     more = {"apply": (model, a.out, "-o", "DIR"), "finetune": (model, a.out, "--data", "FILE", "-o", "DIR"), "export": (a.out,)}
     given = plan.hyperparameters.get("imatrix")
     beside = ["--set", f"imatrix={given}"] if given and command == "apply" else []
+    if plan.kind == "shapes" and a.written_as is None:
+        say(a, "apply writes no file of this architecture whose layers differ.")
+        return say_next(a, "plan", "shapes", model, "--save", a.save, "--even", "-o", "even.json")
+    beside += ["--format", a.written_as] if plan.kind == "shapes" and a.written_as else []
     if plan.kind == "bits" and plan.extra.get("family") == GGUF:
         own = beside or ["--set", f"inputs={model}"] * (plan.extra["method"] != "rtn")
         way = ("apply", "model-f16.gguf", a.out, *own, "-o", "planned.gguf")

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import itertools
 import json
+import shlex
 
 import pytest
 import torch
@@ -260,7 +261,15 @@ def test_command_line(folder, capsys):
         assert plan_it(*words) == 2
         assert said in " ".join(capsys.readouterr().err.split())
     assert plan_it("--save", "4% flops", "--overwrite", "--parts", "heads", "--set", "by=queries") == 0
+    follows = json.loads(capsys.readouterr().out)["next"]
+    assert follows == f"layerbudget apply {model} {plan} -o DIR --format gguf"
+    assert main([*shlex.split(follows.replace("DIR", str(folder / "written")))[1:], *text]) == 0
     capsys.readouterr()
     assert main(["apply", model, plan, "-o", str(folder / "uneven"), *text]) == 2
     assert "even=True" in capsys.readouterr().err
     assert not (folder / "uneven").exists()
+    zoo.build("gemma").save_pretrained(folder / "model")  # nobody writes one whose layers differ
+    assert plan_it("--save", "4% flops", "--overwrite", "--parts", "mlp") == 0
+    follows = json.loads(capsys.readouterr().out)["next"]
+    assert follows == f"layerbudget plan shapes {model} --save '4% flops' --even -o even.json"
+    assert main([*shlex.split(follows.replace("even.json", str(folder / "even.json")))[1:], *text, "--set", "multiple=4"]) == 0
