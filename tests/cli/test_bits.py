@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 
 import pytest
@@ -123,6 +124,9 @@ def test_a_model_that_is_not_written_as_gguf_gets_the_way_that_works(tmp_path, c
     )
     assert told["next"] == f"layerbudget apply model-f16.gguf {out} --set inputs={tmp_path / 'neox'} -o planned.gguf"
     assert "convert_hf_to_gguf.py" in sentence(capsys, "apply", tmp_path / "neox", out, *SMALL, "-o", tmp_path / "no")
+    fit, terms = tmp_path / "fit.json", ["--memory", "4 MiB", "--context", "32", "--set", "cache=F16"]
+    told = document(capsys, "plan", "fit", tmp_path / "neox", *terms, *quick, "-o", fit)
+    assert told["next"] == f"layerbudget apply model-f16.gguf {fit} -o planned.gguf"
 
 
 def test_gptq_reads_its_data(folder, plan, capsys):
@@ -195,3 +199,20 @@ def _config(folder):
     path = folder / "config.json"
     path.write_text(json.dumps({"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}))
     return path
+
+
+@pytest.mark.parametrize(("name", "tool"), [("gpt2", "auto-round"), ("mixtral", "csv")])
+@pytest.mark.parametrize("kind", ["bits", "fit"])
+def test_a_plan_that_apply_writes_no_file_of_is_followed_by_an_export(saved_model, tmp_path, capsys, kind, name, tool):
+    """The command that followed was refused."""
+    model, out = str(saved_model(name)), str(tmp_path / "plan.json")
+    size = {
+        "bits": ["--bits", "9"],
+        "fit": ["--memory", "1 MiB", "--context", "32", "--set", "cache=bf16", "--set", "forbid=bf16"],
+    }[kind]
+    words = ["plan", kind, model, *size, "--runtime", "transformers", "--samples", "2", "--length", "16", "--quiet", "--json"]
+    words += ["--set", "group=16", "--set", "draws=1", "--set", "check=0", "-o", out]
+    assert main([*words, *(["--unwritten", "plan"] if kind == "bits" else ["--set", "unwritten=plan"])]) == 0
+    follows = json.loads(capsys.readouterr().out)["next"]
+    assert follows == f"layerbudget export {out} --to {tool}"
+    assert main([*shlex.split(follows)[1:], "-o", str(tmp_path / "table")]) == 0

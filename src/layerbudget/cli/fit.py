@@ -16,7 +16,7 @@ from ..records import check_output, unit_of
 from ..registry import Option
 from .display import expect, on_check, progress_bar, show_table, text_of, words_of
 from .files import need_scores
-from .measured import load_parted, save
+from .measured import has_no_file, load_parted, save
 from .options import DATA, PLACE, add_data, add_set, add_verb, batch_of, check_measured, given, options_for, refuse, settings
 from .options import add as add_option
 
@@ -118,6 +118,7 @@ def _fit(a: argparse.Namespace) -> Plan:
     with progress_bar(a, "measuring formats") as progress:
         own |= {"tokenizer": tokenizer, "batch_size": batch_of(a, model, data), "progress": progress}
         found = plan_fit(model, data, check, overwrite=a.overwrite, **own)
+    a.no_file = own.get("unwritten") == "plan" and has_no_file(model, found)
     return save(a, found)
 
 

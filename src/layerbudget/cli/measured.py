@@ -10,6 +10,7 @@ from typing import Any
 from ..compressors.base import QUANTISERS, TREATMENTS
 from ..compressors.formats import FAMILIES, GGUF, NEMOTRON, PACKED, RUNTIMES, find_format, find_runtime
 from ..decisions.bits.program import RULES, Limits
+from ..decisions.fit.parts import parts_of
 from ..errors import InvalidInput, LayerbudgetError
 from ..plan import Plan
 from ..records import check_fraction, check_output
@@ -145,7 +146,17 @@ def plan_bits(a: argparse.Namespace) -> Plan:
         plan = plan_bits(
             model, data, check, tokenizer=tokenizer, batch_size=batch, progress=progress, overwrite=a.overwrite, **own
         )
+    a.no_file = own.get("unwritten") == "plan" and has_no_file(model, plan)
     return save(a, plan)
+
+
+def has_no_file(model: Any, plan: Plan) -> bool:
+    """Return whether a plan gives few bits to matrices which no file of its runtime holds so."""
+    from ..decisions.bits.blocks import unwritable
+
+    weights = parts_of(plan)["bits"].extra
+    small = [name for name, form in weights["formats"].items() if not find_format(form).plain]
+    return bool(unwritable(model, small, find_runtime(weights["runtime"], weights["family"])))
 
 
 def load_parted(a: argparse.Namespace, count: int) -> tuple[Any, Any, Any, Any]:

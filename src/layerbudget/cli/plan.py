@@ -12,6 +12,7 @@ from ..compressors.formats import GGUF
 from ..decisions.apply import find_rule, rules_of
 from ..decisions.fit.parts import parts_of
 from ..errors import InvalidInput
+from ..exports import EXPORTS
 from ..kinds import KINDS
 from ..plan import Plan
 from ..planning.costs import rank_parameters
@@ -255,6 +256,15 @@ def _finish(
     return to_jsonable({**plan.written(), **ending(told, _say_what_follows(a, plan, found))})
 
 
+def _tool_of(plan: Plan) -> str:
+    """The format of the tool that takes a plan of bits which ``apply`` does not write."""
+    try:
+        EXPORTS.find("auto-round").text(plan, {})
+    except InvalidInput:
+        return "csv"
+    return "auto-round"
+
+
 def _say_what_follows(a: argparse.Namespace, plan: Plan, found: RankTable | None = None) -> str | None:
     """Say and return the command that follows: what is done with a plan of this kind, or the plan that is advised in its place.
 
@@ -286,11 +296,15 @@ def _say_what_follows(a: argparse.Namespace, plan: Plan, found: RankTable | None
         say(a, "apply writes no file of this architecture whose layers differ.")
         return say_next(a, "plan", "shapes", model, "--save", a.save, "--even", "-o", "even.json")
     beside += ["--format", a.written_as] if plan.kind == "shapes" and a.written_as else []
-    if plan.kind == "bits" and plan.extra.get("family") == GGUF:
+    if getattr(a, "no_file", False):
+        say(a, "apply writes no file of this plan: another tool has to.")
+        return say_next(a, "export", a.out, "--to", _tool_of(plan))
+    if plan.kind in ("bits", "fit") and plan.extra["family"] == GGUF:
         own = beside or ["--set", f"inputs={model}"] * (plan.extra["method"] != "rtn")
         way = ("apply", "model-f16.gguf", a.out, *own, "-o", "planned.gguf")
         if not plan.extra.get("head_bytes"):
             say(a, "apply does not write this architecture as GGUF; llama.cpp's convert_hf_to_gguf.py --outtype f16 does.")
             return say_next(a, *way)
-        say(a, f"A GGUF file that you have gets these types by {shlex.join(['layerbudget', *way])}")
+        if plan.kind == "bits":
+            say(a, f"A GGUF file that you have gets these types by {shlex.join(['layerbudget', *way])}")
     return say_next(a, command, *more[command], *(_CACHES[plan.extra["runtime"]] if plan.kind == "cache" else beside))

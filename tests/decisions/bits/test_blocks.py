@@ -51,7 +51,11 @@ def mixtral():
     [
         (mixtral, "compressed-tensors", "6 of 18 matrices .*a stack of experts.*--unwritten 16-bit.*--runtime vllm"),
         (lambda: zoo.build("opt"), "gguf", "19 of 19 matrices .*GGUF has no architecture.*--format compressed-tensors"),
-        (lambda: zoo.build("gpt2"), "compressed-tensors", "12 of 12 matrices .*a Conv1D.*export --to auto-round"),
+        (
+            lambda: zoo.build("gpt2"),
+            "compressed-tensors",
+            "12 of 12 matrices .*Conv1D.*fit --set unwritten=plan; then export --to auto-round",
+        ),
         (mamba2, "compressed-tensors", "2 of 4 matrices .*out_proj: transformers reads its weight"),
         (modernbert, "compressed-tensors", "8 of 8 matrices .*None is left to plan"),
     ],
@@ -146,7 +150,7 @@ def test_a_model_inside_a_model_initialises_its_own_modules():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (mamba2, "2 of 4 matrices.*out_proj: transformers reads.*Plan again with --unwritten 16-bit, or export.*auto-round"),
+        (mamba2, r"2 of 4 matrices.*out_proj: transformers.*\(plan fit: --set unwritten=16-bit\), or export.*auto-round"),
         (modernbert, "8 of 8 matrices.*Nothing was done.*Export the plan for a tool that writes them"),
         (lambda: zoo.build("gpt2", n_embd=64), "12 of 12 matrices.*Conv1D.*Export the plan"),
     ],

@@ -264,7 +264,7 @@ def _split(model: nn.Module, blocks: Sequence[Block], target: Runtime, what: str
     if free and what == "16-bit":
         return tuple(sorted((*free, *kept), key=lambda b: natural_key(b.name))), reasons
     share = sum(b.numel for b in kept) / sum(m.numel for m in matrices)
-    other = "plan for a tool that writes them (--unwritten plan, then export --to auto-round)"
+    other = "plan for a tool that writes them (--unwritten plan, in plan fit --set unwritten=plan; then export --to auto-round)"
     other = _for_experts(model, stacks(b.name for b in kept), target) or other
     other = "plan for compressed-tensors (--format compressed-tensors)" if target.family == GGUF else other
     keep = "Keep them so (--unwritten 16-bit; plan fit: --set unwritten=16-bit)"
@@ -298,7 +298,7 @@ def check_writable(model: nn.Module, formats: Mapping[str, str], target: Runtime
             f"No file holds {len(reasons)} of {len(small)} matrices in the formats of this plan, first {first}: "
             f"{reasons[first]}.",
             "Nothing was done.",
-            f"Plan again with --unwritten 16-bit, or {other}."
+            f"Plan again with --unwritten 16-bit (plan fit: --set unwritten=16-bit), or {other}."
             if len(reasons) < len(small)
             else f"{other[0].upper()}{other[1:]}.",
         )
