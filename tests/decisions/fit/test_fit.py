@@ -359,6 +359,14 @@ def test_a_refusal_advises_other_formats_only_where_they_fit():
     assert "--set" not in str(refused.value) and "--formats" not in str(refused.value)
 
 
+def test_a_rule_that_has_no_plan_is_refused():
+    """It ended in a KeyError where the plan was checked."""
+    model, data = zoo.build("llama", **WIDE), zoo.tokens(2, 8, vocabulary=96)
+    own = {"context": 8, "formats": ["Q4_0", "Q8_0"], "draws": 1, "rule": "mix"}
+    with pytest.raises(InvalidInput, match="No plan of the rule mix fits.*Leave the rule out"):
+        plan_fit(model, data, data, memory=f"{plan_fit_least(model, 8, formats=['Q4_0', 'Q8_0'])} bytes", **own)
+
+
 def test_the_longest_context_is_counted_as_the_runtime_allocates():
     """Steps of 16 tokens for vLLM, single ones for transformers: fewer than 256 tokens are a context too."""
     model, data = zoo.build("llama", **WIDE), zoo.tokens(2, 8, vocabulary=96)

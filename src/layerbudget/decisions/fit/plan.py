@@ -252,8 +252,9 @@ def _checked(
     progress: Progress | None,
 ) -> Plan:
     """The plan of a rule with the check of all on held-out tokens, or the one that beat it, which then says so."""
+    asked, picks = found.pick(rule), found.picks
     say(progress, "plans as a whole")
-    dense, picks = DenseOutput(model, check, batch_size), found.picks
+    dense = DenseOutput(model, check, batch_size)
 
     def measure() -> Any:
         """Rows of all choices."""
@@ -263,7 +264,7 @@ def _checked(
     kept = parts.json(f"check-{digest({n: p.key for n, p in picks.items()})}", measure)
     rows = {name: np.array(each, dtype=np.float64) for name, each in kept.items()}
     spent = {n: p.spent for n, p in picks.items()}
-    same = [n for n, p in picks.items() if p.same(picks[rule])]
+    same = [n for n, p in picks.items() if p.same(asked)]
     record = check_record(model, dense, rule, rows, spent, same)
     plan = found.plan(record["taken"])
     return dataclasses.replace(plan, extra={**plan.extra, "check": record, "asked": rule})

@@ -456,12 +456,16 @@ class Fitted:
             caches={pick.name: pick.totals for pick in own},
         )
 
-    def plan(self, rule: str) -> Plan:
-        """Return the plan of a rule."""
+    def pick(self, rule: str) -> Pick:
+        """Return what a rule decides."""
         if rule not in self.picks:
             what = f"No plan of the rule {rule} fits {self.terms.bytes:,} bytes."
-            raise InvalidInput(what, "Its formats were not measured, or take more.", "Raise the memory, or leave the rule out.")
-        pick = self.picks[rule]
+            raise InvalidInput(what, "Its formats were not measured, or take more.", "Leave the rule out.")
+        return self.picks[rule]
+
+    def plan(self, rule: str) -> Plan:
+        """Return the plan of a rule."""
+        pick = self.pick(rule)
         fit, chosen = pick.fit, pick.chosen
         weights, cache = fit.apart(chosen)
         decision = dataclasses.replace(self.decision, table=fit.table)
