@@ -252,8 +252,8 @@ def _on_few_tokens(plan: Plan) -> str:
     if not (few := plan.extra.get("few_tokens")):
         return ""
     return (
-        f" The text is short for gptq: {few['tokens']:,} tokens, rows of {few['columns']:,}. What it predicts is too low; give "
-        f"{few['wanted']:,} tokens or more (--samples)."
+        f" The text is short for gptq: {few['tokens']:,} tokens, rows of {few['columns']:,}. Its codes fit this text better "
+        f"than other text; give {few['wanted']:,} tokens or more (--samples)."
     )
 
 

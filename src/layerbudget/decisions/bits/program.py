@@ -259,7 +259,7 @@ def _plan(scores: Scores, limits: Limits, limit: int, given: Mapping[str, Any], 
 def few_tokens(table: Table, scores: Scores) -> dict[str, Any]:
     """Return the tokens of the text and the columns of the widest matrix where they are too few for error feedback.
 
-    What it learned of the inputs it learned from this text, so on this text its damage is smaller than on any other.
+    What it learned of the inputs it learned from this text: its codes fit the text, and other text less.
     """
     tokens = scores.data.get("tokens", scores.data.get("samples", 0) * scores.data.get("length", 0))
     columns = max((m.d_in for b in table.blocks for m in b.modules), default=0)
