@@ -191,6 +191,8 @@ def test_formats_know_their_bytes_and_refuse_what_they_cannot_store():
         find_format("w9-g32")
     with pytest.raises(InvalidInput, match="blocks of its own"):
         gguf.formats([64], group=64)
+    with pytest.raises(InvalidInput, match="group size of 32 has no meaning beside formats that are named"):
+        packed.formats([256], ["w4-g64"], 32)
     with pytest.raises(InvalidInput, match="no format 'awq'"):
         find_runtime(None, "awq")
     with pytest.raises(InvalidInput, match="removes nothing"):

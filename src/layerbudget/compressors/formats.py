@@ -246,10 +246,14 @@ class Runtime:
             inputs: Whether the quantiser reads inputs; by default types that need them are left out without it.
 
         Raises:
-            InvalidInput: A format that it cannot run, or that no matrix can have; a group size where blocks are fixed.
+            InvalidInput: A format that it cannot run, or that no matrix can have; a group size where blocks are fixed, or
+                beside names, which say it.
         """
         if self.family == GGUF and group is not None:
             raise InvalidInput("GGUF has blocks of its own; a group size has no meaning.", "", "Leave it out.")
+        if names is not None and group is not None:
+            what = f"A group size of {group} has no meaning beside formats that are named."
+            raise InvalidInput(what, "Their names say it: w4-g32 has groups of 32.", "Leave group out, or leave formats out.")
         if names is not None:
             chosen = [self.check(find_format(n, self.family)) for n in dict.fromkeys(names)]
             for form in chosen:
