@@ -89,6 +89,9 @@ def sweep(
     what = KINDS.find(choice(kind, "kind", tuple(makers())))
     make = maker(what.name)
     options = {name: value for name, value in options.items() if value is not None and value is not False}
+    for name in {what.budget, "budget", "like"} & set(options):
+        told = f"{name} was given to a sweep, whose plans have the budgets of its grid."
+        raise InvalidInput(told, "", f"Leave {name} out, and name the grid: budgets, or --budgets on the command line.")
     if what.predicts:
         resolve_options(f"A plan of kind {kind}", options_of(make), {**options, "exponent": exponents})
     damping, smoothing = options.get("damping"), options.get("smoothing") or 0.0

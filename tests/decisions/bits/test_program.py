@@ -275,6 +275,10 @@ def test_a_sweep_without_budgets_is_at_the_bytes_of_all_mixes():
         sweep(record(), kind="sparsity")
     with pytest.raises(InvalidInput, match="'Q4_K_M' is no number"):
         sweep(record(), kind="sparsity", budgets=["Q4_K_M"])
+    with pytest.raises(InvalidInput, match="bits was given to a sweep"):
+        sweep(record(), kind="bits", budgets=[4.0], bits=5.0)
+    with pytest.raises(InvalidInput, match="like was given to a sweep"):
+        sweep(record(), kind="bits", budgets=[4.0], like="Q4_K_M")
 
 
 # --- memory beside the weights ------------------------------------------------------------------------------------------------
