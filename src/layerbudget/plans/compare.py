@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..decisions.apply import maker, makers
+from ..decisions.bits.mixes import find_mix
 from ..decisions.bits.program import file_of, mixes_within
 from ..decisions.bits.reasons import types_of_blocks
 from ..decisions.ranks.plan import increments_of
@@ -101,6 +102,8 @@ def sweep(
         if what.name != "bits":
             raise InvalidInput(f"A sweep of {kind} needs budgets.", "Only sizes of mixes are known without.", "Name some.")
         budgets = mixes_within(scores)
+    if what.name == "bits":
+        budgets = [find_mix(budget) if isinstance(budget, str) else budget for budget in budgets]
     for budget in budgets:
         for exponent in exponents or (None,):
             own = options if exponent is None else {**options, "exponent": exponent}

@@ -268,6 +268,7 @@ def test_a_sweep_without_budgets_is_at_the_bytes_of_all_mixes():
     own = {r["budget"]: r for r in rows}
     assert own["Q4_K_M"]["mix"] == "Q4_K_M" and own["Q4_K_M"]["value"] < own["Q4_K_M"]["mix_value"]
     assert sweep(scores, kind="bits", budgets=["Q4_K_M", 5.0])["rows"][0] == own["Q4_K_M"]
+    assert sweep(scores, kind="bits", budgets=["q4_k_m"])["rows"][0] == own["Q4_K_M"]
     assert sweep(record(), kind="bits", budgets=[4.0])["rows"][0]["mix"] is None
     with pytest.raises(InvalidInput, match="cannot be counted"):
         sweep(record(), kind="bits")
