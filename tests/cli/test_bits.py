@@ -140,6 +140,10 @@ def test_what_was_measured_serves_other_budgets(folder, plan, capsys):
     assert again["blocks"] == json.loads(plan.read_text())["blocks"] or json.loads(plan.read_text())["rule"] != "choices"
     rows = document(capsys, "explain", "sweep", scores, "--kind", "bits", "--budgets", 3, 4, 5)["rows"]
     assert [r["front"] for r in rows] == [1, 1, 1]
+    given = ["--rule", "uniform", "--set", "forbid=w2-g32,w6-g32", "--set", 'keep={"q_proj": "w8-g32"}']
+    assert main(["explain", "sweep", str(scores), "--kind", "bits", "--budgets", "5", "6", *given]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"{scores} --bits 6 --rule uniform --forbid w2-g32,w6-g32 --keep q_proj=w8-g32 -o plan.json" in shown
     assert document(capsys, "explain", "diff", plan, folder / "again.json")["kind"] == "bits"
 
 

@@ -226,7 +226,7 @@ def run_sweep(a: argparse.Namespace) -> dict[str, Any]:
     solved = [r for r in result["rows"] if "why" not in r]
     unsolved = [f"At {_named(r['budget'])}: {r['why']}" for r in result["rows"] if "why" in r]
     if a.kind == "bits":
-        _show_sizes(a, solved, unsolved)
+        _show_sizes(a, solved, unsolved, options)
         return to_jsonable(result)
     names = {n: n for n in ("budget", "exponent", "value", "smallest", "largest", "spread", "status", "front")}
     if all("uniform_share" in r for r in solved):
@@ -257,10 +257,12 @@ def _on_noise(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 _USUAL = "IQ2_M Q2_K IQ3_XXS IQ3_M Q3_K_M IQ4_XS Q4_K_S Q4_K_M Q5_K_M Q6_K Q8_0".split()  # mixes that people publish
 
 
-def _show_sizes(a: argparse.Namespace, rows: Sequence[Mapping[str, Any]], unsolved: Sequence[str]) -> None:
+def _show_sizes(
+    a: argparse.Namespace, rows: Sequence[Mapping[str, Any]], unsolved: Sequence[str], options: Mapping[str, Any]
+) -> None:
     """Show the predicted damage of plans by size beside the mixes of llama.cpp; without ``--table`` at the sizes in use.
 
-    Sentences of ``unsolved`` budgets follow.
+    Sentences of ``unsolved`` budgets follow, and the command of one plan with the ``options`` of the sweep.
     """
     shown = rows
     if a.budgets is None and len(rows) > most_rows(a):
@@ -284,7 +286,10 @@ def _show_sizes(a: argparse.Namespace, rows: Sequence[Mapping[str, Any]], unsolv
     if len(rows) > 1:
         row = _enough(rows) or rows[len(rows) // 2]
         size = ("--like", row["budget"]) if isinstance(row["budget"], str) else ("--bits", f"{row['budget']:g}")
-        say_next(a, "plan", "bits", a.scores, *size, "-o", "plan.json")
+        more = ["--rule", options["rule"]] if "rule" in options else []
+        more += ["--forbid", ",".join(options["forbid"])] if options.get("forbid") else []
+        more += [word for pattern, form in (options.get("keep") or {}).items() for word in ("--keep", f"{pattern}={form}")]
+        say_next(a, "plan", "bits", a.scores, *size, *more, "-o", "plan.json")
 
 
 def _mix_cells(row: Mapping[str, Any]) -> tuple[str, str, str]:
