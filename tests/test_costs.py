@@ -5,7 +5,7 @@ import json
 import pytest
 from tests import zoo
 
-from layerbudget.errors import BadModel, CorruptFile, NotFound, UnknownStructure, UnknownUnit
+from layerbudget.errors import BadModel, CorruptFile, InvalidInput, NotFound, UnknownStructure, UnknownUnit
 from layerbudget.models.blocks import partition
 from layerbudget.models.loading import blocks_from_config
 from layerbudget.planning import costs
@@ -30,6 +30,12 @@ def test_published_tables(config, numel, flops, expert, parameters):
     assert costs.base_amount(blocks, "flops") == flops
     assert set(costs.unit_cost(blocks, "flops", capacity="experts")) == {expert}
     assert set(costs.unit_cost(blocks, "params", capacity="experts")) == {parameters}
+
+
+@pytest.mark.parametrize("amount", ["1e30", "1e400", "1e300 GiB", "9999999 TiB", float("inf"), float("nan")])
+def test_amounts_that_are_too_large_to_be_counted_are_refused(amount):
+    with pytest.raises(InvalidInput, match="too large to be counted"):
+        costs.parse_budget(amount)
 
 
 def test_published_budgets():

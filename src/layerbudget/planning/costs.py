@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import UnknownUnit
+from ..errors import InvalidInput, UnknownUnit
 from ..records import Block
 from ..solvers.inputs import Vector
 
@@ -29,6 +29,7 @@ _UNITS |= {f"{scale}b": (_SCALES[scale], "bytes") for scale in "kmgt"}
 _UNITS |= {f"{scale}ib": (2.0 ** (10 * power), "bytes") for power, scale in enumerate("kmgt", 1)}
 _TEXT = re.compile(r"\s*([-+]?[\d_.,]*\d(?:e[-+]?\d+)?)\s*(%?)\s*([a-z/]*)\s*([a-z/]*)\s*")
 _NUMBER = re.compile(r"[-+]?(\d{1,3}(,\d{3})+|[\d_]*)(\.\d+)?(e[-+]?\d+)?")  # "1,5" may mean 1.5 or 15: it is refused
+LARGEST = 1 << 53  # beyond it, whole numbers and the arithmetic of budgets part
 _EXAMPLES = "'160 experts', '512 ranks', '64M params', '1.2 GiB', '400M flops', '3% flops', '3% params', '0.5 ms'"
 
 
@@ -51,7 +52,7 @@ def parse_budget(text: str | float | int, *, default: str = "params") -> Budget:
     (64000000.0, 1610612736.0, True)
     """
     if isinstance(text, (int, float)):
-        return Budget(amount=float(text), unit=default, text=str(text))
+        return Budget(amount=_checked(text, text), unit=default, text=str(text))
     found = _TEXT.fullmatch(text.lower())
     if found and _NUMBER.fullmatch(found[1]):
         amount, percent, words = float(re.sub("[_,]", "", found[1])), found[2], f"{found[3]} {found[4]}".strip()
@@ -63,10 +64,19 @@ def parse_budget(text: str | float | int, *, default: str = "params") -> Budget:
             scale, unit = _UNITS.get(words, (0.0, None))
         if unit is not None:
             amount = amount / 100.0 if percent else amount * scale
-            return Budget(amount=amount, unit=unit, relative=bool(percent), text=text)
+            return Budget(amount=_checked(amount, text), unit=unit, relative=bool(percent), text=text)
     raise UnknownUnit(
         f"The budget {text!r} is in no known unit.", f"Known units: {', '.join(UNITS)}.", f"Write it like {_EXAMPLES}."
     )
+
+
+def _checked(amount: float, text: str | float) -> float:
+    """Return an amount, refused where it is not finite, or so large that single units are not counted any more."""
+    if not abs(amount) <= LARGEST:
+        raise InvalidInput(
+            f"An amount of {text} is too large to be counted.", f"It is at most {LARGEST:,}, in units of one.", "Correct it."
+        )
+    return float(amount)
 
 
 def rank_parameters(blocks: Sequence[Block]) -> Vector:

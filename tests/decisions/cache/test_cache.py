@@ -224,6 +224,8 @@ def test_formats_keep_their_groups_in_records_and_at_other_contexts(names):
     for other in (space.at(48, 1), CacheSpace.read(json.loads(json.dumps(space.record())), 48, 1)):
         assert other.formats == space.formats
         assert np.array_equal(other.table().size, 2 * space.table().size)
+    with pytest.raises(InvalidInput, match="too many to be counted"):
+        space.at(1 << 30, 1 << 30)
 
 
 def test_runtimes_get_their_own_words(monkeypatch):

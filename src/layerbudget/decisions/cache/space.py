@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ...errors import InvalidInput
+from ...planning.costs import LARGEST
 from ...records import Block, Module
 from ..bits.table import CACHE, Table
 from .formats import PARTS, CacheFormat, CacheRuntime, Kept, find_cache
@@ -44,6 +46,9 @@ class CacheSpace:
             return Module(name=k.module, d_in=batch * target.tokens(context, k.window), d_out=k.heads * k.channels)
 
         blocks = [Block(name=n, modules=tuple(module(k) for k in each)) for n, each in groups.items()]
+        if (numel := sum(b.numel for b in blocks)) > LARGEST:
+            what = f"A cache of {batch:,} sequences of {context:,} tokens has {numel:,} numbers, too many to be counted."
+            raise InvalidInput(what, f"At most {LARGEST:,} are.", "Give a smaller batch or context.")
         chosen = target.formats(sorted({k.channels for k in held}), formats, group)
         return cls(runtime=target, formats=chosen, members=list(groups.values()), blocks=blocks, context=context, batch=batch)
 
