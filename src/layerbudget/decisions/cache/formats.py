@@ -118,6 +118,8 @@ class CacheRuntime:
             )
         if group is not None and self.name != "transformers":
             raise InvalidInput(f"{self.name} has groups of its own; a group size has no meaning.", "", "Leave it out.")
+        if group is not None and group < 1:
+            raise InvalidInput(f"group is {group}.", "A group has 1 channel or more.", "Leave group out, or give 32.")
         size = group or next((g for g in _GROUPS if all(w % g == 0 for w in widths)), _GROUPS[-1])
         price = {n: 8 * f.bytes / f.group for n in self.names for f in (_format(n, size),)}
         plain = {price[n] for n in self.names if not _group(n, 0)}

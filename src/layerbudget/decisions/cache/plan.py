@@ -113,6 +113,8 @@ def plan_cache(
         raise CoverageError(what, "", "Use --no-stream.")
     if rule not in RULES:
         raise InvalidInput(f"There is no rule {rule!r} for a cache.", f"There are {', '.join(RULES)}.", "Choose one of those.")
+    if draws < 1:
+        raise InvalidInput(f"draws is {draws}.", "Labels are drawn 1 time or more.", "Use draws=4.")
     space, limits = cache_space(model, context, batch, runtime, formats, group), Limits(bits=bits, budget=budget)
     limits.check()
     limit = limits.bytes(space.table())
