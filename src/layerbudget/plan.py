@@ -15,7 +15,18 @@ from .errors import CorruptFile, InvalidInput, ModelMismatch, NotFound
 from .kinds import KINDS
 from .records import Block, BlockRecord
 from .storage import reading
-from .storage.schemas import Certificate, Extra, Formats, KeptExperts, PlanBudget, RecipeExtra, ShapeSettings, SmallerShapes
+from .storage.schemas import (
+    CacheFormats,
+    Certificate,
+    Extra,
+    FitFormats,
+    Formats,
+    KeptExperts,
+    PlanBudget,
+    RecipeExtra,
+    ShapeSettings,
+    SmallerShapes,
+)
 from .storage.writing import new_file
 
 
@@ -159,6 +170,7 @@ class Plan(BlockRecord):
 
 
 _EXTRA = {"shapes": SmallerShapes, "bits": Formats, "recipe": RecipeExtra, "kept-experts": KeptExperts}
+_EXTRA |= {"cache": CacheFormats, "fit": FitFormats}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -78,6 +78,63 @@ class Formats(TypedDict):
     few_tokens: NotRequired[dict[str, reading.Count]]
 
 
+class _Check(TypedDict):
+    rows: dict[str, dict[str, Any]]
+    taken: str
+    verdict: str
+
+
+class CacheFormats(TypedDict):
+    """Further fields of a plan of the cache."""
+
+    formats: dict[str, str]
+    runtime: str
+    context: reading.Size
+    batch: reading.Size
+    group: NotRequired[reading.Size | None]
+    bits: float
+    predicted: float
+    predicted_error: float
+    baselines: dict[str, dict[str, float]]
+    near_ties: list[dict[str, Any]]
+    check: NotRequired[_Check]
+
+
+class _Part(TypedDict):
+    bytes: float
+    bits: float
+    predicted: float
+
+
+class _Parts(TypedDict):
+    weights: _Part
+    cache: _Part
+
+
+class _PartErrors(TypedDict):
+    weights: float
+    cache: float
+
+
+class _More(TypedDict):
+    bytes: float
+    predicted: float
+
+
+class FitFormats(CacheFormats):
+    """Further fields of a plan of weights and cache."""
+
+    family: str
+    method: str
+    fixed_bytes: reading.Count
+    parts: _Parts
+    part_errors: _PartErrors
+    cache_formats: dict[str, str]
+    named: dict[str, str]
+    more: _More
+    curve: list[dict[str, Any]]
+
+
 class _Adapter(TypedDict):
     blocks: list[dict[str, Any]]
     bytes: reading.Count

@@ -24,7 +24,7 @@ from layerbudget.decisions.cache.formats import Kept, find_cache
 from layerbudget.decisions.cache.plan import cache_space, plan_cache
 from layerbudget.decisions.cache.sensitivity import cache_damage
 from layerbudget.decisions.cache.space import CacheSpace
-from layerbudget.errors import InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
+from layerbudget.errors import CorruptFile, InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
 from layerbudget.execution.loss import logits_of, sampled_targets, summed_loss, unlabelled
 from layerbudget.exports import EXPORTS
 from layerbudget.models.blocks import describe
@@ -226,6 +226,20 @@ def test_formats_keep_their_groups_in_records_and_at_other_contexts(names):
         assert np.array_equal(other.table().size, 2 * space.table().size)
     with pytest.raises(InvalidInput, match="too many to be counted"):
         space.at(1 << 30, 1 << 30)
+
+
+@pytest.mark.parametrize("name", ["formats", "runtime", "context", "batch", "predicted", "baselines", "bits"])
+def test_a_damaged_plan_is_refused_where_it_is_read(tmp_path, name):
+    model = zoo.build("llama", **WIDE)
+    plan = plan_cache(model, zoo.tokens(2, 12, vocabulary=96), context=12, bits=6.0, draws=1)
+    extra = dict(plan.extra)
+    assert Plan.load(plan.save(tmp_path / "plan.json")) == plan
+    del extra[name]
+    dataclasses.replace(plan, extra=extra).save(tmp_path / "without.json")
+    dataclasses.replace(plan, extra={**extra, name: [None]}).save(tmp_path / "other.json")
+    for broken in ("without.json", "other.json"):
+        with pytest.raises(CorruptFile, match=f"extra of this plan does not read.*{name}"):
+            Plan.load(tmp_path / broken)
 
 
 def test_runtimes_get_their_own_words(monkeypatch):

@@ -25,7 +25,7 @@ from layerbudget.decisions.cache.cache import caching, layer_formats, rounding
 from layerbudget.decisions.fit.parts import split_fit
 from layerbudget.decisions.fit.plan import plan_fit, write_fit
 from layerbudget.decisions.fit.program import GIB, RULES, Fitted, Terms, fits_of
-from layerbudget.errors import CoverageError, InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
+from layerbudget.errors import CorruptFile, CoverageError, InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
 from layerbudget.exports import EXPORTS
 from layerbudget.plan import Plan
 from layerbudget.plans.explain import explain_plan
@@ -104,6 +104,16 @@ def test_a_plan_is_the_program_and_its_parts_stand_alone():
     assert set(sixteen.extra["cache_formats"].values()) == {"bf16"}
     with pytest.raises(InvalidInput, match="is no fit"):
         split_fit(split_fit(plan)[0])
+
+
+@pytest.mark.parametrize("name", ["formats", "context", "parts", "part_errors", "cache_formats", "named", "more", "curve"])
+def test_a_damaged_plan_is_refused_where_it_is_read(tmp_path, name):
+    plan = plan_fit(zoo.fit_scores(3), memory=f"{BUFFERS + 30000} bytes", context=64)
+    for part in (plan, *split_fit(plan)):
+        assert Plan.load(part.save(tmp_path / f"{part.kind}.json")).extra == part.extra
+    dataclasses.replace(plan, extra={**plan.extra, name: [None]}).save(tmp_path / "other.json")
+    with pytest.raises(CorruptFile, match=f"extra of this plan does not read.*{name}"):
+        Plan.load(tmp_path / "other.json")
 
 
 def test_a_longer_context_takes_bytes_from_the_weights():
