@@ -209,6 +209,9 @@ def test_refusals():
     data = zoo.tokens()
     with pytest.raises(UnknownStructure, match="normalises over all heads"):
         remove_units(zoo.build("olmo2"), data, 0.5)
+    sizes = {**zoo.GROUPED, "num_key_value_heads": 4, "qk_layernorm": True}
+    with pytest.raises(UnknownStructure, match=r"has a norm for every head \(q_layernorm\).*Remove MLP units"):
+        remove_units(transformers.AutoModelForCausalLM.from_config(transformers.StableLmConfig(**sizes)), data, 0.5)
     odd = zoo.build("llama")
     odd.model.layers[1].self_attn.o_proj = torch.nn.Identity()
     with pytest.raises(UnknownStructure, match="layers.1 .LlamaDecoderLayer. has no attention of a known layout"):

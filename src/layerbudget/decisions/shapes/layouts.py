@@ -279,13 +279,17 @@ def _inputs(linear: nn.Module) -> int:
 
 def _check(a: Attention, owner: nn.Module, inputs: int) -> None:
     """Refuse what would compute something else with fewer heads."""
-    norms = {n: getattr(m, "weight", None) for n, m in owner.named_children() if "norm" in n}
-    across = [n for n, weight in norms.items() if weight is not None and weight.numel() != a.head_dim]
+    norms = {n: m for n, m in owner.named_children() if "norm" in n}
+    weights = {n: getattr(m, "weight", None) for n, m in norms.items()}
+    across = [n for n, weight in weights.items() if weight is not None and weight.numel() != a.head_dim]
+    single = [n for n, m in norms.items() if next(m.children(), None) is not None]
     own = [n for n, _ in owner.named_parameters(recurse=False)]
     if not a.head_dim or a.inputs != inputs or a.groups < 1 or a.heads % a.groups:
         why = f"reads {inputs} channels, which are not {a.heads} query heads of {a.head_dim} in {a.groups} groups"
     elif across:
         why = f"normalises over all heads at once ({across[0]}), so that removing one changes the others"
+    elif single:
+        why = f"has a norm for every head ({single[0]})"
     elif beside := [n for n in _linears_of(owner) if _join(a.owner, n) not in (*a.producers, a.consumer)]:
         why = f"has a matrix beside queries, keys, values and output ({beside[0]}), which may belong to single heads"
     elif own:
