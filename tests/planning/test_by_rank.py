@@ -58,6 +58,13 @@ def test_verdicts_stand_at_their_thresholds(scores):
     assert capped.extra["smaller_reserve"] is None
 
 
+@pytest.mark.parametrize("multiple", [12, 16])
+def test_no_lower_cap_is_tried_below_the_smallest_multiple(scores, multiple):
+    """Every block has one multiple at least: a cap of 8 leaves it none."""
+    plan = plan_ranks(scores, mean_rank=26, rule="by-rank", multiple=multiple)
+    assert plan.counts.min() == multiple and plan.counts.max() > multiple and not (plan.counts % multiple).any()
+
+
 def test_no_lower_cap_is_named_whose_plan_would_be_advised_against(scores):
     """Whatever --max-rank a plan names: the plan under that cap is not uniform, and its own verdict does not say to take it."""
     rng, named = np.random.default_rng(7), 0

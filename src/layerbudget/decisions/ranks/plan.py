@@ -176,7 +176,8 @@ def _smaller_reserve(problem: Problem, rows: Sequence[Sequence[float]], plan: Ro
     reserved = _served(int(plan.counts.max()))
     if reserved is None or plan.value <= 0:
         return None
-    for cap in (r for r in SERVED_RANKS if r < reserved and r >= problem.low.max(initial=0.0)):
+    least = problem.multiple * np.ceil(problem.low.max(initial=0.0) / problem.multiple)
+    for cap in (r for r in SERVED_RANKS if least <= r < reserved):
         capped = _allocated(problem, rows, np.minimum(problem.high, cap))
         share = _uniform_share(problem, rows, capped.value)
         if capped.value >= KEEPS * plan.value and share is not None and share < TAKE_UNIFORM:
