@@ -360,6 +360,14 @@ def test_plans_keep_to_budgets_and_predict_what_masks_measure():
         lb.keep_experts(smaller, by_share)
 
 
+@pytest.mark.parametrize("rule", ["directional", "reap"])
+def test_a_model_at_its_floor_keeps_all_its_experts(rule):
+    """The router of such a model cannot do without a single one, not even to look at it."""
+    plan = plan_kept_experts(zoo.build("mixtral", num_local_experts=2), zoo.tokens(), 1.0, draws=1, rule=rule)
+    assert plan.counts.tolist() == [2, 2, 2] and plan.extra["measured_here"] == 0.0 and not plan.extra["forecast"]
+    assert "6 of 6 experts" in " ".join(lb.explain_plan(plan).sentences)
+
+
 def test_kernels_of_convolutions_beside_experts_are_no_experts():
     """A hybrid's mixer keeps a kernel of three dimensions in its first layer."""
     found = find_experts(zoo.build("nemotron-h", hybrid_override_pattern="ME*"))

@@ -45,7 +45,7 @@ class Removal:
         terms: Nats that each such set costs each sequence, predicted, ``(m, sequences)``.
         counts: Target tokens of the sequences.
         choosers: The sequences whose damage decided who goes: all of them, or those outside a fold, ``(sequences,)``.
-        single: Predicted damage of each expert alone, ``(E,)``.
+        single: Predicted damage of each expert alone, ``(E,)``; infinite where all must stay.
         scores: What the rule ranks experts by, ``(E,)``; the lowest go first.
     """
 

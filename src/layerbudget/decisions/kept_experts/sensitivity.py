@@ -166,7 +166,9 @@ class _Sets:
         return float(terms.sum() if choosers is None else terms[choosers].sum()) / (2 * self.tokens)
 
     def singles(self) -> np.ndarray:
-        """Damage of every expert alone, ``(E,)``."""
+        """Damage of every expert alone, ``(E,)``; infinite where the routing needs all of them."""
+        if self.layer.count == self.layer.floor:
+            return np.full(self.layer.count, np.inf)
         return np.array([self.damage(self.without(e)[0]) for e in self.kept])
 
     def remove(self, scores: np.ndarray | None, choosers: np.ndarray) -> tuple[tuple[int, ...], np.ndarray, np.ndarray]:
