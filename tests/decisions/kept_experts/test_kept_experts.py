@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import json
 
@@ -253,6 +254,14 @@ def test_plans_of_whole_numbers_are_the_best_of_all(seed):
     assert exact.left(found).sum() == min(exact.left(s).sum() for s, d in damages.items() if d <= 1.0)
     kept = exact.kept(found)
     assert all(len(kept[r.name]) == n for r, n in zip(removals, exact.left(found), strict=True))
+
+
+def test_experts_that_cost_nothing_stay_while_there_is_room():
+    """No token of the text was given some experts: other text may need them."""
+    free = [dataclasses.replace(r, terms=r.terms * (r.after > 2)[:, None]) for r in curves(0)]
+    for most, left in ((15, [5, 5, 5]), (12, [5, 4, 3]), (9, [3, 3, 3])):
+        steps, choice = KeptProgram(free).within(most, np.ones(3, dtype=np.int64))
+        assert KeptProgram(free).left(steps).tolist() == left and choice.spent == most and choice.damage == 0.0
 
 
 @pytest.mark.parametrize("seed", range(3))

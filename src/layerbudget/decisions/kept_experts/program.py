@@ -123,7 +123,13 @@ class KeptProgram:
         for i, r in enumerate(self.removals):
             damage[i, : len(r.after)], size[i, : len(r.after)] = r.damage, price[i] * (r.experts - r.after)
         choice = choose(damage, size, most)
-        return tuple(choice.chosen.tolist()), dataclasses.replace(choice, unit="experts" if price.max() == 1 else "bytes")
+        chosen, spent = choice.chosen.copy(), choice.spent
+        for i, step in enumerate(choice.chosen):  # experts that cost this text nothing stay while the budget has room for them
+            room = most - spent + size[i, step]
+            chosen[i] = np.argmax(np.where((damage[i] <= damage[i, step]) & (size[i] <= room), size[i], -1))
+            spent += int(size[i, chosen[i]] - size[i, step])
+        choice = dataclasses.replace(choice, chosen=chosen, spent=spent)
+        return tuple(chosen.tolist()), dataclasses.replace(choice, unit="experts" if price.max() == 1 else "bytes")
 
     def _even(self, most: int, price: np.ndarray) -> Counts:
         """The largest number that all layers can keep."""
