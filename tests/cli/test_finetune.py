@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from layerbudget.cli import main, parse
 from layerbudget.cli.display import terminal
-from layerbudget.cli.finetune import _say_what_follows, _verdict
+from layerbudget.cli.finetune import _adapter_parameters, _say_what_follows, _verdict
+from layerbudget.decisions.ranks.apply import add_ranks
 from layerbudget.models.blocks import describe
 
 
@@ -75,6 +76,15 @@ def test_the_words_behind_a_training(capsys):
         _say_what_follows(a, result)
         line = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix("Next: layerbudget "))
         assert line[-len(words) :] == words and parse(line).handler
+
+
+def test_the_size_of_an_adapter_is_that_of_its_factors():
+    """Every expert of a stack has factors of its own; the rule of thumb was told of those of one."""
+    model = zoo.tiny("mixtral")
+    plan = zoo.linears(model, lambda n: 2 if "experts" in n or "q_proj" in n else 0)
+    counted = _adapter_parameters(plan, model)
+    adapted = add_ranks(model, plan)
+    assert counted == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
 
 
 def test_rows_that_do_not_read_are_refused_before_anything_is_loaded(tmp_path):

@@ -151,10 +151,11 @@ def _protocol(a: argparse.Namespace, base: Any, own: dict[str, Any]) -> Protocol
 
 
 def _adapter_parameters(plan: Any, base: Any) -> int:
-    """Parameters of LoRA factors of the planned ranks."""
+    """Parameters of LoRA factors of the planned ranks; every expert of a stack has its own."""
     from ..models.blocks import weight_of
 
-    return sum(b.count * sum(weight_of(base, name)[1].shape) for b in plan.blocks for name in b.modules if b.count)
+    shapes = [(b.count, weight_of(base, name)[1].shape) for b in plan.blocks for name in b.modules if b.count]
+    return sum(rank * math.prod(shape[:-2]) * sum(shape[-2:]) for rank, shape in shapes)
 
 
 def _expect(a: argparse.Namespace, base: Any, plan: Any, task: Any, protocol: Protocol) -> None:
