@@ -20,6 +20,24 @@ from layerbudget.models.blocks import is_conv1d, layers
 EXPLICIT = ["llama", "phi3", "mistral-sliding", "gemma", "gemma2", "gemma3", "qwen2", "qwen3", "starcoder2", "mixtral"]
 DERIVED = ["opt", "gpt2", "gpt-neox", "bert", "roberta-classifier"]
 
+XGLM = {"vocab_size": 97, "d_model": 32, "ffn_dim": 48, "num_layers": 3, "attention_heads": 4, "max_position_embeddings": 64}
+BESIDE = {  # configurations whose attention splits and joins heads in a way of its own
+    "xglm": ("XGLMConfig", XGLM),
+    "bigcode": ("GPTBigCodeConfig", zoo.GPT2),
+    "bigcode-heads": ("GPTBigCodeConfig", {**zoo.GPT2, "multi_query": False}),
+}
+
+
+def beside(name):
+    """A random model of one of them."""
+    kind, sizes = BESIDE[name]
+    config = getattr(transformers, kind)(**sizes, attn_implementation="eager")
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for p in model.parameters():
+        p.data.normal_(0, 0.2)
+    return model
+
 
 def attentions(model):
     return [find_attention(layer, name) for name, layer in layers(model)]
@@ -48,10 +66,10 @@ def output_weight(model, attention):
     return module.weight.data.T if is_conv1d(module) else module.weight.data
 
 
-@pytest.mark.parametrize("name", [*EXPLICIT, *DERIVED])
+@pytest.mark.parametrize("name", [*EXPLICIT, *DERIVED, *BESIDE])
 def test_removed_heads_equal_masked_heads(name):
     """Different heads in every layer: a whole group, a query head of each group, nothing."""
-    model = zoo.build(name)
+    model = beside(name) if name in BESIDE else zoo.build(name)
     batch = next(zoo.tokens(padded=True).batches(6))
     grouped = attentions(model)[0].per_group == 2
     wanted = [[2, 3], [0, 3] if grouped else [0, 2, 3], [0, 1, 2, 3]]
@@ -62,7 +80,7 @@ def test_removed_heads_equal_masked_heads(name):
         assert (new.heads, new.head_dim) == (len(heads), a.head_dim)
     found = attentions(model)
     assert [a.heads for a in found] == [len(h) for h in wanted]
-    assert [a.groups for a in found] == ([1, 2, 2] if grouped else [len(h) for h in wanted])
+    assert [a.groups for a in found] == [len({h // a.per_group for h in heads}) for a, heads in kept]
     with torch.no_grad():
         torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-5, atol=1e-5)
 
@@ -212,6 +230,10 @@ def test_refusals():
     sizes = {**zoo.GROUPED, "num_key_value_heads": 4, "qk_layernorm": True}
     with pytest.raises(UnknownStructure, match=r"has a norm for every head \(q_layernorm\).*Remove MLP units"):
         remove_units(transformers.AutoModelForCausalLM.from_config(transformers.StableLmConfig(**sizes)), data, 0.5)
+    bitnet = transformers.AutoModelForCausalLM.from_config(transformers.BitNetConfig(**zoo.GROUPED))
+    for kind, norm in (("heads", "attn_sub_norm"), ("mlp", "ffn_sub_norm")):
+        with pytest.raises(UnknownStructure, match=rf"normalises over all .*\({norm}\)"):
+            remove_units(bitnet, data, 0.5, kind=kind)
     odd = zoo.build("llama")
     odd.model.layers[1].self_attn.o_proj = torch.nn.Identity()
     with pytest.raises(UnknownStructure, match="layers.1 .LlamaDecoderLayer. has no attention of a known layout"):

@@ -123,7 +123,7 @@ class Attention:
     def _resize(self, owner: Any, new: Attention) -> None:
         values = {n: (self.heads, new.heads) for n in _HEADS}
         values |= {"num_key_value_heads": (self.groups, new.groups), "num_key_value_groups": (self.per_group, new.per_group)}
-        values |= {n: (self.inputs, new.inputs) for n in ("all_head_size", "split_size")}
+        values |= {n: (self.inputs, new.inputs) for n in ("all_head_size", "split_size", "embed_dim")}
         for name, (before, after) in values.items():
             if isinstance(getattr(owner, name, None), int) and getattr(owner, name) == before:
                 setattr(owner, name, after)
@@ -210,6 +210,8 @@ def find_attention(layer: nn.Module, name: str) -> Attention:
         head_dim = next((v for s in _SIZES if isinstance(v := getattr(owner, s, None), int)), 0)
         outputs = [m.weight.numel() // _inputs(m) for m in found[:-1]]
         heads = groups = 0
+        if getattr(owner, "multi_query", None) is False:  # GPT-BigCode without shared keys lays heads out as GPT-NeoX does
+            layout = "interleaved"
         if head_dim and layout == "separate":
             heads, groups = outputs[0] // head_dim, outputs[1] // head_dim
         elif head_dim and layout == "stacked":
@@ -234,8 +236,16 @@ def find_attention(layer: nn.Module, name: str) -> Attention:
 
 def find_mlp(layer: nn.Module, name: str) -> Mlp:
     """The MLP of one layer."""
-    for path, _, (producers, consumer, stacked), found in _lying(layer, _MLPS):
+    for path, parent, (producers, consumer, stacked), found in _lying(layer, _MLPS):
         if "experts" not in path and not (consumer == "c_proj" and path.endswith("attn")):
+            inside = [n for n, m in parent.named_children() if path and "norm" in n and _wide(m, _inputs(found[-1]))]
+            if inside:
+                raise UnknownStructure(
+                    f"{_join(name, path)} ({type(parent).__name__}) normalises over all of its channels ({inside[0]}), so that "
+                    "removing some changes the others.",
+                    "MLPs without a norm inside can lose channels.",
+                    "Remove heads or blocks instead.",
+                )
             return Mlp(
                 owner=_join(name, path),
                 producers=tuple(_join(name, path, p) for p in producers),
@@ -273,6 +283,11 @@ def _join(*names: str) -> str:
     return ".".join(n for n in names if n)
 
 
+def _wide(norm: nn.Module, width: int) -> bool:
+    """Whether a norm has a weight for each of so many channels."""
+    return any(p.numel() == width for p in norm.parameters())
+
+
 def _inputs(linear: nn.Module) -> int:
     return int(matrix_of(linear).shape[1])
 
@@ -294,8 +309,8 @@ def _check(a: Attention, owner: nn.Module, inputs: int) -> None:
         why = f"has a matrix beside queries, keys, values and output ({beside[0]}), which may belong to single heads"
     elif own:
         why = f"has parameters of its own ({own[0]}) that may belong to single heads"
-    elif a.layout == "interleaved" and not type(owner).__name__.startswith("GPTNeoX"):
-        why = "interleaves queries, keys and values in a way that is known for GPT-NeoX only"
+    elif a.layout == "interleaved" and not type(owner).__name__.startswith(("GPTNeoX", "GPTBigCode")):
+        why = "interleaves queries, keys and values in a way that is known for GPT-NeoX and GPT-BigCode only"
     else:
         return
     raise UnknownStructure(f"{a.owner} ({type(owner).__name__}) {why}.", _KNOWN, "Remove MLP units or blocks instead.")
