@@ -377,6 +377,18 @@ def test_a_rule_that_has_no_plan_is_refused():
         plan_fit(model, data, data, memory=f"{plan_fit_least(model, 8, formats=['Q4_0', 'Q8_0'])} bytes", **own)
 
 
+def test_the_remedy_for_narrow_heads_works_for_a_fit():
+    """It named the group size of the cache alone, which a fit does not read."""
+    model, data = zoo.build("llama", **WIDE | {"head_dim": 24}), zoo.tokens(2, 8, vocabulary=96)
+    own = {"memory": "10 MiB", "context": 8, "runtime": "transformers", "formats": ["w8-g16"], "draws": 1}
+    with pytest.raises(InvalidInput, match="24 channels, which int2.*plan cache: --set group=8.*plan fit: --set cache=bf16"):
+        plan_fit(model, data, **own)
+    assert plan_fit(model, data, **own, cache=["bf16"]).extra["parts"]["cache"]["bits"] == 16
+    assert lb.plan_cache(model, data, context=8, bits=9, draws=1, group=8).extra["bits"] <= 9
+    with pytest.raises(InvalidInput, match="int4-g32 cannot keep in groups of 32. Plan in 16 bits"):
+        plan_fit(model, data, **own, cache=["int4-g32"])
+
+
 def test_the_longest_context_is_counted_as_the_runtime_allocates():
     """Steps of 16 tokens for vLLM, single ones for transformers: fewer than 256 tokens are a context too."""
     model, data = zoo.build("llama", **WIDE), zoo.tokens(2, 8, vocabulary=96)

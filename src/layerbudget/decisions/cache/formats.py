@@ -17,6 +17,7 @@ llama.cpp keeps all tokens.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from ...compressors.formats import find_format
@@ -129,12 +130,13 @@ class CacheRuntime:
         for form in found:
             short = [w for w in widths if w % form.group]
             if short:
+                whole = f"plan in 16 bits (--formats {self.names[-1]}; plan fit: --set cache={self.names[-1]})"
+                smaller = f"choose another group size (plan cache: --set group={math.gcd(*widths, _GROUPS[-1])}), or "
+                ways = smaller + whole if form.name.startswith("int") and not _group(form.name, 0) else whole
                 raise InvalidInput(
                     f"Heads have {short[0]} channels, which {form.name} cannot keep in groups of {form.group}.",
                     "",
-                    "Choose another group size (--set group=8)."
-                    if form.name.startswith("int")
-                    else f"Plan with --formats {self.names[-1]} (fit: --set cache={self.names[-1]}), or for transformers.",
+                    f"{ways[0].upper()}{ways[1:]}.",
                 )
         return found
 
