@@ -403,6 +403,15 @@ def unit_of(size: float) -> tuple[int, str]:
     return (1 << 30, "GiB") if size >= 1 << 30 else (1 << 20, "MiB")
 
 
+def rounded_up(size: float) -> str:
+    """Return a size in two decimals, never less than it.
+
+    >>> rounded_up(1.231), rounded_up(8.0)
+    ('1.24', '8.00')
+    """
+    return f"{math.ceil(100 * size) / 100:.2f}"
+
+
 def check_fraction(value: float, name: str, *, low: float = 0.0, high: float = 1.0) -> float:
     """Return ``value`` if it is a finite number in ``[low, high]``.
 

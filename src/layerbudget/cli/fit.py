@@ -12,7 +12,7 @@ from ..decisions.bits.program import Limits
 from ..decisions.cache.formats import CACHES
 from ..decisions.fit.program import RULES, Terms
 from ..plan import Plan
-from ..records import check_output, unit_of
+from ..records import check_output, rounded_up, unit_of
 from ..registry import Option
 from .display import expect, on_check, progress_bar, show_table, text_of, words_of
 from .files import need_scores
@@ -161,7 +161,7 @@ def show(a: argparse.Namespace, plan: Plan) -> None:
     *_, last = plan.extra["curve"]
     for row in plan.extra["curve"]:
         saves = "-" if row is last else row["price"] * unit / 2**30
-        sizes = [f"{row[n] / unit:.2f}" for n in ("memory", "weights_bytes", "cache_bytes")]
+        sizes = [rounded_up(row["memory"] / unit), *(f"{row[n] / unit:.2f}" for n in ("weights_bytes", "cache_bytes"))]
         sizes[1:1] = [f"{row[n]:.1%}" if n == "shapes" else str(row[n]) for n in smaller]
         rows.append((*sizes, row["weights_bits"], row["cache_bits"], row["predicted"], saves))
     title = f"best plans over memory ({name}) at {plan.extra['context']} tokens x {plan.extra['batch']}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -387,6 +388,26 @@ def test_the_remedy_for_narrow_heads_works_for_a_fit():
     assert lb.plan_cache(model, data, context=8, bits=9, draws=1, group=8).extra["bits"] <= 9
     with pytest.raises(InvalidInput, match="int4-g32 cannot keep in groups of 32. Plan in 16 bits"):
         plan_fit(model, data, **own, cache=["int4-g32"])
+
+
+def test_a_memory_that_is_named_is_enough():
+    """Four digits of large ones were too few, and the table rounded the smallest memory down."""
+    scores = zoo.fit_scores()
+    for batch in (1, 40, 1000, *range(3_000_000, 3_000_020)):
+        with pytest.raises(InfeasibleBudget) as refused:
+            plan_fit(scores, memory="1 KB", context=3000, batch=batch)
+        least = re.search(r"Raise the memory \(to (.*?)\)", str(refused.value))[1]
+        (fit,) = fits_of(scores, Terms(memory=least, context=3000, batch=batch))
+        assert fit.least <= Terms(memory=least, context=3000).bytes <= 1.01 * fit.least + 2**20 / 50
+
+
+def test_the_smallest_memory_of_the_table_is_enough(tmp_path, capsys):
+    zoo.fit_scores().save(tmp_path / "scores.json")
+    words = ["plan", "fit", str(tmp_path / "scores.json"), "--context", "64", "--memory"]
+    assert main([*words, "1 MiB"]) == 0
+    table = capsys.readouterr().out.split("a MiB saves")[-1]
+    first = re.search(r"\d+\.\d\d", table)[0]
+    assert main([*words, f"{first} MiB"]) == 0
 
 
 def test_the_longest_context_is_counted_as_the_runtime_allocates():

@@ -29,7 +29,7 @@ import numpy as np
 
 from ...errors import InfeasibleBudget, InvalidInput
 from ...plan import Plan
-from ...records import to_jsonable, unit_of
+from ...records import rounded_up, to_jsonable, unit_of
 from ...scores import Scores
 from ...solvers.choices import Choice, choose
 from ..bits.memory import Cache, check_positions, read_context
@@ -212,8 +212,9 @@ class Fit:
             longest = self.known.longest(lambda context: self.at(context).least <= memory, self.space.runtime.step)
             fits = f"At most {longest} tokens fit." if longest else "No context fits."
             file = int(self.weights.smallest.sum()) + self.weights.beside
-            rest, least = self.state + self.buffers, math.ceil(10 * self.least / 2**20) / 10
-            ways = [f"Raise the memory (to {least:g} MiB)", *(["shorten the context"] if longest else [])]
+            rest, (unit, name) = self.state + self.buffers, unit_of(self.least)
+            ways = [f"Raise the memory (to {rounded_up(self.least / unit)} {name})"]
+            ways += ["shorten the context"] if longest else []
             ways += [words for words, other in others() if other.least <= memory]
             raise InfeasibleBudget(
                 f"{memory:,} bytes are too few at {tokens} tokens x {batch}.",
