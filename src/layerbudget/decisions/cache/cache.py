@@ -23,7 +23,7 @@ from ...kinds import check_kind
 from ...models.blocks import config_of, describe, layers
 from ...plan import Plan
 from .formats import CacheFormat, Kept, find_cache
-from .hqq import packed_layers
+from .hqq import off_grid, on_grid, packed_layers
 
 Change = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 _LARGEST = 448.0  # of e4m3
@@ -64,12 +64,7 @@ def rounded(x: torch.Tensor, form: CacheFormat) -> torch.Tensor:
     if not form.name.startswith("int"):
         rows = x.reshape(-1, x.shape[-1])
         return find_quantiser("rtn").apply(rows, None, Level(format=form.name)).reshape(x.shape)
-    groups = x.float().unflatten(-1, (-1, form.group))
-    low, high = torch.aminmax(groups, dim=-1, keepdim=True)
-    top = (1 << form.bits) - 1
-    step = ((high - low) / top).half().float().clamp(min=torch.finfo(torch.float16).tiny)
-    low = low.half().float()
-    return ((groups - low) / step).round_().clamp_(0, top).mul_(step).add_(low).flatten(-2).to(x.dtype)
+    return off_grid(*on_grid(x, form)).to(x.dtype)
 
 
 def rounding(formats: Mapping[int, tuple[CacheFormat, CacheFormat]]) -> Change:
