@@ -510,6 +510,18 @@ def test_the_card_says_when_llama_quantize_needs_an_importance_matrix(method, fo
     assert words in card and silent not in card
 
 
+@pytest.mark.parametrize(("runtime", "use"), [("transformers", "AutoModelForCausalLM.from_"), ("vllm", "vllm serve .")])
+def test_the_card_names_the_runtime_that_was_planned_for(runtime, use):
+    """It named vLLM for formats that vLLM does not read."""
+    plan = planned(build("llama"), ["Q8_0"])
+    plan = dataclasses.replace(plan, extra={**plan.extra, "runtime": runtime, "family": "compressed-tensors"})
+    rows = {m: {"format": "w3-g32", "bytes": 1} for m in plan.extra["formats"]}
+    numbers = {"plan_digest": plan.digest, "bytes": 1, "planned": 1, "tensors": 1, "file": 2, "bits": 4.5}
+    receipt = QuantisationReceipt(method="rtn", family="compressed-tensors", model=plan.model, modules=rows, **numbers)
+    card = model_card(plan, receipt)
+    assert use in card and ("vllm" in card) == (runtime == "vllm")
+
+
 @pytest.mark.parametrize("name", ["someone/model-1b", "/models/mine"])
 def test_the_card_says_what_a_model_was_made_from(name):
     from huggingface_hub import ModelCard

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 from typing import TYPE_CHECKING
 
+from ...compressors.formats import find_runtime
 from ...plan import Plan
 from ...planning import card
 from .mixes import NEED_MATRIX
@@ -13,8 +14,9 @@ if TYPE_CHECKING:
     from .apply import QuantisationReceipt
 
 _USE = {
-    "gguf": "llama-cli -m model.gguf",
-    "compressed-tensors": "vllm serve .",
+    "llama.cpp": "llama-cli -m model.gguf",
+    "vllm": "vllm serve .",
+    "transformers": card.loading("ForCausalLM"),
 }
 
 
@@ -44,10 +46,10 @@ def model_card(plan: Plan, receipt: QuantisationReceipt) -> str:
 
 
 def _use(plan: Plan, receipt: QuantisationReceipt) -> str:
-    """The command that runs it; with the options of the cache that was planned with it."""
-    served = receipt.family == "gguf" or plan.extra.get("runtime") == "vllm"
-    options = " $(cat cache.txt)" if plan.hyperparameters.get("fit") and served else ""
-    return f"{_USE[receipt.family]}{options}"
+    """How the planned runtime loads it; others may not read its formats. With the options of the cache planned with it."""
+    runtime = find_runtime(plan.extra.get("runtime"), receipt.family).name
+    options = " $(cat cache.txt)" if plan.hyperparameters.get("fit") and runtime != "transformers" else ""
+    return f"{_USE[runtime]}{options}"
 
 
 def _tensor_types(receipt: QuantisationReceipt) -> str:
