@@ -158,6 +158,16 @@ def test_every_kind_of_folder_has_its_headline(folders, pruned):
     assert "Recounted:" in text and "layerbudget apply" in text and "What you have: unstructured zeros" in text
 
 
+def test_a_receipt_of_another_plan_is_not_the_plans_own(folders, pruned):
+    """The headline had its figures."""
+    assert gather(pruned).receipt is not None
+    plan = Plan.load(pruned / "plan.json")
+    dataclasses.replace(plan, rule="another").save(pruned / "plan.json", overwrite=True)
+    found = gather(pruned)
+    assert found.receipt is None and "receipt.json" in found.others
+    assert "Recounted" not in build_page(pruned).split("All numbers")[0]
+
+
 def test_a_page_of_bits_speaks_of_costs_and_says_one_command_once(tmp_path):
     scores = dataclasses.replace(record(), made_by="layerbudget plan bits demo --save-scores scores.json --out plan.json")
     scores.save(tmp_path / "scores.json")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..decisions.fit.parts import parts_of
 from ..errors import LayerbudgetError, NotFound
 from ..kinds import KINDS
 from ..plan import Plan
@@ -33,8 +34,8 @@ _PASSED = (
 class Found:
     """The results of a folder: all scores and plans by file, and records by what made them.
 
-    ``receipt`` is of ``apply``, ``result`` of a demo or of what else was measured, ``tuned`` of a fine-tuning, ``contest`` of a
-    comparison; ``others`` are further records by file, ``figures`` PNG files.
+    ``receipt`` is of ``apply`` of the plan, ``result`` of a demo or of what else was measured, ``tuned`` of a fine-tuning,
+    ``contest`` of a comparison; ``others`` are further records by file, ``figures`` PNG files.
     """
 
     folder: str
@@ -83,6 +84,10 @@ def gather(folder: Path | str) -> Found:
         record = reading.read(path, "result", remedy="Make it again, or move it away.")
         if isinstance(record, dict):
             _sort(found, path, record)
+    own = None if found.plan is None else {found.plan.digest, *(part.digest for part in parts_of(found.plan).values())}
+    for name in [name for name, record in found.others.items() if _is_receipt(record)]:
+        if own is None or found.others[name]["plan_digest"] in own:
+            found.receipt = found.others.pop(name)
     if found.tuned is not None:
         found.tuned.setdefault("against", found.others.pop("against.json", None))
     if found == Found(folder=found.folder):
@@ -110,8 +115,8 @@ def _sort(found: Found, path: Path, record: dict[str, Any]) -> None:
         found.scored[path.name] = Scores.load(path)
     elif "kind" in record and "blocks" in record and "budget" in record:
         found.plans[path.name] = Plan.load(path)
-    elif "plan_digest" in record and "modules" in record:
-        found.receipt = record
+    elif _is_receipt(record):
+        found.others[path.name] = record  # until all plans are known
     elif "trained_parameters" in record and "metrics" in record:
         found.tuned = record
     elif {"budgets", "held_out", "sentences", "seeds"} <= set(record):
@@ -120,6 +125,10 @@ def _sort(found: Found, path: Path, record: dict[str, Any]) -> None:
         found.result = record
     else:
         found.others[path.name] = record
+
+
+def _is_receipt(record: Mapping[str, Any]) -> bool:
+    return "plan_digest" in record and "modules" in record
 
 
 def tables_of(record: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
