@@ -112,6 +112,22 @@ def test_a_gguf_file_gets_its_rounding_from_the_inputs_of_its_model(folder, caps
     assert "--set inputs=MODEL reads text" in said and not (folder / "no.gguf").exists()
 
 
+def test_a_gguf_file_that_gets_a_fit_is_said_to_cost_what_was_measured_of_both(folder, capsys):
+    """The weights alone were named, which nothing had measured; and the command that follows left the cache out."""
+    pytest.importorskip("gguf")
+    plain, fit = folder / "plain.json", folder / "both.json"
+    quick = [*SMALL, "--set", "draws=1"]
+    sixteen = ["--bits", "16", "--format", "gguf", "--formats", "F16", "--set", "check=0"]
+    document(capsys, "plan", "bits", "demo", *sixteen, *quick, "-o", plain)
+    document(capsys, "apply", "demo", plain, "--quiet", "-o", folder / "sixteen")
+    given = ["--memory", "8 MiB", "--context", "64", "--formats", "Q4_0,Q8_0", "--set", "check=1"]
+    document(capsys, "plan", "fit", "demo", *given, *quick, "-o", fit)
+    done = document(capsys, "apply", folder / "sixteen" / "model.gguf", fit, "-o", folder / "fit.gguf")
+    check = json.loads(fit.read_text())["extra"]["check"]["rows"]
+    cost = f"{check[json.loads(fit.read_text())['rule']]['kl']:.3g} nats per token were measured on held-out text"
+    assert cost in done["verdict"] and "--cache-type-k" in done["next"]
+
+
 def test_a_model_that_is_not_written_as_gguf_gets_the_way_that_works(tmp_path, capsys):
     from tests import zoo
 

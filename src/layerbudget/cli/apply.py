@@ -163,7 +163,7 @@ def _quantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
         if gone := [word for kind, word in (("kept-experts", "experts"), ("shapes", "heads or widths")) if kind in parts]:
             what = f"This plan lets {gone[0]} go, and the types of a GGUF file are all that changes here."
             raise InvalidInput(what, "", "Apply it to the checkpoint that it was made for.")
-        result = _requantise(a, plan)
+        result = _requantise(a, plan, made if made.kind == "fit" else plan)
         say(a, *([] if cache is None else [f"The cache: layerbudget export {shlex.quote(a.plan)} --to llama-cache"]))
         return result
     a.method = a.method or str(plan.extra["method"])
@@ -195,8 +195,8 @@ def _quantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     return _say_receipt(a, made if made.kind == "fit" else plan, receipt)
 
 
-def _requantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
-    """Give a GGUF file the types of a plan; with the inputs of its model, where that is given."""
+def _requantise(a: argparse.Namespace, plan: Any, made: Any) -> dict[str, Any]:
+    """Give a GGUF file the types of a plan, which ``made`` may hold; with the inputs of its model, where that is given."""
     from ..decisions.bits.requantise import requantise
     from ..doctor.cost import Part, treating
 
@@ -216,7 +216,7 @@ def _requantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
         a.model = file
     with progress_bar(a, "requantise, tensors") as progress:
         receipt = requantise(file, plan, a.out, overwrite=a.overwrite, progress=progress, **own)
-    return _say_receipt(a, plan, receipt)
+    return _say_receipt(a, made, receipt)
 
 
 def _say_receipt(a: argparse.Namespace, plan: Any, receipt: Any) -> dict[str, Any]:
