@@ -172,6 +172,18 @@ def test_the_doctor_says_what_fits_before_anything_is_loaded(tmp_path, capsys):
     assert main(["doctor", str(tmp_path), "--card", "8GiB", *given]) == 0, "the remedy works"
 
 
+def test_the_doctor_names_the_method_that_fits(tmp_path, capsys):
+    """The smallest types of llama.cpp need the inputs of matrices: the command without them was refused."""
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=8, architectures=["LlamaForCausalLM"], dtype="float32")
+    config.save_pretrained(tmp_path)
+    cards = range(2900 << 10, 4400 << 10, 20 << 10)
+    card = next(card for card in cards if any(r["bits"] for r in what_fits(config, card, 32)))
+    assert {r["method"] for r in what_fits(config, card, 32) if r["bits"]} == {"weighted"}
+    assert main(["doctor", str(tmp_path), "--card", f"{card} bytes", "--context", "32"]) == 0
+    assert "--context 32 --method weighted chooses both together" in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_doctor_counts_windows_where_they_are_computed():
     """llama.cpp keeps all tokens of Qwen 2, vLLM the window of its upper layers."""
     sizes = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}

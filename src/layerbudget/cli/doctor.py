@@ -144,8 +144,11 @@ def _fits(a: argparse.Namespace, config: Any, memory: int, experts: bool) -> lis
         shown.append((r["cache"], *sizes, r["bits"] or "none", r["mix"] or ("-" if r["cache"] == "fp8" else "none")))
     show_table(a, f"what fits {a.card} at {context} tokens, beside buffers", head, shown)
     mixes = [r["mix"] for r in rows if r["mix"]]
-    if any(r["bits"] for r in rows):
-        say(a, f"layerbudget plan fit MODEL --memory '{a.card}' --context {a.context} chooses both together.")
+    ways = {(r["runtime"], r["method"]): None for r in rows if r["bits"]}
+    if ways:
+        usual = {("llama.cpp", "rtn"): "", ("llama.cpp", "weighted"): " --method weighted"}
+        own = next((words for way, words in usual.items() if way in ways), " --runtime vllm")
+        say(a, f"layerbudget plan fit MODEL --memory '{a.card}' --context {a.context}{own} chooses both together.")
     elif mixes:
         fewer = " Or keep fewer experts (plan kept-experts)." if experts else ""
         say(a, f"Only a mix fits: layerbudget plan bits MODEL --like {mixes[-1]} has its bytes, for less damage.{fewer}")

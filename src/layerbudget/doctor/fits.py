@@ -23,9 +23,10 @@ CACHES = (("F16", GGUF), ("Q8_0", GGUF), ("Q4_0", GGUF), ("fp8", PACKED))  # of 
 def what_fits(config: Any, memory: int, context: int) -> list[dict[str, Any]]:
     """Rows of what a memory leaves for the weights at a context, one for every format of the cache; nothing is loaded.
 
-    A row has the ``cache`` with its ``cache_bytes``, the bytes that are ``left`` for weights, their mean ``bits`` (16 at most;
-    0 where the smallest formats of the runtime do not fit), and the largest ``mix`` of llama.cpp that fits. A file's tensors
-    are counted, its metadata and vocabulary, some MB, are not. With an fp8 cache, vLLM's, embedding and head stay in 16 bits.
+    A row has the ``runtime`` and the ``cache`` with its ``cache_bytes``, the bytes that are ``left`` for weights, their mean
+    ``bits`` (16 at most; 0 where the smallest formats of the runtime do not fit), the ``method`` that this needs (``rtn``, or
+    ``weighted``, which reads the inputs of matrices), and the largest ``mix`` of llama.cpp that fits. A file's tensors are
+    counted, its metadata and vocabulary, some MB, are not. With an fp8 cache, vLLM's, embedding and head stay in 16 bits.
 
     Raises:
         InvalidInput: A model without a cache that is counted here, or a context beyond its positions.
@@ -40,6 +41,7 @@ def what_fits(config: Any, memory: int, context: int) -> list[dict[str, Any]]:
         GGUF: formats_table(model, family=GGUF, method="weighted", unwritten="plan"),
         PACKED: formats_table(model, family=PACKED, runtime="vllm", unwritten="plan"),
     }
+    plain = formats_table(model, family=GGUF, unwritten="plan")
     llama, rows = tables[GGUF], []
     whole = dataclasses.replace(known, layers=[(each, 0) for each, _ in known.layers])
     caches = {PACKED: known, GGUF: known if computes_windows(text_config(config)) else whole}
@@ -50,7 +52,9 @@ def what_fits(config: Any, memory: int, context: int) -> list[dict[str, Any]]:
         held = caches[family].held(context) * block // (2 * numbers)
         left = memory - held - known.state - known.buffers(context) - table.fixed
         inside = [mix for mix, size in sizes.items() if size <= left]
+        method = "weighted" if family == GGUF and not _bits(plain, left) else "rtn"
         row = {"cache": name, "cache_bytes": held, "left": max(left, 0), "bits": _bits(table, left)}
+        row |= {"runtime": table.runtime, "method": method}
         rows.append({**row, "mix": max(inside, key=lambda mix: sizes[mix], default=None)})
     return rows
 
