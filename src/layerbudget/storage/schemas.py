@@ -60,6 +60,16 @@ class _Reasons(TypedDict):
     larger: list[tuple[str, int, float] | None]
 
 
+class _Measured(TypedDict):
+    kl: float
+
+
+class _Check(TypedDict):
+    rows: dict[str, _Measured]
+    taken: str
+    verdict: str
+
+
 class Formats(TypedDict):
     """Further fields of a plan of bits."""
 
@@ -76,12 +86,7 @@ class Formats(TypedDict):
     mix: NotRequired[str]
     reasons: NotRequired[_Reasons]
     few_tokens: NotRequired[dict[str, reading.Count]]
-
-
-class _Check(TypedDict):
-    rows: dict[str, dict[str, Any]]
-    taken: str
-    verdict: str
+    check: NotRequired[_Check]
 
 
 class CacheFormats(TypedDict):

@@ -15,7 +15,7 @@ from tests import zoo
 from tests.cards import card_of
 
 from layerbudget.cli import main
-from layerbudget.decisions.shapes.apply import apply_shapes, measure_plan
+from layerbudget.decisions.shapes.apply import apply_shapes, measure_plan, remove_units
 from layerbudget.decisions.shapes.plan import plan_shapes
 from layerbudget.decisions.shapes.point import ShapePoint
 from layerbudget.decisions.shapes.save import check_exportable, save_smaller
@@ -214,12 +214,22 @@ def test_mixtures_lose_heads_and_keep_their_experts():
         plan_shapes(zoo.build("mixtral"), data, "5% flops")
 
 
+def test_layers_narrower_than_one_unit_keep_their_width():
+    model, data = zoo.build("llama"), zoo.tokens(samples=8)
+    remove_units(model, data, {"model.layers.1": 0.5}, kind="mlp")
+    plan = plan_shapes(model, data, "20% flops", **{**QUICK, "multiple": 32})
+    apply_shapes(model, plan, data)
+    assert model.model.layers[1].mlp.up_proj.out_features == 24
+
+
 def test_refusals():
     model, data = zoo.build("llama"), zoo.tokens()
     weights = frozen(model)
     for budget, options, error, match in (
         ("90% flops", {}, InfeasibleBudget, "save at most"),
         ("10% flops", {"multiple": 0}, InvalidInput, "multiple is 0"),
+        ("10% flops", {"multiple": 64}, InvalidInput, "multiple is 64, and no MLP has as many.*widest has 48 channels.*Use 8"),
+        ("10% flops", {"multiple": 64, "even": True}, InvalidInput, "multiple is 64"),
         ("20% flops", {"passes": 3}, InvalidInput, "With draws=. and strides=., .* forward equivalents are needed.*--passes"),
         ("20% flops", {"depth": -1}, InvalidInput, "depth is 0 or more"),
     ):

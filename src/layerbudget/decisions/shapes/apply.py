@@ -72,7 +72,7 @@ def apply_shapes(
     shapes, dropped, hyper = plan.extra["shapes"], list(plan.extra["dropped"]), plan.hyperparameters
     parts = {p.name: p for p in find_parts(model, kinds=(), by=hyper["by"], multiple=hyper["multiple"])}
     wrong = [n for n, s in shapes.items() if n not in parts or (parts[n].units, parts[n].by) != (s["units"], s["by"])]
-    wrong += [n for n, s in shapes.items() if s["removed"] > s["units"] - (s["layer"] not in dropped)]
+    wrong += [n for n, s in shapes.items() if s["removed"] > max(s["units"] - (s["layer"] not in dropped), 0)]
     if wrong:
         raise CoverageError(f"The model has no {wrong[0]} as planned.", "", "Plan again for this model.")
     unit, width, prices = plan.budget["unit"], hyper["bytes_per_parameter"], plan.extra.get("prices")

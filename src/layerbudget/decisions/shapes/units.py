@@ -21,7 +21,7 @@ from torch import nn
 from ...errors import InvalidInput, UnknownStructure
 from ...models.blocks import layers, matrix_of, partition
 from ...records import Block, Module
-from .layouts import FIND, Attention, Where, find_attention, per_unit
+from .layouts import FIND, Attention, Where, find_attention, find_mlp, per_unit
 from .program import KINDS, NEITHER, OTHER_KIND, Part
 
 UNITS = ("auto", "groups", "queries")
@@ -62,6 +62,14 @@ def find_parts(
             parts.append(_part(name, kind, mine, **units, **_priced(where, units["by"], prices)))
         if left:
             parts.append(_part(name, "rest", list(left.values())))
+    widths = [p.units for p in parts if p.kind == "mlp"] if "mlp" in kinds else []
+    if widths and max(widths) == 0:
+        widest = max(find_mlp(layer, name).width for name, layer in layers(model))
+        raise InvalidInput(
+            f"multiple is {multiple}, and no MLP has as many channels.",
+            f"The widest has {widest} channels, and one unit of it stays.",
+            f"Use {min(8, max(1, widest // 2))}.",
+        )
     return parts
 
 
