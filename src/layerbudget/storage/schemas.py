@@ -176,6 +176,7 @@ class ShapeSettings(TypedDict):
     multiple: reading.Size
     compensate: str
     bytes_per_parameter: float
+    damping: NotRequired[float]
 
 
 class KeptExperts(TypedDict):

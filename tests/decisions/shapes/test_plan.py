@@ -177,6 +177,16 @@ def test_plans_are_applied_recounted_and_measured(name):
     assert receipt.saved == plan.budget["spent"] and total / tokens == pytest.approx(plan.extra["measured"], rel=1e-3)
 
 
+def test_plans_are_applied_with_the_damping_that_they_were_measured_with():
+    data, plans = (
+        zoo.tokens(),
+        [plan_shapes(zoo.build("llama"), zoo.tokens(), "25% flops", **QUICK, damping=d) for d in (0.01, 3.0)],
+    )
+    assert plans[0].extra["measured"] != plans[1].extra["measured"]
+    for plan in plans:
+        assert measure_plan(zoo.build("llama"), again(plan), data, batch_size=4) == pytest.approx(plan.extra["measured"])
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("gone", [0, 2])
 def test_plans_that_drop_an_end_of_the_stack_are_measured_against_the_dense_model(tmp_path, gone, stream):

@@ -28,6 +28,8 @@ from .program import KINDS, Part
 from .save import follow, shorten
 from .units import Remake, cut, find_parts, refitted, where_is
 
+DAMPING = 0.01  # of the refit, relative to the mean of the second moments' diagonal
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ShapeReceipt(Result):
@@ -48,7 +50,6 @@ def apply_shapes(
     plan: Plan,
     data: CalibrationSet,
     *,
-    damping: float = 0.01,
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> ShapeReceipt:
@@ -57,8 +58,7 @@ def apply_shapes(
     Args:
         model: The model that the plan was made for.
         plan: From :func:`layerbudget.decisions.shapes.plan.plan_shapes`.
-        data: Calibration tokens: which units go, and the refit.
-        damping: Relative to the mean of the second moments' diagonal.
+        data: Calibration tokens: which units go, and the refit, with the damping of the plan.
         batch_size: Sequences per forward.
         progress: Called with (layers done, layers).
 
@@ -79,7 +79,7 @@ def apply_shapes(
     names = [n for n, _ in layers(model) if n not in dropped]
     before = _amount(model, unit, width, prices)
     jobs = {parts[n]: int(s["removed"]) for n, s in shapes.items() if s["layer"] not in dropped}
-    way: dict[str, Any] = {"damping": damping, "batch_size": batch_size, "progress": progress}
+    way: dict[str, Any] = {"damping": hyper.get("damping", DAMPING), "batch_size": batch_size, "progress": progress}
     _cut_layers(model, data, jobs, dropped, compensate=hyper["compensate"], **way)
     after = _amount(model, unit, width, prices)
     saved, planned = (before[0] - after[0], before[1] - after[1]), (float(plan.budget["spent"]), int(plan.counts.sum()))
@@ -109,7 +109,7 @@ def remove_units(
     kind: str = "heads",
     by: str = "auto",
     multiple: int = 8,
-    damping: float = 0.01,
+    damping: float = DAMPING,
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> dict[str, int]:
@@ -265,12 +265,11 @@ def measure_plan(
     plan: Plan,
     data: CalibrationSet,
     *,
-    damping: float = 0.01,
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> float:
     """KL divergence per token (nats) from the model's output after applying a plan; the model is left as it was."""
     reference = Reference(model, data, batch_size)
     with preserved(model):
-        apply_shapes(model, plan, data, damping=damping, batch_size=batch_size, progress=progress)
+        apply_shapes(model, plan, data, batch_size=batch_size, progress=progress)
         return reference.measure()

@@ -35,7 +35,7 @@ from ...solvers.choices import Choice
 from ...solvers.steps import Proposal, descend
 from ...storage.parts import Parts
 from ..bits.gguf_names import architecture
-from .apply import measure_plan
+from .apply import DAMPING, measure_plan
 from .compensation import ways_of
 from .nemotron import check_config
 from .point import Evaluation, Moments, ShapePoint
@@ -70,7 +70,7 @@ def plan_shapes(
     strides: int = 2,
     trust: float = 0.12,
     draws: int = 2,
-    damping: float = 0.01,
+    damping: float = DAMPING,
     threads: int = 1,
     speed: Speed | None = None,
     bytes_per_parameter: float | None = None,
@@ -163,6 +163,7 @@ def plan_shapes(
         here, solution = path.run(passes - last)
     finally:
         path.point.restore()
+    hyper |= {} if damping == DAMPING else {"damping": damping}
     hyper |= {"by": next((p.by for p in path.space.parts if p.kind == "heads"), by), "seed": seed}
     plan = path.space.plan(here.state, here.divergence, solution, hyper, identity)
     extra: dict[str, Any] = {"beside": others, "path": path.log, "forward_passes": path.point.passes + last}
@@ -173,7 +174,7 @@ def plan_shapes(
         extra |= {"speed": dict(speed), "tokens_per_second": _rates(model, plan, speed)}
     say(progress, "cut and refitted, layers")
     extra["crossed"] = len(path.point.references) > 1  # the predicted damage is on text that did not refit
-    extra["measured"] = measure_plan(model, plan, data, damping=damping, batch_size=batch_size, progress=progress)
+    extra["measured"] = measure_plan(model, plan, data, batch_size=batch_size, progress=progress)
     return dataclasses.replace(plan, extra={**plan.extra, **to_jsonable(extra)})
 
 
@@ -187,7 +188,7 @@ def plans_at_once(
     even: bool = False,
     compensate: str = "auto",
     draws: int = 2,
-    damping: float = 0.01,
+    damping: float = DAMPING,
     batch_size: int = 8,
     seed: int = 0,
 ) -> tuple[dict[str, Plan], float]:
@@ -199,6 +200,7 @@ def plans_at_once(
     Arguments and errors are those of :func:`plan_shapes`.
     """
     hyper = {"multiple": multiple, "compensate": ways_of(model, data, compensate), "draws": draws, "seed": seed}
+    hyper |= {} if damping == DAMPING else {"damping": damping}
     identity, bytes_each = describe(model), float(next(model.parameters()).element_size())
     found, passes = dict[str, Plan](), 0.0
     for word in head_units(model, KINDS, by):
