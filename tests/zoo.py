@@ -213,6 +213,13 @@ def tokens(samples: int = 6, length: int = 16, seed: int = 0, padded: bool = Fal
     return CalibrationSet(input_ids=ids, attention_mask=mask)
 
 
+def half_answered(samples: int, length: int) -> CalibrationSet:
+    """Tokens whose every second sequence has no answers, as in chats that are cut before one."""
+    data = tokens(samples, length)
+    labels = data.input_ids.masked_fill((torch.arange(samples) % 2 == 1)[:, None], -100)
+    return dataclasses.replace(data, labels=labels)
+
+
 def labelled(name: str, samples: int = 6, length: int = 9, *, padded: bool = True) -> Any:
     """Data for a model of :func:`dense`."""
     g = torch.Generator().manual_seed(1)

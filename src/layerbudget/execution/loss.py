@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -201,6 +202,20 @@ def compared(model: nn.Module, data: Data) -> torch.Tensor:
     if data.labels is not None and data.labels.ndim == 2 and head_of(model) == "causal":
         counts = F.pad(data.labels[:, 1:] != IGNORE, (0, 1))
     return torch.zeros_like(data.input_ids).masked_fill(counts == 0, IGNORE)
+
+
+def answers(model: nn.Module, data: Data) -> np.ndarray:
+    """Tokens of every sequence at which the output's distribution counts, ``(samples,)``."""
+    return (compared(model, pad_right(data)) != IGNORE).reshape(data.samples, -1).sum(1).cpu().numpy()
+
+
+def deal(counts: np.ndarray, folds: int) -> np.ndarray:
+    """The fold of every sequence, ``(samples,)``: in turn among those that have answers, whose numbers are given.
+
+    >>> deal(np.array([5, 0, 3, 2]), 2)
+    array([0, 0, 1, 0])
+    """
+    return np.maximum(np.cumsum(counts > 0) - 1, 0) % folds
 
 
 def unlabelled(model: nn.Module, data: Data, size: int) -> Iterator[Batch]:

@@ -272,6 +272,13 @@ def test_a_check_says_where_baselines_are_the_same_plan():
     assert plan.extra["check"]["verdict"].endswith("uniform chooses the same formats.")
 
 
+def test_with_feedback_sequences_with_answers_tell_the_damage():
+    table = Table.of(
+        rounding_damage(zoo.build("llama", intermediate_size=64), zoo.half_answered(6, 12), family="gguf", method="gptq")
+    )
+    assert np.isfinite(table.damage[table.has]).all() and table.damage[:, 0].max() > 0
+
+
 def test_padding_is_not_counted():
     model = zoo.build("llama")
     whole, padded = zoo.tokens(4, 16), zoo.tokens(4, 16, padded=True)

@@ -320,6 +320,8 @@ def test_each_half_of_the_text_judges_what_the_other_half_chooses(name):
         told.append(best.predicted(steps)[0])
     assert plan.extra["crossed"] and plan.extra["measured"] == pytest.approx(np.concatenate(nats).mean(), rel=1e-3)
     assert plan.extra["predicted"] == pytest.approx(np.concatenate(told).sum() / r.counts.sum(), rel=1e-6)
+    answered = plan_kept_experts(model, zoo.half_answered(10, 12), 0.75, draws=2)
+    assert answered.extra["crossed"] and np.isfinite(answered.extra["measured"])
     few = plan_kept_experts(model, zoo.tokens(3, 12), 0.75, draws=2)
     assert not few.extra["crossed"] and few.extra["measured"] == few.extra["measured_here"]
     assert "give four sequences or more" in " ".join(lb.explain_plan(few).sentences)

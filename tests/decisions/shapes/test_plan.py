@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import itertools
 import json
+import math
 import shlex
 
 import pytest
@@ -175,6 +176,11 @@ def test_plans_are_applied_recounted_and_measured(name):
         receipt = apply_shapes(model, plan, data)
         total, tokens = kl_sum(model(input_ids=data.input_ids).logits, clean, data.attention_mask)
     assert receipt.saved == plan.budget["spent"] and total / tokens == pytest.approx(plan.extra["measured"], rel=1e-3)
+
+
+def test_every_part_of_the_text_that_judges_has_answers():
+    plan = plan_shapes(zoo.build("llama"), zoo.half_answered(10, 12), "10% flops", **QUICK)
+    assert plan.extra["crossed"] and math.isfinite(plan.extra["measured"]) and math.isfinite(plan.extra["predicted"])
 
 
 def test_plans_are_applied_with_the_damping_that_they_were_measured_with():

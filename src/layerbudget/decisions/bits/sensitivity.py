@@ -28,7 +28,7 @@ from torch import nn
 from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
 from ...execution.divergence import next_tokens, sequence_losses, token_divergence
-from ...execution.loss import IGNORE, pad_right, unlabelled
+from ...execution.loss import IGNORE, answers, deal, pad_right, unlabelled
 from ...execution.modes import inference
 from ...models.blocks import describe
 from ...models.machine import versions
@@ -81,9 +81,11 @@ def rounding_damage(
         units = {m.name: k for k, b in enumerate(blocks) for m in b.modules}
         own: dict[str, Any] = {"draws": draws, "seed": seed, "batch_size": batch_size, "progress": progress}
         shape = len(blocks), errors.levels
-        judges, own["watched"] = np.arange(data.samples), None
-        if quantiser.statistic == "gram" and data.samples > 1:
-            judges, own["draws"], own["watched"] = judges[1::2], 2 * draws, data.select(slice(0, None, 2))
+        judges, own["watched"], counts = np.arange(data.samples), None, answers(model, data)
+        if quantiser.statistic == "gram" and (counts > 0).sum() > 1:
+            dealt = deal(counts, 2)
+            shown = data.select(torch.from_numpy(np.flatnonzero(dealt == 0)))
+            judges, own["draws"], own["watched"] = np.flatnonzero(dealt == 1), 2 * draws, shown
         some = data.select(torch.from_numpy(judges))
         terms = quadratic_terms(model, some, units, errors.of, shape, listen=errors.listen, watch=errors, **own)
         damage, error, rest = table.damage.copy(), table.error.copy(), np.zeros((*table.damage.shape, data.samples))

@@ -19,6 +19,7 @@ from ...compressors.formats import PACKED, PACKED_GROUPS, PLAIN, find_format
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InvalidInput, UnknownStructure
 from ...execution.divergence import Reference
+from ...execution.loss import answers
 from ...execution.processes import process_group
 from ...models.blocks import config_of, layers, text_config
 from ...models.experts import find_experts
@@ -112,7 +113,7 @@ def cutting_for(model: nn.Module, options: Mapping[str, Any], multiple: int | No
         options["group"] = next((g for g in PACKED_GROUPS if all(s % g == 0 for s in steps)), None)
     table = empty_table(model, None, options)
     if packed and options.get("formats") is None:  # a cut would have others by itself
-        options["formats"] = [f for f in table.formats if f != PLAIN[PACKED].name]
+        options |= {"formats": [f for f in table.formats if f != PLAIN[PACKED].name], "group": None}
     groups = {find_format(f, table.family).group or 1 for f in table.formats}
     able = [g for g in groups if all(w % g == 0 and w >= _UNITS * g for w in widths)]
     suits = max(max(able, default=0), 8 if max(groups) == 1 else min(g for g in groups if g > 1))
@@ -166,7 +167,7 @@ def candidates(
     try:
         plans, passes = plans_at_once(model, data, SAVINGS, **own)
         halves = []
-        for judges in folds_of(data.samples):
+        for judges in folds_of(answers(model, data)):
             mine, more = plans_at_once(model, data.select(torch.from_numpy(~judges)), list(plans), **own)
             halves.append(mine)
             passes += more * float((~judges).mean())
@@ -208,7 +209,7 @@ def measure_cut(
         batch_size: Sequences per forward.
         progress: Called with (steps done, steps).
     """
-    plan, folds, judged = Plan.from_dict(row["plan"]), folds_of(data.samples), []
+    plan, folds, judged = Plan.from_dict(row["plan"]), folds_of(answers(model, data)), []
     for judges, half in zip(folds, row["halves"], strict=True):
         other = data.select(torch.from_numpy(judges))
         reference, chosen = Reference(model, other, batch_size), plan if half is None else Plan.from_dict(half)

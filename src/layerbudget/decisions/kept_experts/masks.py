@@ -10,6 +10,7 @@ from torch import nn
 
 from ...data.calibration import CalibrationSet
 from ...execution.divergence import Reference
+from ...execution.loss import answers
 from ...models.experts import ExpertLayer, masked
 from .program import Fold, Kept, KeptProgram, per_token
 from .sensitivity import folds_of
@@ -60,7 +61,7 @@ def folds_for(
     model: nn.Module, found: Sequence[ExpertLayer], data: CalibrationSet, batch_size: int, programs: Sequence[KeptProgram]
 ) -> tuple[list[Fold], list[Masked]]:
     """The folds of a text, ``programs`` being what the others choose without each of them; and what measures there."""
-    parts = [Masked(model, found, data, batch_size, rows) for rows in folds_of(data.samples)]
+    parts = [Masked(model, found, data, batch_size, rows) for rows in folds_of(answers(model, data))]
     return [Fold(program=p, measure=_without(parts, i), judge=parts[i].judge) for i, p in enumerate(programs)], parts
 
 

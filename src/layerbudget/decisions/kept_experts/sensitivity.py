@@ -30,7 +30,7 @@ from torch import nn
 
 from ...data.calibration import CalibrationSet
 from ...execution.backward import Accumulator, Loss, SampledLoss, feed
-from ...execution.loss import IGNORE, Batch, unlabelled
+from ...execution.loss import IGNORE, Batch, deal, unlabelled
 from ...execution.sites import Site
 from ...models.experts import ExpertLayer
 from ...progress import Progress, Steps
@@ -110,7 +110,7 @@ class ExpertSums(Accumulator):
         place = list(self.layers).index(layer.name)
         sets = _Sets(layer, held, self.counts)
         single, found = sets.singles(), list[dict[str, Removal]]()
-        for choosers in (np.ones(len(self.counts), dtype=bool), *(~fold for fold in folds_of(len(self.counts)))):
+        for choosers in (np.ones(len(self.counts), dtype=bool), *(~fold for fold in folds_of(self.counts))):
             found.append({})
             for rule in self.rules:
                 scores = None
@@ -198,10 +198,10 @@ class _Sets:
         return tuple(order), np.array(after), torch.stack(sums).double().square().mean(1).cpu().numpy() / 2
 
 
-def folds_of(sequences: int) -> list[np.ndarray]:
-    """The sequences of each fold, dealt in turn, as masks; none where there are too few."""
-    dealt = np.arange(sequences) % FOLDS
-    return [dealt == fold for fold in range(FOLDS)] if sequences >= 2 * FOLDS else []
+def folds_of(counts: np.ndarray) -> list[np.ndarray]:
+    """The sequences of each fold, dealt in turn, as masks; none where too few have answers, whose numbers are given."""
+    dealt = deal(counts, FOLDS)
+    return [dealt == fold for fold in range(FOLDS)] if (counts > 0).sum() >= 2 * FOLDS else []
 
 
 def _scores(rule: str, sets: _Sets, norms: torch.Tensor, real: torch.Tensor, seed: Sequence[int]) -> np.ndarray:

@@ -27,6 +27,7 @@ from torch import nn
 from ...data.calibration import CalibrationSet
 from ...execution.divergence import Reference
 from ...execution.inputs import InputMoments, InputStatistics, moments_of_sites
+from ...execution.loss import answers, deal
 from ...execution.modes import inference
 from ...models.blocks import is_conv1d, matrix_of, partition
 from ...progress import Progress
@@ -116,8 +117,9 @@ class ShapePoint:
         self.biases = {n: (o.bias, o.bias.detach().clone()) for n, o in owners.items() if o.bias is not None}
         self.references: list[Reference] = []
         found: list[Grams] = []
-        folds = range(_FOLDS) if data.samples >= _FOLDS else ()
-        for fold in [data.select(list(range(k, data.samples, _FOLDS))) for k in folds] or [data]:
+        counts = answers(model, data)
+        dealt = deal(counts, _FOLDS if (counts > 0).sum() >= _FOLDS else 1)
+        for fold in [data.select(np.flatnonzero(dealt == k).tolist()) for k in range(dealt.max() + 1)]:
             listen = InputStatistics(model, [m for b in blocks for m in b.modules], "gram")
             self.references.append(Reference(model, fold, batch_size, listen))
             found.append({name: listen.found[name][0] for name in self.matrices})
