@@ -76,7 +76,7 @@ class LlamaModel:
 
     @property
     def mixes(self) -> tuple[str, ...]:
-        """The mixes that differ, the smallest first: without experts MXFP4_MOE is Q8_0."""
+        """The mixes that differ, the smallest first. Without experts MXFP4_MOE is Q8_0."""
         return tuple(mix for mix in MIXES if self.experts or mix != "MXFP4_MOE")
 
     @property
