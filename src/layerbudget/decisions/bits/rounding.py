@@ -137,7 +137,7 @@ class RoundingErrors(Watch):
 
     @property
     def levels(self) -> int:
-        """Directions of every matrix. They are the anchors; where errors are taken apart their rests, the matrix itself, and both."""
+        """Directions of every matrix. They are the anchors, or their rests, the matrix itself, and both."""
         return len(self.anchors) if self.whole else 2 * len(self.anchors) + 1
 
     def of(self, name: str) -> Directions:
