@@ -5,7 +5,9 @@
 A plan among nvfp4, fp8, w4-g32 and w8-g32 for the runtime vllm is made and written, for the model and for a random Qwen3-MoE of
 three layers (``--experts``: its bits). The Python files of a vLLM wheel parse its config.json, find the scheme of every fused
 layer and of every layer's experts (they raise where members differ), and their reference code makes numbers of fp4. No GPU and
-no compiled part of vLLM is needed: some packages that are not installed are replaced by empty ones.
+no compiled part of vLLM is needed: some packages that are not installed are replaced by empty ones. For vLLM 0.33 these must be there:
+fastapi, starlette, openai, jiter, distro, sniffio, httpx, httpcore, h11, anyio, openai-harmony, cachetools and opentelemetry's api,
+sdk and semantic-conventions (``pip install --no-deps --target FOLDER``).
 """
 
 from __future__ import annotations

@@ -92,9 +92,10 @@ def export(name: str, **fields: Any) -> Callable[[Call], Call]:
     return add
 
 
-def format_for(kind: str) -> str:
-    """Return the format of a kind of plan where none is named: the first that is made for it."""
-    return next((e.name for e in EXPORTS.all().values() if kind in e.kinds), "csv")
+def format_for(plan: Plan) -> str:
+    """Return the format of a plan where none is named: the first that is made for its kind, or else for one of its parts."""
+    kinds = dict.fromkeys((plan.kind, *parts_of(plan)))
+    return next((e.name for kind in kinds for e in EXPORTS.all().values() if kind in e.kinds), "csv")
 
 
 def find_plan(path: Path | str) -> Plan:

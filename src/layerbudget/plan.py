@@ -21,6 +21,7 @@ from .storage.schemas import (
     Extra,
     FitFormats,
     Formats,
+    JointExtra,
     KeptExperts,
     PlanBudget,
     RecipeExtra,
@@ -170,7 +171,7 @@ class Plan(BlockRecord):
 
 
 _EXTRA = {"shapes": SmallerShapes, "bits": Formats, "recipe": RecipeExtra, "kept-experts": KeptExperts}
-_EXTRA |= {"cache": CacheFormats, "fit": FitFormats}
+_EXTRA |= {"cache": CacheFormats, "fit": FitFormats, "joint": JointExtra}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -102,6 +102,15 @@ def test_a_dry_run_says_what_would_be_done_and_does_nothing(place, idle, monkeyp
     assert all(word in shown for word in ("Would read: ", "Would run: ", "Would write: OUT", "Nothing was run"))
 
 
+def test_a_dry_run_names_every_file_that_would_be_read(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    train = ["finetune", "MODEL", "ranks.json", "--data", "rows.jsonl", "--held-out", "text.txt", "-o", "OUT"]
+    compare = ["evaluate", "MODEL", "--against", "MIXTURE", "--perplexity", "text.txt", "--length", "16", "-o", "OUT"]
+    for words, files in ((train, {"ranks.json", "rows.jsonl", "text.txt"}), (compare, {"MIXTURE", "text.txt"})):
+        assert main([*words, "--dry-run", "--json"]) == 0
+        assert set(json.loads(capsys.readouterr().out)["reads"][1:]) == files
+
+
 @pytest.mark.parametrize(("model", "part"), [("MODEL", "shapes"), ("MIXTURE", "experts")])
 def test_a_dry_run_of_a_fit_says_which_parts_may_go(place, idle, monkeypatch, capsys, model, part):
     monkeypatch.chdir(place)

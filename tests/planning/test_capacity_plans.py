@@ -1,5 +1,6 @@
 """Plans in the user's unit: within the budget, whole numbers, comparable, explained."""
 
+import dataclasses
 import re
 import shlex
 
@@ -13,7 +14,7 @@ from layerbudget.decisions.experts.plan import plan_experts
 from layerbudget.decisions.joint.plan import plan_joint, split_joint
 from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.decisions.sparsity.plan import plan_sparsity
-from layerbudget.errors import InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
+from layerbudget.errors import CorruptFile, InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
 from layerbudget.models.loading import blocks_from_config
 from layerbudget.plan import Plan
 from layerbudget.planning.capacity import smallest_sides
@@ -87,6 +88,16 @@ def test_a_rank_never_exceeds_the_smallest_side(rng):
     assert plan_ranks(scores, mean_rank=6).counts.max() <= 8
     with pytest.raises(InfeasibleBudget):
         plan_ranks(scores, mean_rank=9)
+
+
+@pytest.mark.parametrize("held", [None, {"kind": "ranks", "bytes": 8.0}])
+def test_a_damaged_joint_plan_is_refused_where_it_is_read(mistral, tmp_path, held):
+    plan = plan_joint(mistral, budget="-2GiB")
+    assert Plan.load(plan.save(tmp_path / "joint.json")).extra == plan.extra
+    extra = {k: v for k, v in plan.extra.items() if k != "capacity"} | ({"capacity": held} if held else {})
+    dataclasses.replace(plan, extra=extra).save(tmp_path / "other.json")
+    with pytest.raises(CorruptFile, match="extra of this plan does not read"):
+        Plan.load(tmp_path / "other.json")
 
 
 def test_joint_meets_the_net_bytes(mistral):

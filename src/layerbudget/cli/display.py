@@ -186,8 +186,10 @@ def end_dry_run(a: argparse.Namespace) -> None:
         return
     told = getattr(a, "told", {"model": a.model, "runs": a.verb, "expected": None})
     writes = [path for name in ("out", "save_scores", "resume") if (path := getattr(a, name, None))]
-    files = [path for name in ("plan", "scores", "adapter") if isinstance(path := getattr(a, name, None), str)]
-    files += [told["data"]] if told.get("data") else []
+    names = ("plan", "scores", "adapter", "held_out", "against")
+    files = [path for name in names if isinstance(path := getattr(a, name, None), str)]
+    files += [text] if (text := told.get("data") or getattr(a, "data", None)) else []
+    files += getattr(a, "perplexity", None) or []
     known, cost = told["expected"], "its cost is not known"
     if known is not None:
         from ..doctor.cost import HOWS, duration

@@ -59,7 +59,7 @@ def run_export(a: argparse.Namespace) -> dict[str, Any]:
     from ..records import check_output, write_text
 
     plan = find_plan(a.plan)
-    chosen = EXPORTS.find(a.to or format_for(plan.kind))
+    chosen = EXPORTS.find(a.to or format_for(plan))
     own, out = settings(a, chosen.call), a.out or chosen.file
     check_output(out, overwrite=a.overwrite)
     path = write_text(out, chosen.text(plan, own), overwrite=a.overwrite)

@@ -154,6 +154,19 @@ class RecipeExtra(Formats):
     adapter: _Adapter
 
 
+class _Adapters(TypedDict):
+    kind: str
+    values: dict[str, float]
+    counts: dict[str, reading.Count]
+    bytes: float
+
+
+class JointExtra(TypedDict):
+    """Further fields of a plan of zeros and capacity."""
+
+    capacity: _Adapters
+
+
 class _Shape(TypedDict):
     layer: str
     kind: str

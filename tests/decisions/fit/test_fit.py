@@ -27,7 +27,7 @@ from layerbudget.decisions.fit.parts import split_fit
 from layerbudget.decisions.fit.plan import plan_fit, write_fit
 from layerbudget.decisions.fit.program import GIB, RULES, Fitted, Terms, fits_of
 from layerbudget.errors import CorruptFile, CoverageError, InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
-from layerbudget.exports import EXPORTS
+from layerbudget.exports import EXPORTS, format_for
 from layerbudget.plan import Plan
 from layerbudget.plans.explain import explain_plan
 from layerbudget.plans.verdict import standing, verdict
@@ -115,6 +115,14 @@ def test_a_damaged_plan_is_refused_where_it_is_read(tmp_path, name):
     dataclasses.replace(plan, extra={**plan.extra, name: [None]}).save(tmp_path / "other.json")
     with pytest.raises(CorruptFile, match=f"extra of this plan does not read.*{name}"):
         Plan.load(tmp_path / "other.json")
+
+
+def test_a_fit_is_exported_as_the_types_of_its_weights_where_no_format_is_named(tmp_path):
+    """The default was a table of blocks, which no runtime reads."""
+    plan = plan_fit(zoo.fit_scores(3), memory=f"{BUFFERS + 30000} bytes", context=64)
+    weights, cache = split_fit(plan)
+    assert format_for(plan) == format_for(weights) and "bits" in EXPORTS.find(format_for(plan)).kinds
+    assert format_for(cache) in {e.name for e in EXPORTS.all().values() if "cache" in e.kinds}
 
 
 def test_a_longer_context_takes_bytes_from_the_weights():
