@@ -155,6 +155,18 @@ def test_what_scales_all_weights_is_taken_apart(method):
     assert np.abs(off.mean(0)).max() < 0.2 and off.std(0).max() < 0.4
 
 
+def test_with_feedback_two_lattices_are_measured():
+    """The errors of codes that say several weights do not follow from those of single numbers."""
+    model, data = zoo.build("llama", hidden_size=256, intermediate_size=256, num_hidden_layers=2), zoo.tokens(12, 16)
+    options = {"family": "gguf", "formats": ["IQ2_XS", "IQ2_S", "Q2_K", "IQ3_S", "Q4_K"], "method": "gptq", "draws": 8}
+    scores, every = (rounding_damage(model, data, whole=w, **options) for w in (False, True))
+    assert {"IQ2_S", "IQ3_S"} <= set(scores.extra["choices"]["anchors"])
+    table, every = Table.of(scores), Table.of(every)
+    inside = [i for i, b in enumerate(table.blocks) if "layers" in b.name]
+    off = np.log(table.damage[inside] / every.damage[inside])[:, :5]
+    assert np.abs(off.mean(0)).max() < 0.25
+
+
 def test_the_damage_of_every_format_can_be_measured_along_its_own_error():
     """Formats whole, and one at a time, when it is its own only anchor: the same but for what pooling takes."""
     model, data = zoo.build("llama", hidden_size=64, intermediate_size=64, num_hidden_layers=2), zoo.tokens(8, 16)

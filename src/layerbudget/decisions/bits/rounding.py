@@ -52,13 +52,13 @@ from .imatrix import importances
 _PIECE = 1 << 20  # weights that are rounded together: their errors take 4 MB
 ROWS = 4096  # of a matrix, along whose errors its damage is measured
 _ANCHORS = (("Q2_K", "Q3_K", "Q4_K", "Q6_K"), ("MXFP4", "Q5_0", "Q8_0"))  # of GGUF, where 256 divides rows and else; quick
-_LATTICE = "IQ3_S"  # feedback leaves other errors in lattices, whose codes say several weights, than in numbers one by one
+_LATTICES = ("IQ2_S", "IQ3_S")  # with feedback these too: a code says several weights, and leaves other errors
 
 
 def anchors_of(formats: Sequence[str], family: str, *, feedback: bool = False) -> tuple[str, ...]:
     """Return the formats along whose errors damage is measured: some that span a menu, then plain numbers."""
     if family == GGUF:
-        return (*_ANCHORS[0], *([_LATTICE] if feedback else []), *_ANCHORS[1], PLAIN[GGUF].name)
+        return (*_ANCHORS[0], *(_LATTICES if feedback else ()), *_ANCHORS[1], PLAIN[GGUF].name)
     small = [f for f in formats if not find_format(f).plain]
     return (*dict.fromkeys(small[k * (len(small) - 1) // 2] for k in range(3 if small else 0)), PLAIN[family].name)
 
@@ -96,7 +96,7 @@ class RoundingErrors(Watch):
         feedback = quantiser.statistic == "gram"
         self.formats, self.whole = tuple(formats), whole
         self.anchors = self.formats if whole else anchors_of(formats, family, feedback=feedback)
-        self.most = len(formats) if whole else len(_ANCHORS[0]) + feedback  # anchors of a matrix
+        self.most = len(formats) if whole else len(_ANCHORS[0]) + feedback * len(_LATTICES)  # anchors of a matrix
         self.modules = {m.name: m for b in blocks for m in b.modules}
         menu = [[f if held else None for f, held in zip(formats, row, strict=True)] for row in has]
         self.names = {m.name: [*menu[i], *self._fitting(b.modules)] for i, b in enumerate(blocks) for m in b.modules}
