@@ -29,7 +29,7 @@ USERS = {
     "fine-tuning": ("I fine-tune", "Whether uneven ranks are worth it is known after two trainings only."),
     "serving": ("I serve with vLLM", "Whether vLLM starts with the folder is not shown here: no vLLM is installed with the package."),
     "research": ("I do research", "Which of the many numbers to quote is left to the reader; the page has them all."),
-    "teaching": ("I teach", "The plan by uniform prints a row for every layer although all are the same."),
+    "teaching": ("I teach", "Of a model that was never scored the plan by uniform says only that it is uniform, not what a rank is worth."),
 }  # fmt: skip
 MEASURE = ("score", "plan bits", "compare")  # these read text
 
