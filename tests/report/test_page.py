@@ -17,7 +17,7 @@ from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.plan import Plan, PlanBlock
 from layerbudget.records import dumps, write_text
-from layerbudget.report.data import charts_of, solved_grid, walked_grid
+from layerbudget.report.data import _memory, charts_of, solved_grid, walked_grid
 from layerbudget.report.page import build_page, write_report
 from layerbudget.report.records import explained, gather
 from layerbudget.report.tables import grid_of
@@ -188,6 +188,15 @@ def test_the_grid_is_the_planners_own(folders):
     assert solved_grid(scores, "shapes") is None
     ranks = solved_grid(by_rank(), "ranks")
     assert max(ranks["budgets"]) < 64, "budgets beyond what was measured have no place"
+
+
+def test_formats_that_hold_the_weights_exactly_lose_nothing():
+    """What the arithmetic leaves of their damage, 3e-18 once, stood beside the bar."""
+    plan = plan_fit(zoo.fit_scores(), memory="994 KB", context=64)
+    damages = [1e-3, 2e-6, 2.96e-18]
+    curve = [{**row, "predicted": d} for row, d in zip(plan.extra["curve"], damages, strict=False)]
+    points = _memory(dataclasses.replace(plan, extra={**plan.extra, "curve": curve}))["points"]
+    assert [p["predicted"] for p in points if not p["own"]] == [1e-3, 2e-6, 0.0]
 
 
 def test_the_slider_of_a_fit_has_the_best_plan_of_every_memory(folders):

@@ -30,6 +30,7 @@ _BUDGETS: dict[str, tuple[str, list[float]]] = {
 }
 _LABELS = {"loss": "loss after", "loss_before": "loss before"}
 _MOST = 40
+_NOTHING = 1e-12  # nats per token; less is left of formats that hold the weights exactly, by the arithmetic of their damage
 
 
 def charts_of(found: Found) -> dict[str, Any]:
@@ -198,7 +199,7 @@ def _memory(plan: Plan) -> dict[str, Any]:
         {
             "label": f"{row['memory'] / size:.4g}",
             "parts": [row[f"{name}_bytes"] / size for name in names],
-            "predicted": row["predicted"],
+            "predicted": row["predicted"] if row["predicted"] > _NOTHING else 0.0,
             "own": "own" in row,
         }
         for row in rows
