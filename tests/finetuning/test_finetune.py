@@ -14,9 +14,10 @@ from tests import zoo
 from tests.cards import card_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainerCallback
+from transformers.integrations import integration_utils
 
 from layerbudget.data.tasks import load_task
-from layerbudget.errors import AlreadyExists, CorruptFile, InvalidInput, ModelMismatch, NotFound
+from layerbudget.errors import AlreadyExists, CorruptFile, InvalidInput, MissingDependency, ModelMismatch, NotFound
 from layerbudget.finetuning.adapters import adapt, classifier_loader, fit_names, started
 from layerbudget.finetuning.finetune import compare, finetune
 from layerbudget.finetuning.protocol import PRESETS, Protocol
@@ -93,6 +94,29 @@ def test_a_head_learns_and_the_results_are_kept(encoder, tokenizer, task, tmp_pa
     assert tests["seeds"]["n"] == 2
     with pytest.raises(NotFound, match="result.json"):
         compare(out, tmp_path)
+
+
+def test_trackers_of_transformers_get_the_loss(encoder, tokenizer, task, tmp_path, monkeypatch, capsys):
+    """What is logged goes to the named tracker, one run per seed; what it prints stays off stdout. Numbers do not change."""
+    seen = []
+
+    class Tracker(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            print("the tracker speaks")
+            seen.append((args.run_name, logs))
+
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "trackio", Tracker)
+    monkeypatch.setattr(integration_utils, "get_available_reporting_integrations", lambda: ["trackio"])
+    plan = zoo.linears(classifier_loader(encoder, 2)(0), 2)
+    arguments = (classifier_loader(encoder, 2), tokenizer, plan, task)
+    plain = tuned(arguments, tmp_path / "plain", protocol=QUICK)
+    told = tuned(arguments, tmp_path / "told", protocol=QUICK, report_to=["trackio"])
+    assert {name for name, _ in seen} == {"seed-0"} and any("loss" in logs for _, logs in seen)
+    assert "speaks" not in capsys.readouterr().out and told["metrics"] == plain["metrics"]
+    for name, error, words in (("wandb", MissingDependency, "pip install wandb"), ("wandbb", InvalidInput, "no tracker")):
+        with pytest.raises(error, match=words):
+            tuned(arguments, tmp_path / "no", protocol=QUICK, report_to=[name])
+    assert not (tmp_path / "no").exists()
 
 
 def test_the_protocol_sets_how_the_scale_follows_the_rank(encoder):

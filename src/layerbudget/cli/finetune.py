@@ -49,6 +49,7 @@ def register(subparsers: Any) -> None:
     add(place, "--four-bit")
     place.add_argument("--gradient-checkpointing", action="store_true", help="compute activations again, to keep fewer")
     advanced = p.add_argument_group("advanced")
+    advanced.add_argument("--report-to", nargs="+", metavar="NAME", help="trackers that get the loss: wandb, trackio, ...")
     advanced.add_argument("--preset", default="default", choices=tuple(PRESETS), help="training protocol")
     add_set(
         advanced,
@@ -71,7 +72,9 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     from ..data.text import read_texts
     from ..finetuning.adapters import classifier_loader
     from ..finetuning.finetune import finetune
+    from ..finetuning.training import check_reporters
 
+    check_reporters(a.report_to or ())
     if a.task not in NAMES:
         refuse(a, ("data_dir",), "a task in a file of its own" if a.task else "--data")
     if a.task:
@@ -107,7 +110,7 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
             protocol=protocol,
             checkpointing=a.gradient_checkpointing,
             progress=progress,
-            **given(a, "seeds", "resume", "overwrite", "against"),
+            **given(a, "seeds", "resume", "overwrite", "against", "report_to"),
             **beside,
         )
     _show(a, result)

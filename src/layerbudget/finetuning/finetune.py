@@ -56,6 +56,7 @@ def finetune(
     bf16: bool = False,
     checkpointing: bool = False,
     against: Path | str | None = None,
+    report_to: Sequence[str] = (),
     callbacks: Sequence[Any] = (),
     progress: Callable[[int, int, str], None] | None = None,
 ) -> dict[str, Any]:
@@ -78,6 +79,7 @@ def finetune(
         bf16: Autocast in bfloat16; always on where the base is held in it.
         checkpointing: Compute activations again in the backward pass instead of keeping them.
         against: Another result folder, for paired tests.
+        report_to: Trackers of transformers that get the loss while it trains: ``wandb``, ``trackio``, ``tensorboard``, ...
         callbacks: Further callbacks of the Trainer; they must not change numbers.
         progress: Called with steps done, steps in total, and what is at work.
 
@@ -86,8 +88,10 @@ def finetune(
         ModelMismatch: ``resume`` holds seeds of another plan, task, protocol, base or version.
         InvalidInput: A seed is named twice, a number of the protocol that the plan does not read, or what several processes
             cannot share.
+        MissingDependency: The package of a tracker is not installed.
         CoverageError: The recount differs from the plan.
     """
+    training.check_reporters(report_to)
     if len(set(seeds)) < len(seeds) or not seeds:
         raise InvalidInput(
             f"The seeds are {list(seeds)}.", "At least one, each once: a repeated run is no sample.", "Drop some."
@@ -110,7 +114,13 @@ def finetune(
         "base": computation(load(seeds[0])) if settings is None else dict(settings),
         "versions": versions(("torch", "transformers", "peft")),
     }
-    options = {"bf16": bf16, "checkpointing": checkpointing, "callbacks": callbacks, "progress": progress}
+    options = {
+        "bf16": bf16,
+        "checkpointing": checkpointing,
+        "callbacks": callbacks,
+        "progress": progress,
+        "report_to": report_to,
+    }
     run = _Run(load, plan, task, tokenizer, protocol, identity, options)
     with contextlib.ExitStack() as stack:
         staging = broadcast(lambda: stack.enter_context(folders.new_folder(out, overwrite=overwrite)))

@@ -13,9 +13,11 @@ moments are gathered and process 0 saves them, so a run that began under FSDP go
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -27,9 +29,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import Sampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
+from transformers.integrations import integration_utils
 
 from ..data.encoding import IGNORE
-from ..errors import InvalidInput
+from ..errors import InvalidInput, MissingDependency
 from ..execution.processes import is_main, process_group
 from ..models.blocks import layers
 from ..storage import folders
@@ -54,6 +57,23 @@ def _set(name: str) -> bool:
 def shares_weights() -> bool:
     """Return whether the launcher asked several processes to share weights (FSDP)."""
     return _set("ACCELERATE_USE_FSDP") and process_group().size > 1
+
+
+def check_reporters(names: Sequence[str]) -> None:
+    """Refuse trackers that transformers does not know, and those whose package is not installed.
+
+    Raises:
+        InvalidInput: An unknown name.
+        MissingDependency: Its package is missing.
+    """
+    for name in names:
+        known = sorted(integration_utils.INTEGRATION_TO_CALLBACK)
+        if name not in known:
+            raise InvalidInput(
+                f"{name!r} is no tracker of transformers.", f"It knows {', '.join(known)}.", "Choose among them."
+            )
+        if name not in integration_utils.get_available_reporting_integrations():
+            raise MissingDependency(f"{name} is not installed.", "", f"pip install {name}, or leave --report-to out.")
 
 
 def check(protocol: Protocol, settings: Mapping[str, Any], *, bf16: bool) -> None:
@@ -251,7 +271,7 @@ def mean_loss(history: Sequence[Mapping[str, Any]]) -> float:
 def _arguments(
     model: nn.Module, protocol: Protocol, seed: int, folder: Path, steps: int, device: torch.device, **options: Any
 ) -> TrainingArguments:
-    group = process_group()
+    group, report_to = process_group(), options.pop("report_to")
     if options.pop("checkpointing"):  # later releases of transformers renamed it
         new = "activation_checkpointing" in {f.name for f in dataclasses.fields(TrainingArguments)}
         name = "activation_checkpointing" if new else "gradient_checkpointing"
@@ -282,7 +302,8 @@ def _arguments(
         use_cpu=device.type == "cpu",
         save_total_limit=2,
         logging_steps=10,
-        report_to=[],
+        report_to=list(report_to) if is_main() else [],
+        run_name=folder.parent.name,
         remove_unused_columns=False,
         disable_tqdm=True,
         dataloader_num_workers=0,
@@ -303,13 +324,15 @@ def train(
     checkpoint: Path | None = None,
     bf16: bool = False,
     checkpointing: bool = False,
+    report_to: Sequence[str] = (),
     callbacks: Sequence[Any] = (),
     progress: Callable[[int, int, str], None] | None = None,
     phase: str = "training",
 ) -> dict[str, Any]:
     """Train an adapted model; return its mean training loss and the number of steps.
 
-    Checkpoints go into ``folder``, one per epoch where ``keep`` says so; ``checkpoint`` is the one to continue from.
+    Checkpoints go into ``folder``, one per epoch where ``keep`` says so; ``checkpoint`` is the one to continue from. What the
+    trackers of ``report_to`` print goes to stderr.
     """
     if not rows.causal and protocol.accumulation > 1:
         told = f"accumulation is {protocol.accumulation} for a classification head."
@@ -320,7 +343,8 @@ def train(
     steps = math.ceil(len(read) / protocol.batch) * math.ceil(protocol.epochs)
     device = group.device if shares_weights() else next(model.parameters()).device
     half = bf16 or any(p.dtype == torch.bfloat16 for p in model.parameters())
-    strategy = {"save_strategy": "epoch" if keep else "no", "bf16": half, "checkpointing": checkpointing}
+    strategy: dict[str, Any] = {"save_strategy": "epoch" if keep else "no", "bf16": half, "checkpointing": checkpointing}
+    strategy["report_to"] = report_to
     arguments = _arguments(model, protocol, seed, folder, steps, device, **strategy)
     set_seed(seed)
     own = [*callbacks, _Watch(progress, phase)]
@@ -335,7 +359,8 @@ def train(
         kind = _ShardedTrainer if shares_weights() else _SharedTrainer
         trainer = kind(read, protocol.batch // protocol.accumulation, group.rank, args=arguments, **options)
     trainer.remove_callback(PrinterCallback)  # it writes to stdout, which belongs to --json
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    with contextlib.redirect_stdout(sys.stderr) if report_to else contextlib.nullcontext():  # stdout belongs to --json
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     found = {"training_loss": mean_loss(trainer.state.log_history), "steps": trainer.state.global_step}
     return {**found, **({"processes": group.size} if group.size > 1 else {})}
 
