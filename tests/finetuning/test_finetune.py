@@ -101,6 +101,9 @@ def test_trackers_of_transformers_get_the_loss(encoder, tokenizer, task, tmp_pat
     seen = []
 
     class Tracker(TrainerCallback):
+        def __init__(self):
+            print("the tracker speaks")
+
         def on_log(self, args, state, control, logs=None, **kwargs):
             print("the tracker speaks")
             seen.append((args.run_name, logs))

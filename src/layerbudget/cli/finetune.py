@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,9 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     for source in (a.data, a.held_out):
         check_rows(source)
     import transformers
+
+    with contextlib.redirect_stdout(sys.stderr):  # where WANDB_MODE is offline this import says so
+        import transformers.integrations.integration_utils
 
     from ..data.tasks import NAMES, load_task
     from ..data.text import read_texts

@@ -353,14 +353,18 @@ def train(
 
         own.append(BalanceScale())
     options: dict[str, Any] = {"model": model, "data_collator": rows.collate, "callbacks": own}
-    if group.size == 1:
-        trainer = Trainer(train_dataset=cast(Any, read), args=arguments, **options)
-    else:
-        kind = _ShardedTrainer if shares_weights() else _SharedTrainer
-        trainer = kind(read, protocol.batch // protocol.accumulation, group.rank, args=arguments, **options)
-    trainer.remove_callback(PrinterCallback)  # it writes to stdout, which belongs to --json
     with contextlib.redirect_stdout(sys.stderr) if report_to else contextlib.nullcontext():  # stdout belongs to --json
+        if group.size == 1:
+            trainer = Trainer(train_dataset=cast(Any, read), args=arguments, **options)
+        else:
+            kind = _ShardedTrainer if shares_weights() else _SharedTrainer
+            trainer = kind(read, protocol.batch // protocol.accumulation, group.rank, args=arguments, **options)
+        trainer.remove_callback(PrinterCallback)  # it writes to stdout
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        if "wandb" in report_to and is_main():
+            import wandb
+
+            wandb.finish()  # its callback leaves that to the end of the program: seeds would share a run, and it prints there
     found = {"training_loss": mean_loss(trainer.state.log_history), "steps": trainer.state.global_step}
     return {**found, **({"processes": group.size} if group.size > 1 else {})}
 
