@@ -20,7 +20,9 @@ from .display import announce, expect, progress_bar, say, say_next, show_table
 from .files import check_rows
 from .options import add, add_out, add_set, add_verb, given, load_model, load_tokenizer, refuse, settings, split_revision
 
-_BESIDE = {"train_rows": Option(name="train_rows", type=int), "bf16": Option(name="bf16", type=bool)}  # beside the protocol
+_BESIDE = {
+    n: Option(name=n, type=t) for n, t in (("train_rows", int), ("bf16", bool), ("report_to", str))
+}  # beside the protocol
 
 
 def register(subparsers: Any) -> None:
@@ -51,13 +53,12 @@ def register(subparsers: Any) -> None:
     add(place, "--four-bit")
     place.add_argument("--gradient-checkpointing", action="store_true", help="compute activations again, to keep fewer")
     advanced = p.add_argument_group("advanced")
-    advanced.add_argument("--report-to", nargs="+", metavar="NAME", help="trackers that get the loss: wandb, trackio, ...")
     advanced.add_argument("--preset", default="default", choices=tuple(PRESETS), help="training protocol")
     add_set(
         advanced,
         "a number of the protocol: start (gradients: ranks start in the top directions of the task's gradient), alpha_policy "
-        "(constant-ratio, constant-alpha or rslora), accumulation, dropout, cutoff, warmup, ...; or bf16=true: autocast in it, "
-        "as always with --dtype bfloat16",
+        "(constant-ratio, constant-alpha or rslora), accumulation, dropout, cutoff, warmup, ...; bf16=true: autocast in it, "
+        "as always with --dtype bfloat16; or report_to=wandb: a tracker of transformers that gets the loss",
     )
     add(advanced, "--resume")
 
@@ -79,7 +80,8 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     from ..finetuning.finetune import finetune
     from ..finetuning.training import check_reporters
 
-    check_reporters(a.report_to or ())
+    reporters = own.pop("report_to", "").split(",") if own.get("report_to") else []
+    check_reporters(reporters)
     if a.task not in NAMES:
         refuse(a, ("data_dir",), "a task in a file of its own" if a.task else "--data")
     if a.task:
@@ -115,7 +117,8 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
             protocol=protocol,
             checkpointing=a.gradient_checkpointing,
             progress=progress,
-            **given(a, "seeds", "resume", "overwrite", "against", "report_to"),
+            **given(a, "seeds", "resume", "overwrite", "against"),
+            report_to=reporters,
             **beside,
         )
     _show(a, result)

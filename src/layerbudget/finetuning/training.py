@@ -73,7 +73,7 @@ def check_reporters(names: Sequence[str]) -> None:
                 f"{name!r} is no tracker of transformers.", f"It knows {', '.join(known)}.", "Choose among them."
             )
         if name not in integration_utils.get_available_reporting_integrations():
-            raise MissingDependency(f"{name} is not installed.", "", f"pip install {name}, or leave --report-to out.")
+            raise MissingDependency(f"{name} is not installed.", "", f"pip install {name}, or leave report_to out.")
 
 
 def check(protocol: Protocol, settings: Mapping[str, Any], *, bf16: bool) -> None:
