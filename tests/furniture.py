@@ -30,4 +30,5 @@ def furnish(place: Path, positions: int = 64, heads: int = 4) -> None:
     for name in ("chat.jsonl", "my.jsonl"):
         (place / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
     (place / "my.txt").write_text("\n\n".join(f"def f{i}(x):\n    return x + {i * i}" for i in range(300)))
+    (place / "other.txt").write_text("\n\n".join(f"def g{i}(y):\n    return {i} - 3 * y" for i in range(300)))
     (place / "mine.csv").write_text("layer,score\n0,1.5\n1,0.5\n")
