@@ -20,9 +20,8 @@ from .display import announce, expect, progress_bar, say, say_next, show_table
 from .files import check_rows
 from .options import add, add_out, add_set, add_verb, given, load_model, load_tokenizer, refuse, settings, split_revision
 
-_BESIDE = {
-    n: Option(name=n, type=t) for n, t in (("train_rows", int), ("bf16", bool), ("report_to", str))
-}  # beside the protocol
+# Options beside the numbers of the protocol.
+_BESIDE = {n: Option(name=n, type=t) for n, t in {"train_rows": int, "bf16": bool, "report_to": str}.items()}
 
 
 def register(subparsers: Any) -> None:
@@ -80,7 +79,7 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     from ..finetuning.finetune import finetune
     from ..finetuning.training import check_reporters
 
-    reporters = own.pop("report_to", "").split(",") if own.get("report_to") else []
+    reporters = [name for name in own.pop("report_to", "").split(",") if name]
     check_reporters(reporters)
     if a.task not in NAMES:
         refuse(a, ("data_dir",), "a task in a file of its own" if a.task else "--data")
