@@ -116,7 +116,11 @@ def test_trackers_of_transformers_get_the_loss(encoder, tokenizer, task, tmp_pat
     told = tuned(arguments, tmp_path / "told", protocol=QUICK, report_to=["trackio"])
     assert {name for name, _ in seen} == {"seed-0"} and any("loss" in logs for _, logs in seen)
     assert "speaks" not in capsys.readouterr().out and told["metrics"] == plain["metrics"]
-    for name, error, words in (("wandb", MissingDependency, "pip install wandb"), ("wandbb", InvalidInput, "no tracker")):
+    for name, error, words in (
+        ("wandb", MissingDependency, "pip install wandb"),
+        ("wandbb", InvalidInput, "no tracker"),
+        ("tensorboard", InvalidInput, "keep nothing"),
+    ):
         with pytest.raises(error, match=words):
             tuned(arguments, tmp_path / "no", protocol=QUICK, report_to=[name])
     assert not (tmp_path / "no").exists()

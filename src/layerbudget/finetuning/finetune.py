@@ -79,15 +79,15 @@ def finetune(
         bf16: Autocast in bfloat16; always on where the base is held in it.
         checkpointing: Compute activations again in the backward pass instead of keeping them.
         against: Another result folder, for paired tests.
-        report_to: Trackers of transformers that get the loss while it trains: ``wandb``, ``trackio``, ``tensorboard``, ...
+        report_to: Trackers of transformers that get the loss while it trains: ``wandb``, ``trackio``, ...
         callbacks: Further callbacks of the Trainer; they must not change numbers.
         progress: Called with steps done, steps in total, and what is at work.
 
     Raises:
         AlreadyExists: ``out`` holds something that is not replaced.
         ModelMismatch: ``resume`` holds seeds of another plan, task, protocol, base or version.
-        InvalidInput: A seed is named twice, a number of the protocol that the plan does not read, or what several processes
-            cannot share.
+        InvalidInput: A seed is named twice, a tracker is not known or would keep nothing, a number of the protocol that the
+            plan does not read, or what several processes cannot share.
         MissingDependency: The package of a tracker is not installed.
         CoverageError: The recount differs from the plan.
     """

@@ -39,6 +39,8 @@ from ..storage import folders
 from .protocol import Protocol
 from .rows import Rows, TextRows
 
+_BESIDE_CHECKPOINTS = ("tensorboard", "codecarbon")  # where these trackers of transformers write
+
 _REFUSED = {  # what a launcher asks for by its variables, and what to do instead
     "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed", "Launch plain DDP, or FSDP."),
     "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", "Launch plain DDP, or FSDP."),
@@ -60,14 +62,17 @@ def shares_weights() -> bool:
 
 
 def check_reporters(names: Sequence[str]) -> None:
-    """Refuse trackers that transformers does not know, and those whose package is not installed.
+    """Refuse trackers that transformers does not know, that are not installed, or whose records would not outlast the training.
 
     Raises:
-        InvalidInput: An unknown name.
+        InvalidInput: An unknown name, or a tracker that writes beside the checkpoints, which are removed.
         MissingDependency: Its package is missing.
     """
+    known = sorted({*integration_utils.INTEGRATION_TO_CALLBACK} - {*_BESIDE_CHECKPOINTS})
     for name in names:
-        known = sorted(integration_utils.INTEGRATION_TO_CALLBACK)
+        if name in _BESIDE_CHECKPOINTS:
+            reason = "It writes beside the checkpoints, which are removed at the end."
+            raise InvalidInput(f"{name} would keep nothing.", reason, f"Choose among {', '.join(known)}.")
         if name not in known:
             raise InvalidInput(
                 f"{name!r} is no tracker of transformers.", f"It knows {', '.join(known)}.", "Choose among them."
