@@ -154,7 +154,7 @@ class RecipeExtra(Formats):
     adapter: _Adapter
 
 
-class _Adapters(TypedDict):
+class _Capacity(TypedDict):
     kind: str
     values: dict[str, float]
     counts: dict[str, reading.Count]
@@ -164,7 +164,7 @@ class _Adapters(TypedDict):
 class JointExtra(TypedDict):
     """Further fields of a plan of zeros and capacity."""
 
-    capacity: _Adapters
+    capacity: _Capacity
 
 
 class _Shape(TypedDict):
