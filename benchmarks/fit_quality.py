@@ -37,7 +37,7 @@ from layerbudget.decisions.bits.apply import round_matrices
 from layerbudget.decisions.bits.plan import describe_rows
 from layerbudget.decisions.bits.sensitivity import DenseOutput
 from layerbudget.decisions.cache.cache import caching, rounding
-from layerbudget.decisions.fit.plan import plan_fit, write_fit
+from layerbudget.decisions.fit.plan import plan_fit, settled, write_fit
 from layerbudget.decisions.fit.program import MIX, UNIFORM, Fit, Fitted, Terms
 from layerbudget.models.blocks import weight_of
 
@@ -176,9 +176,10 @@ def line(found: Fitted, runner: Runner, dense: DenseOutput, checked: DenseOutput
     plain = caches.get(fit.cache.formats[-1])
     ways = {"16-bit cache": ("", None if plain is None else runner.rows(dense, fit, plain))}
     ways |= {"uniform cache": best(caches, 3), "mix": best(fit.mixes(limit), 2)}
+    found, rows = settled(found, lambda picks: {name: runner.rows(checked, fit, pick.chosen) for name, pick in picks.items()})
     choices = found.decision.choices
     ways["program"] = "", runner.rows(dense, fit, choices["choices"])
-    kl = {rule: describe_rows(runner.rows(checked, fit, c))["kl"] for rule, c in choices.items()}
+    kl = {rule: describe_rows(each)["kl"] for rule, each in rows.items()}
     taken = min(kl, key=lambda rule: (kl[rule], rule != "choices"))
     ways["plan"] = {UNIFORM: "uniform cache", MIX: "mix"}.get(taken, ""), runner.rows(dense, fit, choices[taken])
     cells = []

@@ -24,8 +24,8 @@ from layerbudget.decisions.bits.plan import check_record
 from layerbudget.decisions.bits.sensitivity import DenseOutput, mean_and_error
 from layerbudget.decisions.cache.cache import caching, layer_formats, rounding
 from layerbudget.decisions.fit.parts import split_fit
-from layerbudget.decisions.fit.plan import plan_fit, write_fit
-from layerbudget.decisions.fit.program import GIB, RULES, Fitted, Terms, fits_of
+from layerbudget.decisions.fit.plan import joint_rows, plan_fit, settled, write_fit
+from layerbudget.decisions.fit.program import GIB, MIX, RULES, UNIFORM, Fitted, Terms, fits_of
 from layerbudget.errors import CorruptFile, CoverageError, InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
 from layerbudget.exports import EXPORTS, format_for
 from layerbudget.plan import Plan
@@ -187,6 +187,56 @@ def test_the_check_rounds_both_at_once(measured):
             assert torch.equal(a, other(held.input_ids).logits)
     with pytest.raises(ModelMismatch):
         lb.apply_plan(zoo.build("llama", seed=5, **WIDE), plan)
+
+
+@pytest.mark.parametrize("factor", [1.4, 1.6])
+def test_more_plans_of_a_rule_are_measured_where_the_program_loses_more_than_predicted(factor):
+    """The third uniform cache and the second mix are the best measured ones, and they stand for their rules."""
+    found = Fitted.of(zoo.fit_scores(3), Terms(memory=f"{BUFFERS + 40000} bytes", context=64))
+    held = {UNIFORM: found.fit.uniform_caches(found.limit), MIX: found.fit.mixes(found.limit)}
+    order = {rule: sorted(c, key=lambda n: found.fit.table.totals(c[n])["predicted"]) for rule, c in held.items()}
+    assert len(order[UNIFORM]) == 3 and len(order[MIX]) > 1
+    predicted, calls = found.decision.totals["choices"]["predicted"], []
+
+    def measured(picks):
+        calls.append(picks)
+        rows = {}
+        for name, pick in picks.items():
+            rule = name.split(",")[0]
+            assert rule == "choices" or np.array_equal(pick.chosen, held[rule][pick.name])
+            last = {UNIFORM: order[UNIFORM][2], MIX: order[MIX][1]}.get(rule, "none")
+            kl = factor * predicted * (0.5 if pick.name == last else 0.8 if pick.name else 1.0)
+            rows[name] = np.array([[10 * kl, 10.0, 0.0, 10.0]] * 2)
+        return rows
+
+    after, rows = settled(found, measured)
+    assert len(calls) == (1 if factor < 1.5 else 2) and set(rows) == set(RULES)
+    best = {UNIFORM: order[UNIFORM][2], MIX: order[MIX][1]} if factor > 1.5 else {r: order[r][0] for r in order}
+    assert {r: after.picks[r].name for r in order} == best == after.plan(UNIFORM).extra["named"]
+    assert after.plan(UNIFORM).extra["formats"] == after.fit.table.formats_of(held[UNIFORM][best[UNIFORM]])
+    totals = found.fit.table.totals(held[MIX][best[MIX]])
+    assert after.plan("choices").extra["baselines"][MIX]["predicted"] == totals["predicted"]
+    for rule in order:
+        assert mean_and_error(rows[rule][:, :2])[0] == pytest.approx(factor * predicted * (0.5 if factor > 1.5 else 0.8))
+
+
+def test_the_plan_of_a_lost_model_is_the_best_of_all_that_were_measured(tmp_path, monkeypatch):
+    """With no trust in predictions: each rule's row is the least of its plans, measured one by one; a stopped run agrees."""
+    monkeypatch.setattr("layerbudget.decisions.fit.plan.TRUSTED", 0.0)
+    wide = {**WIDE, "intermediate_size": 64}
+    model, data, held = zoo.build("llama", **wide), zoo.tokens(2, 16, vocabulary=96), zoo.tokens(2, 16, vocabulary=96, seed=9)
+    own = {"memory": f"{zoo.buffers(batch=8, inner=64) + 110000} bytes", "context": 64, "batch": 8, "runtime": "transformers"}
+    own |= {"formats": ["w2-g32", "w4-g32", "w8-g32"], "draws": 1}
+    plan = plan_fit(model, data, held, **own, save_scores=tmp_path / "scores.json", resume=tmp_path / "parts")
+    found = Fitted.of(Scores.load(tmp_path / "scores.json"), Terms(memory=own["memory"], context=64, batch=8))
+    dense = DenseOutput(model, held)
+    for rule, most in ((UNIFORM, 3), (MIX, 2)):
+        picks = [found.picks[rule], *found.near[rule]]
+        assert 1 < len(picks) <= most
+        kl = {p.name: mean_and_error(joint_rows(model, dense, {"one": p}, data)["one"][:, :2])[0] for p in picks}
+        assert plan.extra["check"]["rows"][rule]["kl"] == pytest.approx(min(kl.values()), rel=1e-6)
+        assert plan.extra["named"][rule] == min(kl, key=kl.__getitem__)
+    assert plan_fit(model, data, held, **own, resume=tmp_path / "parts").digest == plan.digest
 
 
 def test_a_fit_for_transformers_keeps_its_cache_packed_if_it_is_told_to():

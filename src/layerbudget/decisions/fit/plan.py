@@ -2,6 +2,7 @@
 
 The check rounds weights and cache at once and runs held-out text, for the plan and for two that decide one part after the
 other: one format for the whole cache beside planned weights, and a mix of llama.cpp (or one format) beside a planned cache.
+Where the plan loses much more than was predicted, several formats and mixes are tried.
 Where experts or shapes may go, they are masked or cut, and the best plan with all of them is checked too. The plan *is* one of
 those where that is better.
 """
@@ -32,7 +33,7 @@ from ...scores import Scores
 from ...storage.parts import Parts
 from ..bits.apply import QuantisationReceipt, apply_bits, write_bits
 from ..bits.plan import check_record, empty_table, measured_formats, refuse_measuring
-from ..bits.sensitivity import DenseOutput
+from ..bits.sensitivity import DenseOutput, mean_and_error
 from ..bits.table import Table
 from ..cache.cache import caching, planned_cache, rounding
 from ..cache.export import llama_cache, vllm_options
@@ -49,6 +50,8 @@ from .smaller import Fewer, Shaped, Smaller
 if TYPE_CHECKING:
     from torch import nn
     from transformers import DynamicCache
+
+TRUSTED = 1.5  # times the predicted damage
 
 
 def plan_fit(
@@ -252,22 +255,51 @@ def _checked(
     progress: Progress | None,
 ) -> Plan:
     """The plan of a rule with the check of all on held-out tokens, or the one that beat it, which then says so."""
-    asked, picks = found.pick(rule), found.picks
+    found.pick(rule)
     say(progress, "plans as a whole")
     dense = DenseOutput(model, check, batch_size)
 
-    def measure() -> Any:
-        """Rows of all choices."""
-        rows = joint_rows(model, dense, picks, data, found.scores.extra["choices"].get("imatrix"))
-        return {name: each.tolist() for name, each in rows.items()}
+    def measured(picks: Mapping[str, Pick]) -> dict[str, np.ndarray]:
+        """Rows of some choices."""
 
-    kept = parts.json(f"check-{digest({n: p.key for n, p in picks.items()})}", measure)
-    rows = {name: np.array(each, dtype=np.float64) for name, each in kept.items()}
+        def measure() -> Any:
+            rows = joint_rows(model, dense, picks, data, found.scores.extra["choices"].get("imatrix"))
+            return {name: each.tolist() for name, each in rows.items()}
+
+        kept = parts.json(f"check-{digest({n: p.key for n, p in picks.items()})}", measure)
+        return {name: np.array(each, dtype=np.float64) for name, each in kept.items()}
+
+    found, rows = settled(found, measured)
+    asked, picks = found.pick(rule), found.picks
     spent = {n: p.spent for n, p in picks.items()}
     same = [n for n, p in picks.items() if p.same(asked)]
     record = check_record(model, dense, rule, rows, spent, same)
     plan = found.plan(record["taken"])
     return dataclasses.replace(plan, extra={**plan.extra, "check": record, "asked": rule})
+
+
+def settled(
+    found: Fitted, measured: Callable[[Mapping[str, Pick]], dict[str, np.ndarray]]
+) -> tuple[Fitted, dict[str, np.ndarray]]:
+    """Return a decision whose plans were measured as a whole, and the rows of the plan of every rule.
+
+    Where the program's plan loses more than :data:`TRUSTED` times what was predicted, sums of damages do not tell which plan of
+    a rule is best. There several plans of each rule are measured, and the best one stands for it.
+    """
+    rows = measured(found.picks)
+
+    def kl(each: np.ndarray) -> float:
+        return mean_and_error(each[:, :2])[0]
+
+    if kl(rows["choices"]) <= TRUSTED * found.picks["choices"].totals["predicted"]:
+        return found, rows
+    further = {f"{rule}, {pick.name}": (rule, pick) for rule, picks in found.near.items() for pick in picks}
+    picks = dict(found.picks)
+    for name, each in measured({name: pick for name, (_, pick) in further.items()}).items() if further else ():
+        rule, pick = further[name]
+        if kl(each) < kl(rows[rule]):
+            rows[rule], picks[rule] = each, pick
+    return dataclasses.replace(found, picks=picks), rows
 
 
 def joint_rows(

@@ -56,6 +56,7 @@ RULES = ("choices", UNIFORM, MIX)
 GIB = 1 << 30
 _SHARES = (0.01, 0.02, 0.05)  # of more memory that is asked what it brings; more of it brings much everywhere
 _PASSES = ("choices", "cache", "experts", "shapes")  # what was measured, each with its forward equivalents
+_NEAR = {UNIFORM: 3, MIX: 2}  # plans of a rule that may be measured as a whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -409,8 +410,9 @@ class Fitted:
     Attributes:
         fits: Of all smaller models, the whole one first; one where nothing may go.
         fit, limit: The program's, and the bytes that its formats may take.
+        found: The program's choice with its certificate.
         picks: What every rule decides.
-        decision: The program's choice with its certificate, beside the damages of all picks.
+        near: The plans of a rule that come next in predicted damage, the least first.
         caches: Totals of every uniform cache.
     """
 
@@ -419,8 +421,9 @@ class Fitted:
     fits: Sequence[Fit]
     fit: Fit
     limit: int
+    found: Choice
     picks: Mapping[str, Pick]
-    decision: Decision
+    near: Mapping[str, Sequence[Pick]]
     caches: Mapping[str, dict[str, Any]]
 
     @classmethod
@@ -435,16 +438,10 @@ class Fitted:
         able = [each for each in fits if each.least <= terms.bytes]
         caches = [_picks(each, each.uniform_caches(each.limit(terms.bytes))) for each in able]
         mixes = [_picks(each, each.mixes(each.limit(terms.bytes))) for each in able]
+        near = {}
         for rule, plans in ((UNIFORM, caches), (MIX, mixes)):
-            if some := [pick for each in plans for pick in each]:
-                picks[rule] = min(some, key=lambda pick: pick.totals["predicted"])
-        decision = Decision(
-            table=fit.table,
-            choices={rule: pick.chosen for rule, pick in picks.items()},
-            totals={rule: pick.totals for rule, pick in picks.items()},
-            found=found,
-            tables={rule: pick.fit.table for rule, pick in picks.items()},
-        )
+            if some := sorted((pick for each in plans for pick in each), key=lambda pick: pick.totals["predicted"]):
+                picks[rule], *near[rule] = some[: _NEAR[rule]]
         own = next(each for each, whose in zip(caches, able, strict=True) if whose is fit)
         return cls(
             scores=scores,
@@ -452,9 +449,21 @@ class Fitted:
             fits=fits,
             fit=fit,
             limit=fit.limit(terms.bytes),
+            found=found,
             picks=picks,
-            decision=decision,
+            near=near,
             caches={pick.name: pick.totals for pick in own},
+        )
+
+    @functools.cached_property
+    def decision(self) -> Decision:
+        """The program's choice beside the damages of all picks."""
+        return Decision(
+            table=self.fit.table,
+            choices={rule: pick.chosen for rule, pick in self.picks.items()},
+            totals={rule: pick.totals for rule, pick in self.picks.items()},
+            found=self.found,
+            tables={rule: pick.fit.table for rule, pick in self.picks.items()},
         )
 
     def pick(self, rule: str) -> Pick:
