@@ -24,7 +24,6 @@ ELSEWHERE = {
     "pip install .": "installs",
     "pip install 'layerbudget[bits]'": "installs from the network",
     "pip install 'layerbudget[cache]'": "installs from the network",
-    "torchrun -m layerbudget": "starts several processes: tests/execution and tests/finetuning do",
     "torchrun --nproc-per-node 4 -m layerbudget score MODEL --estimator rank-gain --by linear -o scores.json": "four processes",
     "torchrun --nproc-per-node 4 -m layerbudget finetune MODEL ranks.json --data my.jsonl -o planned": "four processes",
     "accelerate launch -m layerbudget apply MODEL plan.json -o pruned": "needs a configured launcher",
