@@ -1,12 +1,13 @@
 """Plans of the cache by directional damage, beside one format for all, first and last layers kept, and singly measured damage.
 
-    python benchmarks/cache_quality.py MODEL [--data FILE] [--evaluation FILE] [--length 1024] [--samples 6] [--windows 6]
-        [--measure 2x512] [--out benchmarks/results]
+    python benchmarks/cache_quality.py MODEL [--data FILE] [--evaluation FILE] [--length 1024] [--samples 6] [--check 4]
+        [--windows 6] [--measure 2x512] [--out benchmarks/results]
 
 Budgets are the bytes of ``int2``, ``int3`` and ``int4`` everywhere, at the length of the windows. Every plan is run on held-out
 text with all keys and values rounded. ``--measure SEQUENCESxLENGTH`` also measures every layer, part and format by itself, on so
 much of the calibration text, and plans by that: what prediction is worth. ``attention error`` gives the sensitivities of KVTuner
-to the same program. Menus: what HQQ keeps (2, 3, 4 and 8 bits, in groups of 64 and less), that in one size of groups, and five and six
+to the same program. ``plan`` is what ``plan cache`` takes of ``directional``, ``uniform`` and ``ends`` after its check, on windows
+that are neither the ones that decide nor those of the table. Menus: what HQQ keeps (2, 3, 4 and 8 bits, in groups of 64 and less), that in one size of groups, and five and six
 bits too, which no cache keeps yet. Passes are forward equivalents over the whole text.
 """
 
@@ -47,8 +48,7 @@ def measured(model: Any, data: Any, space: CacheSpace) -> tuple[np.ndarray, int]
         for j in range(len(space.formats) - 1):
             chosen = plain.copy()
             chosen[i] = j
-            with caching(model, rounding(space.by_layer(chosen))):
-                damage[i, j] = mean_and_error(dense.rows(model)[:, :2])[0]
+            damage[i, j] = kl_of(model, dense, space, chosen)
             forwards += 1
     return damage, forwards
 
@@ -87,6 +87,12 @@ def attention_errors(model: Any, data: Any, space: CacheSpace) -> np.ndarray:
     return error
 
 
+def kl_of(model: Any, dense: DenseOutput, space: CacheSpace, chosen: np.ndarray) -> float:
+    """KL per token of a choice with the cache really rounded."""
+    with caching(model, rounding(space.by_layer(chosen))):
+        return mean_and_error(dense.rows(model)[:, :2])[0]
+
+
 def menu(table: Table, name: str) -> Table:
     """The same with some formats alone: those of one size of groups, or those without five and six bits."""
     no = np.array([("-g" in n and MENUS[name] == 1) or (n in ("int5", "int6") and MENUS[name] < 1) for n in table.formats])
@@ -110,6 +116,7 @@ def main() -> None:
     parser.add_argument("--evaluation")
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--samples", type=int, default=6)
+    parser.add_argument("--check", type=int, default=4)
     parser.add_argument("--windows", type=int, default=6)
     parser.add_argument("--draws", type=int, default=2)
     parser.add_argument("--group", type=int)
@@ -117,7 +124,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     a = parser.parse_args()
     tokenizer, model, name = lb.load_tokenizer(a.model), lb.load_model(a.model), a.name or Path(a.model).name
-    fit = lb.calibration(a.data, tokenizer, samples=a.samples, length=a.length)
+    text = lb.calibration(a.data, tokenizer, samples=a.samples + a.check, length=a.length)
+    fit, other = text.select(slice(0, a.samples)), text.select(slice(a.samples, None))
     held = lb.evaluation_set(a.evaluation or a.data, tokenizer, length=a.length)
     step = max(1, held.samples // a.windows)
     check = held.select(list(range(0, held.samples, step))[: a.windows])
@@ -126,7 +134,7 @@ def main() -> None:
     damage, rest, passes = cache_damage(model, fit, space, a.draws)
     table = space.table(damage, rest)
     lines = [
-        f"## {name}", "", f"{a.samples} x {a.length} calibration tokens, {check.samples} held-out windows of {a.length}; "
+        f"## {name}", "", f"{a.samples} x {a.length} calibration tokens, {a.check} windows that check, {check.samples} held-out windows of {a.length}; "
         f"{len(space.blocks)} blocks, groups of {space.formats[0].group}; damages in {time.process_time() - start:.0f} s of one "
         "core.", "",
     ]  # fmt: skip
@@ -139,7 +147,7 @@ def main() -> None:
         beside = cache_damage(model, some, space, a.draws)[0]
         lines += [f"Predicted over measured, each by itself on {a.measure} tokens: {agreement(beside, single)}.", ""]
         tables["measured"] = (space.table(single, rest), float(forwards))
-    dense = DenseOutput(model, check, 1)
+    dense, checked = DenseOutput(model, check, 1), DenseOutput(model, other, 1)
     own = describe_rows(dense.rows(model))
     lines += [f"Dense perplexity {own['perplexity']:.3f}.", ""]
     lines += ["| bytes of | plan | bits | KL | against uniform | perplexity | predicted | passes |", "|" + "---|" * 8]
@@ -152,6 +160,9 @@ def main() -> None:
         for n, (t, p) in tables.items():
             some = {words: menu(t, words) for words in (MENUS if n != "attention error" else ("",))}
             plans |= {n + words: (choose(m.damage, m.size, limit).chosen, p) for words, m in some.items()}
+        kl = {n: kl_of(model, checked, space, plans[n][0]) for n in ("directional", "uniform", "ends")}
+        taken = min(kl, key=kl.__getitem__)
+        plans["plan" if taken == "directional" else f"plan: {taken}"] = plans[taken][0], passes
         rows: dict[str, np.ndarray] = {}
         seen: dict[bytes, np.ndarray] = {}
         for plan, (chosen, cost) in plans.items():
@@ -164,7 +175,7 @@ def main() -> None:
             k = np.arange(len(chosen))
             less = "" if plan == "uniform" else f"{found['kl'] / describe_rows(rows['uniform'])['kl'] - 1:+.0%}"
             less += f" ({found['difference']:+.2g} +- {found['difference_error']:.1g})" if less else ""
-            said = f"{table.damage[k, chosen].sum():.4g}" if plan.startswith("directional") else ""
+            said = f"{table.damage[k, chosen].sum():.4g}" if plan.startswith(("directional", "plan")) else ""
             bits = 8 * table.size[k, chosen].sum() / table.numel
             head = f"{level}{' and a half' if level == 'int2' else ''}"
             lines.append(
