@@ -177,6 +177,19 @@ def test_a_plan_of_ranks_that_is_advised_against_is_followed_by_uniform(tmp_path
         assert ("At 4, 8, noise alone would give 95% of the gain, so it decides nothing" in swept) == (noise > 0.9)
 
 
+@pytest.mark.parametrize(("cap", "rest"), [(4, True), (8, False)])
+def test_a_cap_that_leaves_a_part_of_the_budget_unused_is_named(tmp_path, monkeypatch, capsys, cap, rest):
+    monkeypatch.chdir(tmp_path)
+    rows = [[math.exp(-i / 8) for i in range(48)]] * 2
+    extra = {"increments": [rows], "increments_floor": [[[0.01 * x for x in row] for row in rows]]}
+    zoo.scores([1.0, 1.0], estimator="rank-gain", extra=extra).save("s.json")
+    assert main(["plan", "ranks", "s.json", "--mean-rank", "8", "--max-rank", str(cap), "-o", "p.json"]) == 0
+    told, plan = " ".join(capsys.readouterr().out.split()), Plan.load("p.json")
+    assert set(plan.counts) == {cap}
+    unused = f"as much as --max-rank allows: this is uniform, and {plan.budget['limit'] - plan.budget['spent']:,.0f} of"
+    assert (unused in told) == rest and plan.budget["limit"] == plan.budget["spent"] * 8 / cap
+
+
 def test_a_difference_within_the_noise_is_none(made):
     plan = made("bits")[2]
     rows = {"choices": {"kl": 0.01}, "uniform": {"kl": 0.011, "difference": 0.001, "difference_error": 0.002, "same": False}}

@@ -332,7 +332,13 @@ def _of_shapes(plan: Plan) -> tuple[float, str]:
 def _on_ranks(plan: Plan) -> str:
     low, high, share = int(plan.counts.min()), int(plan.counts.max()), plan.extra.get("uniform_share")
     if low == high:
-        return f"every block gets rank {low}: this is uniform."
+        b, cap = plan.budget, plan.hyperparameters.get("max_rank")
+        if low != cap or not (rest := (b.get("limit") or 0) - b["spent"]) > 0:
+            return f"every block gets rank {low}: this is uniform."
+        return (
+            f"every block gets rank {low}, as much as --max-rank allows: this is uniform, and {rest:,.0f} of {b['limit']:,.0f} "
+            f"{b['unit']} stay unused."
+        )
     told = f"ranks from {low} to {high}"
     if plan.rule.endswith("permuted"):
         return f"{told}. This is a control on shuffled scores: train it and the plan, and pair them by finetune --against."
