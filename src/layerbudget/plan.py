@@ -168,6 +168,11 @@ class Plan(BlockRecord):
                 reading.converted(getattr(self, name), shape)
             except ValueError as error:
                 raise CorruptFile(f"The {name} of this plan does not read ({error}).", "", "Make the plan again.") from error
+        if self.kind in ("sparsity", "joint"):
+            for b in self.blocks:
+                if not (0 <= b.value <= 1 + 1e-9 and b.count <= b.numel):
+                    what = f"{b.name} of this plan of {self.kind} has {b.value:.4g} and {b.count:,} of {b.numel:,} weights."
+                    raise CorruptFile(what, "A share of zeros is from 0 to 1.", "Make the plan again.")
 
 
 _EXTRA = {"shapes": SmallerShapes, "bits": Formats, "recipe": RecipeExtra, "kept-experts": KeptExperts}

@@ -1,6 +1,7 @@
 """plan_sparsity: every rule meets the same recounted budget."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -138,6 +139,17 @@ def test_a_plan_file_with_a_hole_is_corrupt_and_not_a_plan_with_nan(rng, tmp_pat
     record["blocks"][0]["value"] = None
     path.write_text(json.dumps(record))
     with pytest.raises(CorruptFile):
+        Plan.load(path)
+
+
+@pytest.mark.parametrize("change", [{"value": 4.0}, {"value": -0.1}, {"count": 10**9}])
+def test_a_plan_that_prunes_more_than_there_is_is_corrupt(rng, tmp_path, change):
+    """Also a plan of ranks whose kind was changed."""
+    path = plan_sparsity(zoo.scores(rng.random(12), SIZES)).save(tmp_path / "plan.json")
+    record = json.loads(path.read_text())
+    record["blocks"][3] |= change
+    path.write_text(json.dumps(record))
+    with pytest.raises(CorruptFile, match=re.escape(record["blocks"][3]["name"])):
         Plan.load(path)
 
 
