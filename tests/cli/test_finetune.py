@@ -129,6 +129,8 @@ def test_mistakes_end_in_one_sentence(setting, capsys):
     other = zoo.classifier(3)
     zoo.linears(other, 2).save(setting / "other.json")
     sparsity = json.loads((setting / "plan.json").read_text()) | {"kind": "sparsity"}
+    for block in sparsity["blocks"]:
+        block |= {"value": 0.5, "count": block["numel"] // 2}
     (setting / "sparsity.json").write_text(json.dumps(sparsity))
     stranger = json.loads((setting / "plan.json").read_text())
     stranger["blocks"][0] |= {"name": "bert.encoder.layer.0.attention.self.querry"}
