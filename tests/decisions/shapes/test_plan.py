@@ -134,6 +134,7 @@ def test_an_interrupted_run_continues_to_the_same_plan(tmp_path, monkeypatch, na
     before, kept = frozen(model), tmp_path / "kept"
     options = {"multiple": 4, "passes": 45.0, "strides": 2, "draws": 1, "batch_size": 4, "trust": 0.5}
     options["by"] = "auto" if starts == 2 or name == "gpt2" else "groups"
+    budget = "35% flops" if name == "gpt2" else "25% flops"
     evaluate, calls = ShapePoint.evaluate, []
 
     def counting(*arguments, **more):
@@ -144,20 +145,30 @@ def test_an_interrupted_run_continues_to_the_same_plan(tmp_path, monkeypatch, na
 
     monkeypatch.setattr(ShapePoint, "evaluate", counting)
     most = 0
-    whole, needed = plan_shapes(model, data, "25% flops", **options), len(calls)
+    whole, needed = plan_shapes(model, data, budget, **options), len(calls)
     kept_then = starts + 2  # the dense model, for every unit of heads, and both strides
     assert needed >= kept_then + 2
     for most in (kept_then + 1, 2):
         calls.clear()
         with pytest.raises(KeyboardInterrupt):
-            plan_shapes(model, data, "25% flops", resume=kept, **options)
+            plan_shapes(model, data, budget, resume=kept, **options)
         assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     most = 0
     calls.clear()
-    again = plan_shapes(model, data, "25% flops", resume=kept, **options)
+    again = plan_shapes(model, data, budget, resume=kept, **options)
     assert len(calls) == needed - kept_then - 1 and again.digest == whole.digest and again.extra == whole.extra
     with pytest.raises(ModelMismatch):
         plan_shapes(model, data, "20% flops", resume=kept, **options)
+
+
+@pytest.mark.parametrize(("budget", "gone"), [(0.10, 23), (0.13, 30)])
+def test_an_even_plan_removes_no_more_channels_than_it_has_to(budget, gone):
+    """Widths between those that were looked at count: with the coarse ones alone 24 and 48 of 192 went."""
+    model, kinds = zoo.build("llama", intermediate_size=192), ("mlp",)
+    plan = plan_shapes(model, zoo.tokens(), f"{budget * 100:g}% flops", even=True, kinds=kinds, multiple=1, passes=20, draws=1)
+    removed = {s["removed"] for s in plan.extra["shapes"].values() if s["kind"] == "mlp"}
+    least = math.ceil(plan.budget["limit"] / (2 * 3 * 32 * 3))
+    assert removed == {gone} == {least}
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])

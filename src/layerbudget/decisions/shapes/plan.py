@@ -219,7 +219,7 @@ def plans_at_once(
         finally:
             point.restore()
         passes += point.passes
-        alternatives, damage = _every_width(around, seen)
+        alternatives, damage = _every_width(first, around, seen)
         for budget, space in spaces.items():
             with contextlib.suppress(InfeasibleBudget):
                 state, choice = space.step(alternatives, damage)
@@ -229,20 +229,19 @@ def plans_at_once(
     return {budget: found[budget] for budget in budgets if budget in found}, passes
 
 
-def _every_width(around: np.ndarray, seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _every_width(space: ShapeSpace, around: np.ndarray, seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Alternatives with every number of MLP units between those that were looked at, and their damage, by straight lines."""
     found = []
     for rows, damage in zip(around, seen, strict=True):
-        made = list[tuple[int, int, int, float]]()
-        for heads in np.unique(rows[:, 0]):
-            own = rows[:, 0] == heads
+        made, gone = list[tuple[int, int, int, float]](), rows[:, GONE] == 1
+        for heads in np.unique(rows[~gone, 0]):
+            own = (rows[:, 0] == heads) & ~gone
             units, where = np.unique(rows[own, 1], return_index=True)
-            every = np.arange(units[-1] + 1)
-            made += [
-                (int(heads), int(u), 0, float(d))
-                for u, d in zip(every, np.interp(every, units, damage[own][where]), strict=True)
-            ]
-        found.append(made)
+            every = np.arange(units[0], units[-1] + 1)
+            every = every[np.isin(every, space.allowed.get("mlp", every))]
+            between = np.interp(every, units, damage[own][where])
+            made += [(int(heads), int(u), 0, float(d)) for u, d in zip(every, between, strict=True)]
+        found.append([*made, *((0, 0, 1, float(d)) for d in damage[gone][:1])])
     longest = max(map(len, found))
     table = np.array([made + made[:1] * (longest - len(made)) for made in found])
     return table[:, :, :3].astype(np.int64), table[:, :, 3]
@@ -377,14 +376,15 @@ class _Path:
 
     def promise(self) -> float:
         """Damage of the budget as the dense model sees it."""
-        return self.space.step(self.here.around, self.here.forms.total)[1].damage
+        return self.space.step(*_every_width(self.space, self.here.around, self.here.forms.total))[1].damage
 
     def beside(self) -> dict[str, float] | None:
         """Damage of the budget as the dense model sees it, with layers that stay alike and with any; None where they cannot."""
         found = dict[str, float]()
         for even in (True, False):
             try:
-                damage = self.space.evened(even).step(self.here.around, self.here.forms.total)[1].damage
+                space = self.space.evened(even)
+                damage = space.step(*_every_width(space, self.here.around, self.here.forms.total))[1].damage
             except InfeasibleBudget:
                 return None
             found["even" if even else "uneven"] = float(damage)
@@ -395,7 +395,7 @@ class _Path:
         here, moments = self.here, Moments(lambda: self.point.dense)
         for number in range(1, self.strides + 1):
             share = number / self.strides
-            state, solution = self.space.step(here.around, here.forms.total, share)
+            state, solution = self.space.step(*_every_width(self.space, here.around, here.forms.total), share)
             predicted = here.divergence + solution.damage
             here = self._evaluate(state, self.trust if number == self.strides else 1.0, moments)
             moments = here.moments
