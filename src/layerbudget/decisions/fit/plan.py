@@ -283,7 +283,7 @@ def settled(
 ) -> tuple[Fitted, dict[str, np.ndarray]]:
     """Return a decision whose plans were measured as a whole, and the rows of the plan of every rule.
 
-    Where the program's plan loses more than :data:`TRUSTED` times what was predicted, sums of damages do not tell which plan of
+    Where the program's plan loses more than ``TRUSTED`` times what was predicted, sums of damages do not tell which plan of
     a rule is best. There several plans of each rule are measured, and the best one stands for it.
     """
     rows = measured(found.picks)
