@@ -15,13 +15,17 @@ export OMP_WAIT_POLICY = PASSIVE
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX = $(CURDIR)/$(VENV)/pycache
 
-.PHONY: demo test test-slow test-avx2 install bench lint docs clean
+.PHONY: demo test coverage test-slow test-avx2 install bench lint docs clean
 
 demo: install
 	$(BIN)/layerbudget demo --out $(OUT) --overwrite
 
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+
+# The suite once more with its coverage: tests that start a process of their own are not counted.
+coverage: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --cov=layerbudget --cov-report=term:skip-covered
 
 test-slow: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m slow

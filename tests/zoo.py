@@ -287,6 +287,12 @@ def mixture(x, a, b, router, rank, top_k, scale):
     return torch.stack(found).reshape(*x.shape[:-1], b.shape[0])
 
 
+def checkpoint_activations(model: Any, *, reentrant: bool) -> None:
+    """Let the backward compute activations again; later releases of transformers renamed the method."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
+
+
 def perturb(model: nn.Module, needle: str = "lora_", scale: float = 0.3, seed: int = 5) -> None:
     """Move adapters away from their zero start, the same way for the same seed."""
     generator = torch.Generator().manual_seed(seed)

@@ -47,7 +47,7 @@ def test_padding_tokens_do_not_matter(case, reference, name):
 def test_gradient_checkpointing_does_not_matter(case, reference, name, reentrant):
     _, data, blocks = case
     model = zoo.dense("mistral")
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    zoo.checkpoint_activations(model, reentrant=reentrant)
     assert np.allclose(values(name, model, data, blocks), reference[name], rtol=1e-8)
     for layer in model.model.layers:  # the library runs in eval mode, which switches it off: checkpoint by hand as well
         own = layer.forward
