@@ -72,7 +72,7 @@ def test_a_template_that_rewrites_earlier_turns_still_shows_the_answers(chatty):
     made = dialogue(ROWS["messages"], "messages", chatty)
     assert [made.text[a:b] for a, b in made.learned] == ["four</s>", "<think></think>seven</s>"]
     chatty.chat_template = "{% for m in messages %}{{ m.content | length }}{% endfor %}"
-    with pytest.raises(InvalidInput, match="cannot be found"):
+    with pytest.raises(InvalidInput, match="leaves out the content of message 1"):
         dialogue(ROWS["messages"], "messages", chatty)
     chatty.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(InvalidInput, match="roles must alternate"):
@@ -143,7 +143,7 @@ def test_fewer_rows_than_asked_are_used_and_long_ones_cut_both_said(tmp_path, to
             {"mesages": CHAT},
             "messages in line 1 .* text in line 4 of .*a.jsonl.* Did you mean messages in the place of mesages",
         ),
-        ({"messages": "hello"}, "several formats: messages in line 1 of .* and text in line 4 of .*a.jsonl"),
+        ({"messages": "hello"}, "column messages in line 4 of .*a.jsonl is 'hello', which is not JSON"),
         (
             {"messages": [{"role": "user", "contents": "hi"}]},
             "Message 1 in line 4 of .* has no content: its keys are role, contents",

@@ -1,5 +1,6 @@
 """Which characters of a conversation are learned: against TRL's training templates, and by hand."""
 
+import datetime
 import re
 from pathlib import Path
 
@@ -107,13 +108,24 @@ def reference(tokenizer, training, messages, text, header):
     return coded["input_ids"], labels
 
 
+@pytest.fixture
+def on_26_july_2024(monkeypatch):
+    """The day whose date rows are given, on the clock of the reference too."""
+    import transformers.utils.chat_template_utils as templates
+
+    monkeypatch.setattr(templates, "datetime", type("Clock", (), {"now": staticmethod(lambda: datetime.datetime(2024, 7, 26))}))
+
+
 @pytest.mark.parametrize("name", SAME)
-def test_tokens_and_labels_are_those_of_trls_training_template(shipped, name):
+def test_tokens_and_labels_are_those_of_trls_training_template(shipped, name, on_26_july_2024):
     tokenizer, compared = letters(shipped(name)), 0
     for what, messages in ROWS.items():
         try:
             (mine,) = encode([({"messages": messages}, "here")], tokenizer, limit=8000)
         except InvalidInput as error:
+            if what == "thoughts" and name == "deepseekv3":
+                assert "leaves out the thought of message 4" in str(error)
+                continue
             assert "template refuses" in str(error), what
             assert reference(tokenizer, shipped(f"{name}_training"), messages, "", "") is None, what
             continue
@@ -223,10 +235,12 @@ def test_outer_spaces_of_an_answer_are_learned_where_offsets_leave_them_out():
 
 
 def test_a_template_that_hides_an_answer_is_refused_with_a_remedy_that_works():
-    for template in ("{% for m in messages %}{{ m.content | length }}{% endfor %}",
-                     "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}"):  # fmt: skip
+    for template, fault in (
+        ("{% for m in messages %}{{ m.content | length }}{% endfor %}", "leaves out the content of message 1"),
+        ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "turn 2 .* cannot be found"),
+    ):
         tokenizer = letters(template)
-        with pytest.raises(InvalidInput, match=r"turn 2 .* cannot be found.*prompt and completion, both as text"):
+        with pytest.raises(InvalidInput, match=f"{fault}.*prompt and completion, both as text"):
             learned(tokenizer, ROWS["one turn"])
         made = dialogue({"prompt": "2 + 2 =", "completion": " four"}, "prompt and completion", tokenizer)
         assert [made.text[a:b] for a, b in made.learned] == [" four"]
