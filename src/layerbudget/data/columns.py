@@ -31,20 +31,20 @@ _HARMLESS = frozenset(  # the last word of a name
     "kind task style format lang language languages locale license licenses licence author authors creator annotator "
     "date dates time timestamp datetime created updated added modified at year version revision meta metadata info attributes "
     "score scores rating ratings rank quality difficulty level ppl perplexity toxicity toxic moderation redacted confidence "
-    "count counts tokens length len size number num views likes stars copies upvotes downvotes votes tag tags title titles "
-    "model models generator judge unnamed parallel_tool_calls".split()
+    "count counts tokens length len size number num turn turns views likes stars copies upvotes downvotes votes tag tags title "
+    "titles model models generator judge unnamed parallel_tool_calls".split()
 )
 _FIRST_WORDS = frozenset(("num", "score", "meta"))
 _HARMLESS_KEYS = frozenset(("cache_control", "annotations", "end_turn"))
-_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
+_MESSAGES = re.compile(r"""\s*(\{\s*["'](messages|conversations)["']\s*:\s*)?\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
 _Read = TypeVar("_Read")
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a cell holds nothing: null, a blank text, or a list or an object without entries."""
-    return value is None or (
-        isinstance(value, (str, list, tuple, Mapping)) and not (value.strip() if isinstance(value, str) else value)
-    )
+    """Whether a cell holds nothing: null, not a number, a blank text, or a list or an object without entries."""
+    if isinstance(value, (str, list, tuple, Mapping)):
+        return not (value.strip() if isinstance(value, str) else value)
+    return value is None or (isinstance(value, float) and value != value)
 
 
 def is_harmless(name: str, extra: frozenset[str] = frozenset()) -> bool:
@@ -90,6 +90,7 @@ class Columns:
 
     def __init__(self, row: Mapping[Any, Any], where: str) -> None:
         self.row, self.where = lowered(row, where), where
+        self.names = {str(name).strip().lower(): str(name).strip() for name in row}
         self.taken: set[str] = set()
 
     def first(self, names: Sequence[str]) -> str | None:
@@ -107,10 +108,11 @@ class Columns:
 
     def finish(self, kind: str, *used: str) -> None:
         """Refuse the columns that were not taken and are not harmless; ``used`` are the texts that are read."""
-        left = {n: v for n, v in self.row.items() if n not in self.taken and not is_empty(v) and not is_harmless(n)}
+        left = {n: v for n, v in self.row.items() if n not in self.taken and not is_empty(v)}
+        left = {n: v for n, v in left.items() if _has_messages(v) or not is_harmless(self.names[n])}
         everything = "\n".join(used)
         for name in [n for n in left if n in COLUMNS]:
-            texts = list(strings(left[name], roles=False))
+            texts = list(strings(messages_cell(left[name], f"The column {name} in {self.where}"), roles=False))
             again = all(t.strip() in everything for t in texts)
             whole = len(texts) == 1 and all(t.strip() in texts[0] for t in used if t.strip())
             if again or whole:
@@ -119,8 +121,8 @@ class Columns:
             raise InvalidInput(*self._refusal(left, kind))
 
     def _refusal(self, left: Mapping[str, Any], kind: str) -> tuple[str, str, str]:
-        names, many = ", ".join(left), len(left) > 1
-        what = f"{_upper(self.where)} has the column{'s' * many} {names}, which {kind} {'do' if many else 'does'} not read."
+        names, many = ", ".join(self.names[n] for n in left), len(left) > 1
+        what = f"{_upper(self.where)} has the column{'s' * many} {names}, which {kind} does not read."
         known = "Ids, URLs, dates, scores, counts, sources and metadata are passed over; nothing else is."
         if any(_MEDIA.intersection(_words(name)) for name in left):
             return (
@@ -138,9 +140,18 @@ def _upper(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def _has_messages(value: Any) -> bool:
+    return (
+        isinstance(value, (list, tuple))
+        and bool(value)
+        and isinstance(value[0], Mapping)
+        and {"role", "from"} & set(value[0]) != set()
+    )
+
+
 def text_cell(value: Any, where: str) -> str:
     """A cell as text; numbers are written out, an empty cell is empty."""
-    if value is None:
+    if value is None or (isinstance(value, float) and value != value):
         return ""
     if isinstance(value, str):
         if _MESSAGES.match(value):

@@ -78,7 +78,8 @@ def format_of(row: Any) -> str | None:
     if not isinstance(row, Mapping):
         return None
     named = {str(name).strip().lower(): value for name, value in row.items()}
-    return _format({n for n, value in named.items() if value is not None}) or _format(set(named))
+    filled = {name for name, value in named.items() if value is not None}
+    return _format(filled) or (None if filled.intersection(TEXTS) else _format(set(named)))
 
 
 def _format(names: set[str]) -> str | None:
@@ -182,6 +183,8 @@ def _completion(columns: Columns, answer: str, kind: str) -> Conversation | Dial
     if not size and not is_empty(other):
         pairs = zip(whole.messages, _messages(other, "rejected", where, "assistant").messages, strict=False)
         size = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if size == len(whole.messages):
+            raise InvalidInput(f"chosen and rejected in {where} are equal.", "The chosen answer is learned.", "Drop the row.")
     return _conversation(columns, whole, kind, first=size)
 
 
@@ -306,6 +309,7 @@ def _message(turn: Any, where: str) -> tuple[Message, bool, bool]:
         raise InvalidInput(told, "A message has role and content (or from and value).", "Correct or drop the row.")
     keys = {name: value for name, value in lowered(turn, where).items() if not is_empty(value) or isinstance(value, str)}
     role = str(_part(keys, ("role", "from"), turn, where)).strip()
+    role = role.lower() if role.lower() in (*_KNOWN, *_ROLES) else role
     role = _ROLES.get(role, role)
     learned = _learned(keys, role, where)
     thoughts = {text for name in _THOUGHTS if (text := text_cell(keys.pop(name, None), f"{name} of {where}"))}

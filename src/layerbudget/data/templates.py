@@ -31,8 +31,7 @@ logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 Spans = tuple[tuple[int, int], ...]
-_MARKS = re.compile("[\U000f0000-\U000ffffd]")  # a plane for private use
-_MARK = 0xF0000
+_PLANES = (0xF0000, 0x100000)  # two planes for private use: marks are of the one that the text does not use
 _GENERATION = re.compile(r"{%-?\s*generation\b")
 _TODAY = datetime.datetime(2024, 7, 26)  # the date that Llama's templates write where they are given none
 _HEADINGS = (  # where a tokenizer has no template; the stop of a last answer follows the text
@@ -193,10 +192,16 @@ class _Marks:
     messages: list[Message]
     leaves: tuple[_Leaf, ...] = ()
     places: Mapping[int, int] = dataclasses.field(default_factory=dict)  # of marks 2n and 2n + 1 of leaf n
+    plane: int = _PLANES[0]
 
     def lost(self) -> Iterator[_Leaf]:
         """The texts that are not written."""
         return (leaf for n, leaf in enumerate(self.leaves) if leaf.text.strip() and not {2 * n, 2 * n + 1} & set(self.places))
+
+    def between(self, start: int, stop: int) -> list[tuple[_Leaf, int]]:
+        """The texts that begin from ``start`` on and before ``stop``, with their places."""
+        places = ((leaf, self.places.get(2 * n, -1)) for n, leaf in enumerate(self.leaves))
+        return [(leaf, place) for leaf, place in places if start <= place < stop]
 
     def of_turn(self, turn: int) -> tuple[list[int], list[int]]:
         """The marks before and behind the texts of a turn that are written and have one place."""
@@ -213,7 +218,7 @@ def _best(write: _Writer, messages: list[Message], where: str) -> tuple[_Writer,
         ways.append(dataclasses.replace(write, parts=True))
     if any("tool_calls" in m for m in messages):
         ways.append(dataclasses.replace(write, json=True))
-    first: tuple[_Writer, str, _Marks] | None = None
+    usable: list[tuple[int, tuple[_Writer, str, _Marks]]] = []
     refused: Exception | None = None
     for way in ways:
         try:
@@ -222,14 +227,20 @@ def _best(write: _Writer, messages: list[Message], where: str) -> tuple[_Writer,
         except (jinja2.TemplateError, TypeError) as error:
             refused = refused or error
             continue
-        if not list(_losses(made[2], messages, text)):
+        losses = len(list(_losses(made[2], messages, text)))
+        if not losses:
             return made
-        first = first or made
-    if first is None:
+        usable.append((losses, made))
+    if not usable:
         said = str(refused).rstrip(".")
         told = f"The chat template refuses a conversation in {where}: {said}."
         raise InvalidInput(told, "", "Correct the roles, or drop the row.") from refused
-    return first
+    return min(usable, key=lambda way: way[0])[1]
+
+
+@functools.cache
+def _marks(plane: int) -> re.Pattern[str]:
+    return re.compile(f"[{chr(plane)}-{chr(plane + 0xFFFD)}]")
 
 
 def _marked(write: _Writer, messages: list[Message], text: str) -> _Marks:
@@ -238,32 +249,33 @@ def _marked(write: _Writer, messages: list[Message], text: str) -> _Marks:
     Marks go around all of a text; where the template trims texts, inside their outer spaces; where it looks whether one is
     empty, around none that is. Where it looks into other texts, only the assistant's are marked.
     """
-    if _MARKS.search(text):
+    plane = next((p for p in _PLANES if not _marks(p).search(text)), None)
+    if plane is None:
         return _Marks(messages)
     for every in (True, False):
         for inside, empty in ((False, True), (True, True), (False, False), (True, False)):
             leaves: list[_Leaf] = []
-            mark = functools.partial(_mark, leaves)
+            mark = functools.partial(_mark, leaves, plane)
             tools = (
                 [_with(t, "name", mark(-1, "tool", t["function"]["name"])) for t in write.tools] if every else list(write.tools)
             )
             marked = [_marked_message(mark, i, m, inside, empty, every) for i, m in enumerate(messages)]
             made = write(marked, tools=tools)
-            if _MARKS.sub("", made) == text:
+            if _marks(plane).sub("", made) == text:
                 places: dict[int, int] = {}
-                for k, found in enumerate(_MARKS.finditer(made)):
-                    number = ord(found.group()) - _MARK
+                for k, found in enumerate(_marks(plane).finditer(made)):
+                    number = ord(found.group()) - plane
                     once = number not in places or leaves[number // 2].kind not in ("content", "thought")
                     places[number] = places.get(number, found.start() - k) if once else -1  # twice: it has no one place
-                return _Marks(marked, tuple(leaves), places)
+                return _Marks(marked, tuple(leaves), places, plane)
     return _Marks(messages)
 
 
-def _mark(leaves: list[_Leaf], turn: int, kind: str, text: str, inside: bool = False) -> str:
+def _mark(leaves: list[_Leaf], plane: int, turn: int, kind: str, text: str, inside: bool = False) -> str:
     core = text.strip() if inside else text
     front, back = text.split(core, 1) if core else ("", "")
     leaves.append(_Leaf(turn, kind, text))
-    low = _MARK + 2 * (len(leaves) - 1)
+    low = plane + 2 * (len(leaves) - 1)
     return f"{front}{chr(low)}{core}{chr(low + 1)}{back}"
 
 
@@ -382,16 +394,31 @@ def _as_marks_show(
         last_mark = max(highs, key=lambda n: marks.places[n])
         high = marks.places[last_mark]
         prompt = write(messages[:i], add_generation_prompt=True) if prompted and not spans else ""
-        start = _start(text[: high if low is None else low], low, since, prompt, header)
+        head, first = text[: high if low is None else low], low
+        if lows and marks.leaves[min(lows) // 2].kind == "call" and not (header and header in head[since:]):
+            first = _without(write, messages[:i], text, since, low)  # what opens a call is written by the model
+        start = _start(head, first, since, prompt, header)
         if start is None:
             raise _hidden(i, where)
-        stop = (
-            len(text)
-            if i == len(messages) - 1
-            else high + _stop(text[high:], marks.messages[: i + 1], last_mark, write, special)
-        )
+        last = i == len(messages) - 1
+        stop = len(text) if last else high + _stop(text[high:], marks, i, last_mark, write, special)
+        inside = [leaf.turn for leaf, place in marks.between(start, stop) if leaf.turn != i]
+        if inside:
+            told = f"The chat template writes message {inside[0] + 1} within message {i + 1} in {where}."
+            raise InvalidInput(
+                told, "What another one says is not learned.", "Drop the words beside the call, or drop the row."
+            )
         spans[i], since = (start, stop), stop
     return spans
+
+
+def _without(write: _Writer, before: list[Message], text: str, since: int, low: int | None) -> int | None:
+    """Where a turn begins that no words announce: behind the same conversation without it."""
+    try:
+        shared = len(os.path.commonprefix([write(before), text]))
+    except (jinja2.TemplateError, TypeError):
+        return low
+    return shared if low is not None and since <= shared <= low else low
 
 
 def _start(head: str, low: int | None, since: int, prompt: str, header: str) -> int | None:
@@ -402,15 +429,17 @@ def _start(head: str, low: int | None, since: int, prompt: str, header: str) -> 
     return named + len(header) if named >= 0 else low
 
 
-def _stop(tail: str, marked: list[Message], mark: int, write: _Writer, special: str) -> int:
+def _stop(tail: str, marks: _Marks, turn: int, mark: int, write: _Writer, special: str) -> int:
     """How many characters behind an answer still belong to its turn."""
     try:
-        alone = write(marked)
+        alone = write(marks.messages[: turn + 1])
     except (jinja2.TemplateError, TypeError):  # a template that wants a question first
-        alone = write([{"role": "user", "content": "?"}, marked[-1]])
-    direct = re.match(rf"\s*(?:{special})", tail)
-    after = _MARKS.sub("", alone.partition(chr(_MARK + mark))[2])
-    return max(_shared(tail, after, special), direct.end() if direct else 0)
+        alone = write([{"role": "user", "content": "?"}, marks.messages[turn]])
+    after = _marks(marks.plane).sub("", alone.partition(chr(marks.plane + mark))[2])
+    shared = _shared(tail, after, special)
+    stopped = shared < len(after) or re.search(rf"(?:{special})\s*\Z", after)  # else the next turn writes the stop
+    direct = re.compile(rf"\s*(?:{special})").match(tail, 0 if stopped else shared)
+    return max(shared, direct.end() if direct else 0)
 
 
 def _shared(text: str, other: str, special: str) -> int:
@@ -431,11 +460,12 @@ def _manner(tokenizer: Any, template: str, parts: bool, size: int) -> tuple[str,
     """
     words = sorted((t.content for t in tokenizer.added_tokens_decoder.values() if t.special), key=len, reverse=True)
     special = "|".join(re.escape(w) for w in words if w) or r"(?!)"
-    asked, said, next_asked = ({"role": r, "content": chr(_MARK + k)} for k, r in enumerate(("user", "assistant", "user")))
+    first, second, third = (chr(_PLANES[0] + k) for k in range(3))
+    asked, said, again = ({"role": r, "content": c} for r, c in (("user", first), ("assistant", second), ("user", third)))
     write = _Writer(tokenizer, template, parts=parts)
     try:
-        prompt, alone = (write([asked], add_generation_prompt=on).partition(chr(_MARK))[2] for on in (True, False))
-        written = write([asked, said, next_asked]).partition(chr(_MARK))[2].partition(chr(_MARK + 1))[0]
+        prompt, alone = (write([asked], add_generation_prompt=on).partition(first)[2] for on in (True, False))
+        written = write([asked, said, again]).partition(first)[2].partition(second)[0]
     except (jinja2.TemplateError, TypeError):
         return "", special
     lead = os.path.commonprefix([prompt, written])
