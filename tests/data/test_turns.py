@@ -337,6 +337,16 @@ def test_a_date_in_a_template_is_the_same_on_all_days(caplog):
         learned(own, ROWS["one turn"])
 
 
+def test_a_row_gives_its_own_date_and_a_template_by_name_needs_a_default(shipped):
+    tokenizer = letters(shipped("llama3_2"))
+    for options, date in (({}, "26 Jul 2024"), ({"date_string": "1 Jan 2020"}, "1 Jan 2020")):
+        made = dialogue({"messages": ROWS["one turn"], "chat_template_kwargs": options}, "messages", tokenizer)
+        assert f"Today Date: {date}" in made.text
+    tokenizer.chat_template = {"tool_use": CHATML, "rag": CHATML}
+    with pytest.raises(InvalidInput, match="does not say which chat template is meant"):
+        learned(tokenizer, ROWS["one turn"])
+
+
 @pytest.mark.parametrize("name", ["deepseek_r1_distill"])
 def test_the_remedy_for_a_thought_that_is_cut_works(shipped, name):
     from trl.chat_template_utils import get_training_chat_template
@@ -346,3 +356,12 @@ def test_the_remedy_for_a_thought_that_is_cut_works(shipped, name):
         learned(tokenizer, ROWS["thoughts"])
     tokenizer.chat_template = get_training_chat_template(tokenizer)
     assert "ah" in learned(tokenizer, ROWS["thoughts"])[1]
+
+
+def test_a_turn_of_weight_0_is_not_learned_where_a_template_marks_it_in_pieces(shipped):
+    """As Gemma 4: the stop of an answer is a piece of its own."""
+    tokenizer = letters(shipped("diffusion_gemma_training"))
+    silent = [{**m, "weight": 0} if m["content"] == "four" else m for m in ROWS["several turns"]]
+    assert "".join(learned(tokenizer, silent)) == "seven<turn|>\neight<turn|>\n"
+    last = [{**m, "weight": 0} if m["content"] == "eight" else m for m in ROWS["several turns"]]
+    assert "".join(learned(tokenizer, last)) == "four<turn|>\nseven<turn|>\n"

@@ -125,7 +125,13 @@ def template_of(tokenizer: Any, tools: Sequence[Message]) -> str:
     if not getattr(tokenizer, "chat_template", None):
         _say_once("The tokenizer has no chat template: turns are written under headings (### User:, ### Assistant:).")
         return _HEADINGS
-    return _dated(str(tokenizer.get_chat_template(tools=list(tools) or None)))
+    try:
+        return _dated(str(tokenizer.get_chat_template(tools=list(tools) or None)))
+    except InvalidInput:
+        raise
+    except ValueError as error:  # several templates by name, and none of them is the default
+        told = f"The tokenizer does not say which chat template is meant: {str(error).partition('.')[0]}."
+        raise InvalidInput(told, "One is named default.", "Set tokenizer.chat_template, and save the tokenizer.") from error
 
 
 @functools.lru_cache(maxsize=8)
@@ -363,10 +369,11 @@ def _spans(conversation: Conversation, turns: Sequence[int], text: str, marks: _
     if not spans:
         by_turn = _as_marks_show(conversation.messages, turns, text, marks, write, where, prompted)
         return tuple(span for i, span in by_turn.items() if i not in conversation.silent)
-    silent = [marks.places[n] for i in conversation.silent for side in marks.of_turn(i) for n in side]
-    if conversation.silent and not silent:
-        raise _hidden(min(conversation.silent), where)
-    return tuple((low, high) for low, high in spans if not any(low <= place <= high for place in silent))
+    for i in conversation.silent:
+        if _says(conversation.messages[i]) and not marks.of_turn(i)[0]:
+            raise _hidden(i, where)
+    owners = [max(marks.between(0, high), key=lambda found: found[1], default=None) for _, high in spans]
+    return tuple(span for span, last in zip(spans, owners, strict=True) if not last or last[0].turn not in conversation.silent)
 
 
 def _hidden(turn: int, where: str) -> InvalidInput:
