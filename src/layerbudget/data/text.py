@@ -21,8 +21,9 @@ from ..errors import InvalidInput, MissingDependency, NotEnoughText, NotFound
 from ..models.loading import check_id
 from . import stdlib
 from .calibration import CalibrationSet
-from .dialogues import format_of
-from .encoding import Encoded, encode, learned_tokens, pad_of, padded, shortened, text_of, whole_rows
+from .columns import of_every_row
+from .dialogues import format_of, text_of
+from .encoding import Encoded, encode, learned_tokens, pad_of, padded, shortened, whole_rows
 from .files import LONGEST, Row, is_local, read_rows
 from .tasks import first_rows
 
@@ -48,7 +49,7 @@ def read_documents(source: str, *, group: str = "calibration", limit: int | None
         InvalidInput: A file without text, or of an unknown kind.
         MissingDependency: ``datasets`` or ``pyarrow`` is needed and not installed.
     """
-    texts = [text_of(row, where) for row, where in _read_rows(source, group, limit)]
+    texts = of_every_row(_read_rows(source, group, limit), text_of)
     return [t for t in texts if t.strip()]
 
 
@@ -164,7 +165,7 @@ def calibration(
             rows=None if limited else len(whole),
             completion_tokens=None if limited else learned_tokens(whole, LONGEST),
         )
-    texts = [text_of(row, where) for row, where in rows]
+    texts = of_every_row(rows, text_of)
     stream = token_stream([text for text in texts if text.strip()], tokenizer)
     windows = len(stream) // length
     if not windows:
