@@ -95,8 +95,8 @@ def byte_level_notes(held: Mapping[str, Any], backend: Any, name: str) -> list[s
         notes.append("The tokenizer puts a space before a text, and llama.cpp does not: the first word becomes another token.")
     if kinds := [s["type"] for s in normalizers_of(held)]:
         notes.append(
-            f"The tokenizer changes characters before it splits a text ({', '.join(kinds)}), and llama.cpp does not: texts that "
-            "it changes become other tokens."
+            f"The tokenizer changes characters before it splits a text ({', '.join(kinds)}), and llama.cpp does not: "
+            "texts that it changes become other tokens."
         )
     vocab = held["model"]["vocab"]
     if held["model"].get("unk_token") and (lacks := [c for c in ByteLevel.alphabet() if c not in vocab]):
@@ -150,8 +150,8 @@ def added_notes(held: Mapping[str, Any], name: str) -> list[str]:
         notes.append(f"The tokenizer looks for {_first(late)} after it changed characters, and llama.cpp before.")
     if pair := _overlap([t["content"] for t in added]):
         notes.append(
-            f"Added tokens overlap, such as {pair[0]!r} and {pair[1]!r}. llama.cpp takes the longest one first, the tokenizer the "
-            "one that begins first."
+            f"Added tokens overlap, such as {pair[0]!r} and {pair[1]!r}. llama.cpp takes the longest one first, the tokenizer "
+            "the one that begins first."
         )
     return notes
 
