@@ -221,3 +221,17 @@ def test_an_importance_matrix_of_other_shapes_is_refused_before_a_file_is_writte
     with pytest.raises(ModelMismatch, match="another model: blk.0.attn_q.weight has 32 values there, the file 1 x 64"):
         requantise(place / "out" / "model.gguf", plan, tmp_path / "out.gguf", **own)
     assert not (tmp_path / "out.gguf").exists()
+
+
+def test_a_file_that_is_read_is_not_the_output(made, tmp_path):
+    place, plan = made
+    source, file = tmp_path / "folder" / "model.gguf", tmp_path / "imatrix.gguf"
+    source.parent.mkdir()
+    source.write_bytes((place / "out" / "model.gguf").read_bytes())
+    file.write_bytes((place / "out" / IMATRIX_FILE).read_bytes())
+    (tmp_path / "link.gguf").symlink_to(source)
+    own = {"method": "weighted", "imatrix": str(file), "overwrite": True}
+    for out in (source, tmp_path / "link.gguf", source.parent, file):
+        with pytest.raises(InvalidInput, match="is read, and the output"):
+            requantise(source, plan, out, **own)
+    assert source.read_bytes() == (place / "out" / "model.gguf").read_bytes()

@@ -30,7 +30,7 @@ from ...plan import Plan
 from ...progress import Progress, Steps
 from ...records import write_text
 from ...storage.folders import check_folder, new_folder
-from ...storage.writing import check_output, check_space, new_file, whole
+from ...storage.writing import check_apart, check_output, check_space, new_file, whole
 from .apply import QuantisationReceipt, quantiser_of, round_matrices
 from .card import model_card
 from .export import llama_cpp
@@ -87,6 +87,7 @@ def requantise(
     method = _method(plan, method, imatrix, inputs is not None)
     work = _Work(held, formats, plan, None if imatrix is None else read_imatrix(imatrix), read=inputs is not None)
     name, single, place = Path(out).name, Path(out).suffix == ".gguf", Path(out).absolute()
+    check_apart(out if single else Path(out) / GGUF_FILE, source, *([] if imatrix is None else [imatrix]))
     check_space({out: work.size * (1 if inputs is None else 2)})
     if single:
         check_output(out, overwrite=overwrite)
@@ -282,8 +283,8 @@ class _Work:
             shape = [int(n) for n in self.tensors[name].shape]
             copies, width = math.prod(shape[2:]), shape[0]
             if sums.size != copies * width or copies % len(counts):
-                told = f"The importance matrix is of another model: {name} has {sums.size} values there, the file {copies} x {width}"
-                raise ModelMismatch(f"{told}.", "", "Make one of this model.")
+                told = f"{name} has {sums.size} values there, the file {copies} x {width}"
+                raise ModelMismatch(f"The importance matrix is of another model: {told}.", "", "Make one of this model.")
 
     def _check_values(self) -> None:
         """Refuse a file whose embedding is another one than the plan's model had; one that was quantised is near enough."""

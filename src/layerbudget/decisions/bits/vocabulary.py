@@ -136,37 +136,28 @@ class _Special:
 
     def add(self, writer: Any) -> list[str]:
         """Write them, and whether they stand around a text; returns notes. llama.cpp takes others where the file names none."""
-        begin, end, notes = self.named("bos"), self.named("eos"), list[str]()
+        begin, notes = self.named("bos"), list[str]()
         before, behind = self._around()
         if before is None or behind is None or len(before) > 1 or len(behind) > 1:
             notes.append("The tokenizer puts several tokens around a text, and llama.cpp one on a side, or none.")
             before, behind = (before or [])[-1:], (behind or [])[:1]
-        stops = [i for i in dict.fromkeys((*([] if end is None else [end]), *self.stops()))]
-        if before and before[0] != begin:
-            notes += (
-                []
-                if begin is None
-                else [f"{self.word(begin)} is to begin a text, and the tokenizer puts {self.word(before[0])}."]
-            )
-            begin = before[0]
-        if behind:
-            stops = list(dict.fromkeys((behind[0], *stops)))
+        if before and begin is not None and begin != before[0]:
+            notes.append(f"{self.word(begin)} is to begin a text, and the tokenizer puts {self.word(before[0])}.")
+        begin = before[0] if before else begin
+        stops = list(dict.fromkeys((*behind, *_listed(self.named("eos")), *self.stops())))
         if not stops:
             stops = [self._spare(begin)]
             notes.append(
                 f"Neither tokenizer nor configuration names the token that ends a text; the file names {self.word(stops[0])}. "
                 "Set eos_token_id in generation_config.json."
             )
-        writer.add_bos_token_id(stops[0] if begin is None else begin)
-        writer.add_eos_token_id(stops[0])
         more = [i for i in stops[1:] if not _ENDS.fullmatch(self.word(i))]
-        for add, token in zip((writer.add_eot_token_id, writer.add_eom_token_id), more, strict=False):
-            add(token)
         if more[2:]:
             notes.append(f"transformers ends a text at {', '.join(map(self.word, more[2:]))} too, and llama.cpp does not.")
-        for kind in ("unk", "sep", "pad", "mask"):
-            if (token := self.named(kind)) is not None:
-                getattr(writer, f"add_{kind}_token_id")(token)
+        found = {"bos": stops[0] if begin is None else begin, "eos": stops[0], **dict(zip(("eot", "eom"), more, strict=False))}
+        found |= {kind: token for kind in ("unk", "sep", "pad", "mask") if (token := self.named(kind)) is not None}
+        for kind, token in found.items():
+            getattr(writer, f"add_{kind}_token_id")(token)
         writer.add_add_bos_token(bool(before))
         if behind:
             writer.add_add_eos_token(True)
