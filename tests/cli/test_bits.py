@@ -11,6 +11,7 @@ import pytest
 
 import layerbudget as lb
 from layerbudget.cli import main
+from layerbudget.errors import InvalidInput
 
 pytest.importorskip("compressed_tensors")
 pytest.importorskip("gguf")
@@ -244,18 +245,21 @@ def test_apply_reads_the_text_of_the_plan_and_never_that_of_its_check(folder, pl
 
     whole = lb.calibration("stdlib", lb.load_tokenizer("demo"), samples=6, length=32)
     decided, checked = ({tuple(r.tolist()) for r in part} for part in (whole.input_ids[:4], whole.input_ids[4:]))
-    given, sound = [], module.write_bits
+    given = []
 
     def spied(model, plan, out, data=None, **options):
         given.append({tuple(r.tolist()) for r in data.input_ids})
-        return sound(model, plan, out, data, **options)
+        raise InvalidInput("Seen.", "", "")
 
     monkeypatch.setattr(module, "write_bits", spied)
-    document(capsys, "apply", "demo", plan, "--method", "gptq", "-o", folder / "alike", "--quiet")
-    assert given[-1] == decided
-    document(capsys, "apply", "demo", plan, "--method", "gptq", "--samples", 12, "-o", folder / "more", "--quiet")
+    words = ("apply", "demo", plan, "--method", "gptq", "-o", folder / "alike")
+    assert "Seen" in sentence(capsys, *words) and given[-1] == decided
+    said = sentence(capsys, *words, "--samples", 12)
     assert len(given[-1]) == 12 and given[-1] > decided and not given[-1] & checked
-    assert "--samples 12" in json.loads((folder / "more" / "receipt.json").read_text())["made_by"]
+    assert "The 2 sequences that checked the plan are left out" in said
+    assert "may be read" in sentence(capsys, *words, "--length", 16)
+    sentence(capsys, *words, "--data", "README.md", "--length", 16)
+    assert not given[-1] & decided and len(given[-1]) > 4  # of another text as much as of any
 
 
 def test_a_plan_from_scores_that_were_kept_knows_its_text(folder, plan, capsys):
@@ -278,7 +282,7 @@ def test_one_file_is_replaced_and_never_the_one_that_is_read(folder, capsys, tmp
     assert "exists already" in sentence(capsys, "apply", source, eight, "-o", out)
     for _ in range(2):
         document(capsys, "apply", source, eight, "-o", out, "--overwrite")
-        assert {t.tensor_type.name for t in gguf.GGUFReader(out).tensors} == {"F32", "Q8_0"}
+        assert "Q8_0" in {t.tensor_type.name for t in gguf.GGUFReader(out).tensors}
     (tmp_path / "link.gguf").symlink_to(source)
     (tmp_path / "twin.gguf").hardlink_to(source)
     before = source.read_bytes()
