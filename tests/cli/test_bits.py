@@ -288,7 +288,7 @@ def test_one_file_is_replaced_and_never_the_one_that_is_read(folder, capsys, tmp
     before = source.read_bytes()
     for same in (source, tmp_path / "link.gguf", tmp_path / "twin.gguf", tmp_path / "F16" / ".." / "F16" / "model.gguf"):
         assert "is the same" in sentence(capsys, "apply", source, eight, "-o", same, "--overwrite")
-    assert "lies in the output" in sentence(capsys, "apply", source, eight, "-o", tmp_path / "F16", "--overwrite")
+    assert "is the same" in sentence(capsys, "apply", source, eight, "-o", tmp_path / "F16", "--overwrite")
     assert "is the same" in sentence(capsys, "apply", tmp_path / "F16", eight, "-o", tmp_path / "F16", "--overwrite")
     assert source.read_bytes() == before
     assert "becomes a folder" in sentence(capsys, "apply", "demo", eight, "-o", tmp_path / "demo.gguf")
@@ -306,6 +306,7 @@ def test_no_command_writes_over_what_it_reads(folder, plan, capsys, tmp_path):
         ("evaluate", "demo", "--against", made, "-o", made),
     ):
         assert "is the same" in sentence(capsys, *words, "--overwrite")
+    assert "is the same" in sentence(capsys, "export", tmp_path, "-o", made, "--overwrite")
     words = ("plan", "bits", "demo", "--bits", "5", "-o", tmp_path / "x.json", "--save-scores", tmp_path / "x.json")
     assert "two outputs" in sentence(capsys, *words)
     assert kept.read_text() == (folder / "scores.json").read_text() and made.read_text() == plan.read_text()

@@ -33,6 +33,7 @@ COMMON = "--json, --quiet, --overwrite, --table and --dry-run may follow every c
 DATA = ("data", "samples", "length", "seed", "batch_size")
 PLACE = ("dtype", "device", "stream")
 _OUTPUTS = ("out", "save_scores")  # options that name what is written
+_READ_IN_FOLDERS = ("plan.json", "scores.json", "result.json", "config.json", "tokenizer.json")
 _ASIDE = ("help", "resume", "part")  # change no number: where parts and processes are
 _FILLED = (
     "batch_size",
@@ -322,18 +323,13 @@ def check_circle(a: argparse.Namespace) -> None:
         raise InvalidInput(f"{outputs[0]} is named for two outputs.", "", "Choose another one.")
     read = [word for action in a.leaf._actions if _is_read(action) for word in _words(getattr(a, action.dest, None))]
     for output in outputs:
-        check_apart(output, *read)
-    if a.verb == "apply" and real(a.out) in real(a.model).parents:
-        raise InvalidInput(f"{a.model} is read, and lies in the output {a.out}.", "", "Choose another output.")
+        check_apart(output, *read, *(Path(word) / name for word in read for name in _READ_IN_FOLDERS))
 
 
 def _is_read(action: argparse.Action) -> bool:
     """Whether an option names what is read: a positional argument, a text, a file or a folder."""
-    named = (
-        not action.option_strings
-        or action.dest in ("data", "set", "against")
-        or action.metavar in ("FILE", "DIR", "DATA", "MODEL")
-    )
+    known = action.dest in ("data", "set", "against") or action.metavar in ("FILE", "DIR", "DATA", "MODEL")
+    named = known or not action.option_strings
     return named and action.choices is None and action.dest not in (*_OUTPUTS, "resume")
 
 
