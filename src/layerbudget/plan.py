@@ -57,6 +57,7 @@ class Plan(BlockRecord):
     """A decision for every block. It cannot be changed, and ``plan[name]`` is what a block gets."""
 
     what: ClassVar[str] = "plan"
+    aside: ClassVar[tuple[str, ...]] = (*BlockRecord.aside, "data")
 
     kind: str  #: ``sparsity``, ``bits``, ``ranks``, ... (:mod:`layerbudget.kinds`).
     rule: str  #: Name of the rule that made it (``mdl``, ``uniform``, ``owl``, ...).
@@ -68,6 +69,8 @@ class Plan(BlockRecord):
     certificate: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     scores_digest: str | None = None  #: Content hash of the scores file, null for rules that use none.
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)  #: What only some plans say.
+    #: ``{source, samples, length, digest, seed}`` of the text that decided, where the plan was made from measured damages.
+    data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     made_by: str = ""  #: The command that made it; empty where Python did.
 
     def __post_init__(self) -> None:

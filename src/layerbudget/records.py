@@ -261,6 +261,7 @@ class BlockRecord(Record):
     """A frozen record with one entry per block; it is indexed by the names of the blocks."""
 
     blocks: tuple[Any, ...]
+    aside: ClassVar[tuple[str, ...]] = ("versions", "made_by")  # fields that say where a record is from: no part of its digest
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", tuple(self.blocks))
@@ -285,8 +286,8 @@ class BlockRecord(Record):
 
     @property
     def digest(self) -> str:
-        """Content hash of the record, without versions and command."""
-        return digest({k: v for k, v in self.to_dict().items() if k not in ("versions", "made_by")})
+        """Content hash of the record, without what says where it is from: versions and command, and the text of a plan."""
+        return digest({k: v for k, v in self.to_dict().items() if k not in self.aside})
 
     def _column(self, name: str, dtype: Any) -> np.ndarray:
         return freeze(np.array([getattr(b, name) for b in self.blocks], dtype=dtype))  # type: ignore[no-any-return]

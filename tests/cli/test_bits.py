@@ -11,6 +11,7 @@ import pytest
 
 import layerbudget as lb
 from layerbudget.cli import main
+from layerbudget.errors import InvalidInput
 
 pytest.importorskip("compressed_tensors")
 pytest.importorskip("gguf")
@@ -236,3 +237,76 @@ def test_a_plan_that_apply_writes_no_file_of_is_followed_by_an_export(saved_mode
     follows = json.loads(capsys.readouterr().out)["next"]
     assert follows == f"layerbudget export {out} --to {tool}"
     assert main([*shlex.split(follows)[1:], "-o", str(tmp_path / "table")]) == 0
+
+
+def test_apply_reads_the_text_of_the_plan_and_never_that_of_its_check(folder, plan, capsys, monkeypatch):
+    """128 sequences were read, and among them those that the plan was checked on."""
+    import layerbudget.decisions.bits.apply as module
+
+    whole = lb.calibration("stdlib", lb.load_tokenizer("demo"), samples=6, length=32)
+    decided, checked = ({tuple(r.tolist()) for r in part} for part in (whole.input_ids[:4], whole.input_ids[4:]))
+    given = []
+
+    def spied(model, plan, out, data=None, **options):
+        given.append({tuple(r.tolist()) for r in data.input_ids})
+        raise InvalidInput("Seen.", "", "")
+
+    monkeypatch.setattr(module, "write_bits", spied)
+    words = ("apply", "demo", plan, "--method", "gptq", "-o", folder / "alike")
+    assert "Seen" in sentence(capsys, *words) and given[-1] == decided
+    said = sentence(capsys, *words, "--samples", 12)
+    assert len(given[-1]) == 12 and given[-1] > decided and not given[-1] & checked
+    assert "The 2 sequences that checked the plan are left out" in said
+    assert "may be read" in sentence(capsys, *words, "--length", 16)
+    sentence(capsys, *words, "--data", "README.md", "--length", 16)
+    assert not given[-1] & decided and len(given[-1]) > 4  # of another text as much as of any
+
+
+def test_a_plan_from_scores_that_were_kept_knows_its_text(folder, plan, capsys):
+    out = folder / "again.json"
+    document(capsys, "plan", "bits", folder / "scores.json", "--bits", "5", "-o", out)
+    again, first = lb.Plan.load(out), lb.Plan.load(plan)
+    assert again.data == first.data and again.data["samples"] == 4 and again.data["length"] == 32
+    assert "--samples" not in again.made_by
+
+
+def test_one_file_is_replaced_and_never_the_one_that_is_read(folder, capsys, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    quick = [*SMALL, "--set", "draws=1", "--set", "check=0", "--format", "gguf"]
+    plain, eight = tmp_path / "f16.json", tmp_path / "q8.json"
+    document(capsys, "plan", "bits", "demo", "--bits", "16", "--formats", "F16", *quick, "-o", plain)
+    document(capsys, "plan", "bits", "demo", "--bits", "9", "--formats", "Q8_0", *quick, "-o", eight)
+    document(capsys, "apply", "demo", plain, "--quiet", "-o", tmp_path / "F16")
+    source, out = tmp_path / "F16" / "model.gguf", tmp_path / "planned.gguf"
+    out.write_bytes(b"GGUF of somebody else")
+    assert "exists already" in sentence(capsys, "apply", source, eight, "-o", out)
+    for _ in range(2):
+        document(capsys, "apply", source, eight, "-o", out, "--overwrite")
+        assert "Q8_0" in {t.tensor_type.name for t in gguf.GGUFReader(out).tensors}
+    (tmp_path / "link.gguf").symlink_to(source)
+    (tmp_path / "twin.gguf").hardlink_to(source)
+    before = source.read_bytes()
+    for same in (source, tmp_path / "link.gguf", tmp_path / "twin.gguf", tmp_path / "F16" / ".." / "F16" / "model.gguf"):
+        assert "is the same" in sentence(capsys, "apply", source, eight, "-o", same, "--overwrite")
+    assert "is the same" in sentence(capsys, "apply", source, eight, "-o", tmp_path / "F16", "--overwrite")
+    assert "is the same" in sentence(capsys, "apply", tmp_path / "F16", eight, "-o", tmp_path / "F16", "--overwrite")
+    assert source.read_bytes() == before
+    assert "becomes a folder" in sentence(capsys, "apply", "demo", eight, "-o", tmp_path / "demo.gguf")
+
+
+def test_no_command_writes_over_what_it_reads(folder, plan, capsys, tmp_path):
+    kept, made = tmp_path / "scores.json", tmp_path / "plan.json"
+    shutil.copy(folder / "scores.json", kept)
+    shutil.copy(plan, made)
+    for words in (
+        ("plan", "bits", kept, "--bits", "5", "-o", kept),
+        ("export", made, "-o", made),
+        ("plan", "bits", "demo", "--bits", "5", "--data", made, "-o", made),
+        ("plan", "bits", "demo", "--bits", "5", "--set", f"imatrix={kept}", "-o", kept),
+        ("evaluate", "demo", "--against", made, "-o", made),
+    ):
+        assert "is the same" in sentence(capsys, *words, "--overwrite")
+    assert "is the same" in sentence(capsys, "export", tmp_path, "-o", made, "--overwrite")
+    words = ("plan", "bits", "demo", "--bits", "5", "-o", tmp_path / "x.json", "--save-scores", tmp_path / "x.json")
+    assert "two outputs" in sentence(capsys, *words)
+    assert kept.read_text() == (folder / "scores.json").read_text() and made.read_text() == plan.read_text()

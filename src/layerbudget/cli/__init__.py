@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from .options import COMMANDS, check_numbers, line_of, refuse
+from .options import COMMANDS, check_circle, check_numbers, line_of, refuse
 
 PROCESSES = ("score", "plan sparsity", "apply", "finetune", "evaluate")  # these can run in several
 TABLES = ("score", "plan", "compare", "explain")  # these show tables that may be long
@@ -164,6 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _quiet_libraries()
     try:
         check_numbers(arguments)
+        check_circle(arguments)
         for name, verbs in (("table", TABLES), ("dry_run", LONG)):
             if arguments.verb not in verbs:
                 refuse(arguments, (name,), f"{arguments.verb}: it belongs to {', '.join(verbs)}")

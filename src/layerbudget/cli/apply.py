@@ -49,12 +49,17 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     from ..plan import Plan
     from ..storage.folders import check_folder
     from ..storage.parts import clear
+    from ..storage.writing import check_output
 
     plan = Plan.load(a.plan)
     check_kind(plan.kind, tuple(_WRITERS), "does not change a model's weights")
     if plan.kind != "shapes":
         refuse(a, ("family",), f"a plan of kind {plan.kind}")
-    check_folder(a.out, overwrite=a.overwrite)
+    single = a.out.endswith(".gguf")
+    if single and not a.model.endswith(".gguf"):
+        what = f"{a.out} is the name of a file, and {a.model} becomes a folder."
+        raise InvalidInput(what, "A GGUF file that gets a plan's types becomes one file.", "Give -o the name of a folder.")
+    (check_output if single else check_folder)(a.out, overwrite=a.overwrite)
     result = _WRITERS[plan.kind](a, plan)
     if a.resume:
         clear(a.resume)
@@ -62,16 +67,41 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
 
 
 def _read_its_text(a: argparse.Namespace, plan: Any) -> None:
-    """Read the text that the plan was made on, where none is named; of shapes as much of any: their refit was measured so."""
+    """Read the text that decided the plan, as much of it, and drawn alike, where nothing else is asked for."""
+    from ..data.files import is_local
+
     made, usual = text_of_plan(plan), a.data_defaults["data"]
-    if plan.kind == "shapes":
-        a.data_defaults = {**a.data_defaults, **{name: value for name, value in made.items() if name != "data"}}
-    if a.data is not None or "data" not in made:
+    name = made.pop("data", usual)
+    missing = (is_local(name) and not Path(name).expanduser().exists()) or name.startswith("own te")
+    if missing and a.data is None:
+        announce(a, f"The plan was made on {name}, which is not here: {usual} is read. --data names a text.")
         return
-    if made["data"] != usual and not Path(made["data"]).exists():
-        announce(a, f"The plan was made on {made['data']}, which is not here: {usual} is read. --data names a text.")
-        return
-    a.data_defaults = {**a.data_defaults, "data": made["data"]}
+    if plan.kind == "sparsity" or (plan.kind != "shapes" and a.data not in (None, name)):
+        made = {}  # of its scores, which may be of other forwards than the pruner's; or of another text
+    a.data_defaults = {**a.data_defaults, **made, "data": name}
+
+
+def _load_apart(a: argparse.Namespace, plan: Any) -> tuple[Any, Any, Any]:
+    """Load model, tokenizer and the text, without the sequences of it that checked the plan."""
+    checked, made = plan.extra.get("check", {}).get("data", {}).get("samples", 0), text_of_plan(plan)
+    asked = {**a.data_defaults, **given(a, *a.data_defaults)}
+    if not checked or asked["data"] != made.get("data"):
+        return load(a)
+    if any(asked[name] != made.get(name) for name in ("length", "seed")):
+        announce(
+            a,
+            f"The text is cut otherwise than for the plan: parts of the {checked} sequences that checked it may be read.",
+        )
+        return load(a)
+    first, wanted = made["samples"], asked["samples"]
+    if wanted <= first:
+        return load(a)
+    a.samples = wanted + checked
+    model, tokenizer, data = load(a)
+    a.samples = a.read["samples"] = wanted
+    data = data.select([i for i in range(data.samples) if not first <= i < first + checked])
+    announce(a, f"The {checked} sequences that checked the plan are left out: {data.samples} are read.")
+    return model, tokenizer, data
 
 
 def _prune(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
@@ -177,7 +207,10 @@ def _quantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     else:
         _read_its_text(a, plan)
     a.dtype = a.dtype or "float32"  # grids of formats are finer than what checkpoints hold
-    model, tokenizer, data = load(a, data=not blind or "shapes" in parts)
+    if not blind and "shapes" not in parts:
+        model, tokenizer, data = _load_apart(a, made)
+    else:
+        model, tokenizer, data = load(a, data="shapes" in parts)
     plan = become_smaller(model, parts, data, 8 if data is None else batch_of(a, model, data))
     rest = max(0, sum(p.numel() for p in model.parameters()) - int(plan.numel.sum()))
     size = BESIDE + int(plan.counts.sum()) + 2 * rest  # what the plan counted, the rest in two bytes each, and a tokenizer
@@ -209,7 +242,7 @@ def _requantise(a: argparse.Namespace, plan: Any, made: Any) -> dict[str, Any]:
     else:
         _read_its_text(a, plan)
         a.model, a.dtype = str(source), "float32"
-        model, _, data = load(a)
+        model, _, data = _load_apart(a, made)
         own |= {"inputs": model, "data": data, "batch_size": batch_of(a, model, data)}
         method = own.get("method") or str(plan.extra["method"])
         expect(a, words_of(method, data), model, [*treating(method, text_of(data, a)), Part("ggml", text_of(data, a))])

@@ -106,15 +106,19 @@ def read_fixed(items: Iterable[str]) -> dict[str, float]:
 
 
 def text_of_plan(plan: Plan) -> dict[str, Any]:
-    """Return ``data``, ``samples``, ``length`` and ``seed`` of the command that made a plan; nothing where Python made it.
+    """Return ``data``, ``samples``, ``length`` and ``seed`` of the text that decided a plan.
+
+    They are in the plan, or in the command that made it, which names a text as the user did; empty where neither says.
 
     >>> from types import SimpleNamespace
-    >>> text_of_plan(SimpleNamespace(made_by="layerbudget plan shapes demo --data my.txt --samples 8 --length 64"))
+    >>> text_of_plan(SimpleNamespace(made_by="layerbudget plan shapes demo --data my.txt --samples 8 --length 64", data={}))
     {'data': 'my.txt', 'samples': 8, 'length': 64}
     """
     made = dict(itertools.pairwise(shlex.split(plan.made_by)))
-    found = {name: made[f"--{name}"] for name in ("data", "samples", "length", "seed") if f"--{name}" in made}
-    return {name: value if name == "data" else int(value) for name, value in found.items()}
+    typed = {name: made[f"--{name}"] for name in ("data", "samples", "length", "seed") if f"--{name}" in made}
+    found: dict[str, Any] = {name: value if name == "data" else int(value) for name, value in typed.items()}
+    kept = {n: plan.data[n] for n in ("samples", "length", "seed") if n in plan.data}
+    return {**({"data": plan.data["source"]} if "source" in plan.data else {}), **found, **kept}
 
 
 def on_text(a: argparse.Namespace, plan: Plan) -> list[str]:

@@ -32,6 +32,8 @@ COMMANDS = {
 COMMON = "--json, --quiet, --overwrite, --table and --dry-run may follow every command: see layerbudget --help."
 DATA = ("data", "samples", "length", "seed", "batch_size")
 PLACE = ("dtype", "device", "stream")
+_OUTPUTS = ("out", "save_scores")  # options that name what is written
+_READ_IN_FOLDERS = ("plan.json", "scores.json", "result.json", "config.json", "tokenizer.json")
 _ASIDE = ("help", "resume", "part")  # change no number: where parts and processes are
 _FILLED = (
     "batch_size",
@@ -310,6 +312,31 @@ def check_numbers(a: argparse.Namespace) -> None:
             if not least.get(name, -_LARGEST) <= value <= _LARGEST and (isinstance(value, int) or name in least):
                 room = f"It is a whole number from {least.get(name, -_LARGEST)} to {_LARGEST}."
                 raise InvalidInput(f"{flag_of(a, name)} is {value}.", room, "Correct it.")
+
+
+def check_circle(a: argparse.Namespace) -> None:
+    """Refuse an output that is a file or folder which the command reads, and one file for two outputs."""
+    from ..storage.writing import check_apart, real
+
+    outputs = [path for name in _OUTPUTS if (path := getattr(a, name, None))]
+    if len({real(path) for path in outputs}) < len(outputs):
+        raise InvalidInput(f"{outputs[0]} is named for two outputs.", "", "Choose another one.")
+    read = [word for action in a.leaf._actions if _is_read(action) for word in _words(getattr(a, action.dest, None))]
+    for output in outputs:
+        check_apart(output, *read, *(Path(word) / name for word in read for name in _READ_IN_FOLDERS))
+
+
+def _is_read(action: argparse.Action) -> bool:
+    """Whether an option names what is read: a positional argument, a text, a file or a folder."""
+    known = action.dest in ("data", "set", "against") or action.metavar in ("FILE", "DIR", "DATA", "MODEL")
+    named = known or not action.option_strings
+    return named and action.choices is None and action.dest not in (*_OUTPUTS, "resume")
+
+
+def _words(value: Any) -> list[str]:
+    """What a value may name: each of several, the part behind a sign of equality, those between commas."""
+    values = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, str)]
+    return [w for v in values for w in {v, v.partition("=")[2], *v.split(",")} if w not in ("", "demo")]
 
 
 def one_process(what: str) -> None:

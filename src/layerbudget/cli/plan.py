@@ -307,4 +307,7 @@ def _say_what_follows(a: argparse.Namespace, plan: Plan, found: RankTable | None
             return say_next(a, *way)
         if plan.kind == "bits":
             say(a, f"A GGUF file that you have gets these types by {shlex.join(['layerbudget', *way])}")
+    if plan.kind in ("bits", "fit") and plan.extra["runtime"] == "vllm" and plan.extra["method"] == "rtn":
+        say(a, "The plan was measured with weights that are rounded to nearest (rtn). gptq loses less, and takes longer.")
+        beside += ["--method", "gptq"]
     return say_next(a, command, *more[command], *(_CACHES[plan.extra["runtime"]] if plan.kind == "cache" else beside))

@@ -57,10 +57,12 @@ def run_export(a: argparse.Namespace) -> dict[str, Any]:
     """Write the file and say how it is used."""
     from ..exports import EXPORTS, find_plan, format_for
     from ..records import check_output, write_text
+    from ..storage.writing import check_apart
 
     plan = find_plan(a.plan)
     chosen = EXPORTS.find(a.to or format_for(plan))
     own, out = settings(a, chosen.call), a.out or chosen.file
+    check_apart(out, a.plan)
     check_output(out, overwrite=a.overwrite)
     path = write_text(out, chosen.text(plan, own), overwrite=a.overwrite)
     say(a, f"The plan of {plan.kind} (rule {plan.rule}) is written to {path}. {chosen.sentence(plan, path)}".strip())

@@ -87,6 +87,19 @@ def check_output(path: Path | str, *, overwrite: bool = False) -> Path:
     return path
 
 
+def check_apart(path: Path | str, *sources: Path | str) -> None:
+    """Refuse an output that is a file or folder which is read, under this name or another: a link, a relative path."""
+    for source in sources:
+        try:
+            same = os.path.samefile(path, source)
+        except (OSError, ValueError):  # one of them is not there, or is no path
+            continue
+        if same:
+            raise InvalidInput(
+                f"{source} is read, and the output {path} is the same.", "It would be lost.", "Choose another output."
+            )
+
+
 def _check_place(path: Path, given: Path | str, *, allowed: bool) -> None:
     """Refuse pipes and devices, which a rename would replace, folders, and files that may not be overwritten."""
     if path.exists() and not (path.is_dir() or stat.S_ISREG(path.stat().st_mode)):

@@ -16,8 +16,9 @@ from layerbudget.decisions.bits.apply import apply_bits, write_bits
 from layerbudget.decisions.bits.gguf_names import find_names
 from layerbudget.decisions.bits.imatrix import IMATRIX_FILE, entries, importances, read_imatrix, write_imatrix
 from layerbudget.decisions.bits.plan import plan_bits
+from layerbudget.decisions.bits.requantise import requantise
 from layerbudget.decisions.bits.sensitivity import rounding_damage
-from layerbudget.errors import InvalidInput
+from layerbudget.errors import InvalidInput, ModelMismatch
 from layerbudget.execution.inputs import InputStatistics
 from layerbudget.models.blocks import end_modules, partition
 
@@ -164,3 +165,73 @@ def test_a_plan_is_measured_with_the_importances_that_the_file_will_have(made, t
     assert by_text.extra["choices"]["passes"] == by_file.extra["choices"]["passes"] + 1
     with pytest.raises(InvalidInput, match="There is no file"):
         plan_bits(model, TEXT, bits=4.7, imatrix=str(tmp_path / "none.gguf"), **own)
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "why"),
+    [
+        (".in_sum2", float("nan"), "values are not finite"),
+        (".in_sum2", float("inf"), "values are not finite"),
+        (".in_sum2", -1.0, "are negative"),
+        (".counts", float("nan"), "values are not finite"),
+        (".counts", float("inf"), "values are not finite"),
+        (".counts", -2.0, "are negative"),
+        (".counts", 0.0, "no token was counted"),
+        (".counts", 0.25, "no token was counted"),
+    ],
+)
+def test_numbers_that_no_text_gives_are_refused_on_both_roads(made, tmp_path, where, value, why):
+    place, plan = made
+    held = {
+        n + e: torch.from_numpy(t)
+        for n, both in read_imatrix(place / "out" / IMATRIX_FILE).items()
+        for e, t in ((".in_sum2", both[0].copy()), (".counts", both[1].copy()[:, None]))
+    }
+    held["blk.1.attn_v.weight" + where][0, 0] = value
+    file = tmp_path / "bad.gguf"
+    write_imatrix(file, held, {"source": "text", "samples": 1, "length": 8})
+    with pytest.raises(InvalidInput, match=why) as folder:
+        write_bits(zoo.build("llama-tied", **WIDE), plan, tmp_path / "out", method="weighted", imatrix=str(file))
+    with pytest.raises(InvalidInput, match=why) as single:
+        requantise(place / "out" / "model.gguf", plan, tmp_path / "out.gguf", method="weighted", imatrix=str(file))
+    assert str(folder.value) == str(single.value) and "blk.1.attn_v.weight" in str(single.value)
+    assert [f.name for f in tmp_path.iterdir()] == ["bad.gguf"]
+
+
+def test_experts_that_no_token_reached_are_no_fault(tmp_path):
+    sums, counts = torch.ones(3, 4), torch.tensor([[2.0], [0.0], [1.0]])
+    sums[1] = 0
+    file = tmp_path / "experts.gguf"
+    text = {"source": "text", "samples": 1, "length": 8}
+    write_imatrix(file, {"e.in_sum2": sums, "e.counts": counts}, text)
+    assert read_imatrix(file)["e"][1].tolist() == [2, 0, 1]
+    write_imatrix(file, {"e.in_sum2": torch.ones(3, 4), "e.counts": counts}, text)
+    with pytest.raises(InvalidInput, match="sums have no count"):
+        read_imatrix(file)
+    write_imatrix(file, {"e.in_sum2": torch.ones(2, 4), "e.counts": counts}, text)
+    with pytest.raises(InvalidInput, match="8 sums are not for 3 counts"):
+        read_imatrix(file)
+
+
+def test_an_importance_matrix_of_other_shapes_is_refused_before_a_file_is_written(made, tmp_path):
+    place, plan = made
+    entry = {"blk.0.attn_q.weight.in_sum2": torch.ones(1, 32), "blk.0.attn_q.weight.counts": torch.ones(1, 1)}
+    write_imatrix(tmp_path / "narrow.gguf", entry, {"source": "text", "samples": 1, "length": 8})
+    own = {"method": "weighted", "imatrix": str(tmp_path / "narrow.gguf")}
+    with pytest.raises(ModelMismatch, match="another model: blk.0.attn_q.weight has 32 values there, the file 1 x 64"):
+        requantise(place / "out" / "model.gguf", plan, tmp_path / "out.gguf", **own)
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_a_file_that_is_read_is_not_the_output(made, tmp_path):
+    place, plan = made
+    source, file = tmp_path / "folder" / "model.gguf", tmp_path / "imatrix.gguf"
+    source.parent.mkdir()
+    source.write_bytes((place / "out" / "model.gguf").read_bytes())
+    file.write_bytes((place / "out" / IMATRIX_FILE).read_bytes())
+    (tmp_path / "link.gguf").symlink_to(source)
+    own = {"method": "weighted", "imatrix": str(file), "overwrite": True}
+    for out in (source, tmp_path / "link.gguf", source.parent, file):
+        with pytest.raises(InvalidInput, match="is read, and the output"):
+            requantise(source, plan, out, **own)
+    assert source.read_bytes() == (place / "out" / "model.gguf").read_bytes()

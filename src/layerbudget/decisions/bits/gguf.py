@@ -144,7 +144,8 @@ class GgufHead:
         self.writer.add_file_type(file_type(self.gguf, self.formats.values()))
         self.writer.add_quantization_version(self.gguf.GGML_QUANT_VERSION)
         add_numbers(self.writer, self.config, self.arch, sizes)
-        self.notes = add_vocabulary(self.writer, tokenizer, self.config.vocab_size)
+        configs, generation = (config_of(model), self.config), getattr(model, "generation_config", None)
+        self.notes = add_vocabulary(self.writer, tokenizer, self.config.vocab_size, configs, generation)
         self.notes += [_WORDS_ALONE] if self.config is not config_of(model) else []
         factors = rope_factors(self.config)
         self.extra = {} if factors is None else {"rope_freqs.weight": torch.from_numpy(factors)}

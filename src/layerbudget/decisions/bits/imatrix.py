@@ -73,7 +73,8 @@ def read_imatrix(file: Path | str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Return the sums ``(experts, inputs)`` and counts ``(experts,)`` of every tensor of an importance matrix.
 
     Raises:
-        InvalidInput: No such file, one of another kind or of the format before August 2025, or one that does not end.
+        InvalidInput: No such file, one of another kind or of the format before August 2025, one that does not end, or one with
+            numbers that no text gives.
     """
     path = _found(file)
     with path.open("rb") as held:
@@ -92,8 +93,28 @@ def read_imatrix(file: Path | str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     if not names or any(n + _COUNTS not in tensors for n in names):
         told = f"{path} holds no importance matrix."
         raise InvalidInput(told, "One has tensors NAME.in_sum2 and NAME.counts.", "Make one with llama-imatrix.")
-    counts = {n: tensors[n + _COUNTS].reshape(-1) for n in names}
-    return {n: (tensors[n + _SUMS].reshape(len(counts[n]), -1), counts[n]) for n in names}
+    return {n: _checked(path, n, tensors[n + _SUMS], tensors[n + _COUNTS].reshape(-1)) for n in names}
+
+
+def _checked(path: Path, name: str, sums: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sums and counts of a tensor, refused where no text gives such; experts that no token reached have zeros."""
+    if not len(counts) or not sums.size or sums.size % len(counts):
+        why = f"{sums.size} sums are not for {len(counts)} counts"
+    elif not np.isfinite(sums).all() or not np.isfinite(counts).all():
+        why = "values are not finite"
+    elif (sums < 0).any() or (counts < 0).any():
+        why = "sums of squares or counts are negative"
+    elif not (counts > 0).any() or ((counts > 0) & (counts < 1)).any():
+        why = "no token was counted"
+    elif sums.reshape(len(counts), -1)[counts == 0].any():
+        why = "sums have no count"
+    else:
+        return sums.reshape(len(counts), -1), counts
+    raise InvalidInput(
+        f"{path} is no importance matrix of a whole run: of {name} {why}.",
+        "llama-imatrix counts tokens and sums squares, which are finite.",
+        "Make it again with llama-imatrix, from a model that computes finite numbers.",
+    )
 
 
 def importances(file: Path | str, model: nn.Module, modules: Iterable[Module]) -> dict[str, list[InputMoments]]:
@@ -120,8 +141,6 @@ def importances(file: Path | str, model: nn.Module, modules: Iterable[Module]) -
         (sums, counts), copies, width = held[tensor], sum(m.copies for m in own), own[0].d_in
         if sums.size != copies * width or copies % len(counts):
             raise _other(file, f"{tensor} has {sums.size} values, the model {copies} x {width}")
-        if not np.isfinite(sums).all():
-            raise InvalidInput(f"{file} has values that are not finite.", "", "Make it again with llama-imatrix.")
         rows = np.repeat(counts, copies // len(counts)).tolist()
         each = iter(zip(torch.from_numpy(sums.reshape(copies, width)), rows, strict=True))
         for module in own:

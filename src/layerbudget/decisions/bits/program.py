@@ -246,6 +246,7 @@ def _plan(scores: Scores, limits: Limits, limit: int, given: Mapping[str, Any], 
         budget={"unit": "bytes", "limit": limit, "spent": spent, "file": spent + table.fixed},
         certificate=found.certificate(given["rule"]),
         scores_digest=scores.digest,
+        data=scores.data,
         extra={
             **extra_of(table, chosen),
             **found.record(given["rule"]),

@@ -30,7 +30,7 @@ from ...plan import Plan
 from ...progress import Progress, Steps
 from ...records import write_text
 from ...storage.folders import check_folder, new_folder
-from ...storage.writing import check_output, check_space, new_file, whole
+from ...storage.writing import check_apart, check_output, check_space, new_file, whole
 from .apply import QuantisationReceipt, quantiser_of, round_matrices
 from .card import model_card
 from .export import llama_cpp
@@ -87,6 +87,7 @@ def requantise(
     method = _method(plan, method, imatrix, inputs is not None)
     work = _Work(held, formats, plan, None if imatrix is None else read_imatrix(imatrix), read=inputs is not None)
     name, single, place = Path(out).name, Path(out).suffix == ".gguf", Path(out).absolute()
+    check_apart(out if single else Path(out) / GGUF_FILE, source, *([] if imatrix is None else [imatrix]))
     check_space({out: work.size * (1 if inputs is None else 2)})
     if single:
         check_output(out, overwrite=overwrite)
@@ -259,6 +260,7 @@ class _Work:
                 raise self._other(f"{block.name} has {block.numel} weights in the plan and {numel} in the file")
             self.left_out[first] = (block.numel - numel) // width
         self._check_values()
+        self._check_importances()
         for name, kind in self.kinds.items():
             find_format(kind.name).check(name, int(self.tensors[name].shape[0]))
         blind = [n for n, k in self.kinds.items() if find_format(k.name).needs_inputs and n not in (self.importances or ())]
@@ -272,6 +274,17 @@ class _Work:
         if blind and not self.read:
             told = f"The importance matrix has nothing for {len(blind)} tensors whose types need it, first {blind[0]}"
             raise ModelMismatch(f"{told} ({self.kinds[blind[0]].name}).", "", "Make one of this model.")
+
+    def _check_importances(self) -> None:
+        """Refuse an importance matrix whose tensors have other shapes than the file's."""
+        for name, (sums, counts) in (self.importances or {}).items():
+            if name not in self.kinds:
+                continue
+            shape = [int(n) for n in self.tensors[name].shape]
+            copies, width = math.prod(shape[2:]), shape[0]
+            if sums.size != copies * width or copies % len(counts):
+                told = f"{name} has {sums.size} values there, the file {copies} x {width}"
+                raise ModelMismatch(f"The importance matrix is of another model: {told}.", "", "Make one of this model.")
 
     def _check_values(self) -> None:
         """Refuse a file whose embedding is another one than the plan's model had; one that was quantised is near enough."""
@@ -372,14 +385,9 @@ class _Work:
         if self.importances is None or name not in self.importances:
             return None
         sums, counts = self.importances[name]
-        if sums.shape[1] != width or copies % len(counts):
-            told = (
-                f"The importance matrix is of another model: {name} has {sums.shape[1]} inputs there and {width} in the file."
-            )
-            raise ModelMismatch(told, "", "Make one of this model.")
-        seen = counts[:, None] > 0
-        found = np.where(seen, sums / np.where(seen, counts[:, None], 1), 1).astype(np.float32)
-        return np.repeat(found, copies // len(counts), axis=0)
+        sums, counts = sums.reshape(copies, width), np.repeat(counts, copies // len(counts))[:, None]
+        seen = counts > 0
+        return np.asarray(np.where(seen, sums / np.where(seen, counts, 1), 1), dtype=np.float32)
 
     def _receipt(self, file: Path, method: str) -> QuantisationReceipt:
         found, plan = recount_gguf(file), self.plan

@@ -510,6 +510,7 @@ class Fitted:
             budget={"unit": "bytes", "limit": self.terms.bytes, "spent": pick.spent},
             certificate=self.decision.certificate(rule),
             scores_digest=self.scores.digest,
+            data=self.scores.data,
             extra=extra,
         )
 
