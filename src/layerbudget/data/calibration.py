@@ -25,6 +25,8 @@ class CalibrationSet:
     labels: torch.Tensor | None = None
     source: str = "own tensors"  #: What the user named (``stdlib``, a file, a hub dataset).
     seed: int = 0  #: Seed of the sampling.
+    #: Content hash of the whole text of the source, whichever samples are drawn of it: whether two sets are of one text.
+    text: str | None = None
     rows: int | None = None  #: Rows of the source, of which samples were drawn; ``None`` where it has no rows of its own.
     completion_tokens: int | None = (
         None  #: Tokens of all these rows that training learns, each row cut as ``finetune`` cuts it.
@@ -69,8 +71,9 @@ class CalibrationSet:
         return h.hexdigest()[:16]
 
     def describe(self) -> dict[str, Any]:
-        """``{source, samples, length, digest, seed}``, as the files carry it, and the ``tokens`` of padded text."""
+        """``{source, samples, length, digest, seed}``, as the files carry it; ``text`` where it is known, ``tokens`` of padded text."""
         found = {name: getattr(self, name) for name in ("source", "samples", "length", "digest", "seed")}
+        found |= {} if self.text is None else {"text": self.text}
         return found if self.tokens == self.input_ids.numel() else {**found, "tokens": self.tokens}
 
     def of_rows(self) -> dict[str, int]:
