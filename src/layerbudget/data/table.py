@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,6 @@ from .files import rows_of_file
 
 Kept = TypeVar("Kept")
 Named = tuple[dict[str, Any], str]  # a row and its place
-HELD_OUT = 0.1
 MOST_LABELS = 50
 _LABELS = ("label", "labels", "target", "class", "answer", "output", "completion", "response")
 _TEXTS = (
@@ -55,21 +53,6 @@ def first_rows(rows: tuple[Kept, ...], n: int | None) -> tuple[Kept, ...]:
     return tuple(rows[i] for i in sorted(order[:n]))
 
 
-def hold_out(rows: Sequence[Kept], keys: Sequence[Any], name: str) -> tuple[list[Kept], list[Kept]]:
-    """The rows to train on and a tenth that is held out: those with the smallest hashes of their keys.
-
-    Rows with equal keys fall on one side, and the order of the rows does not matter.
-    """
-    if len(rows) < 2:
-        raise NotEnoughText(f"{name} has {len(rows)} rows.", "One is held out, so two are needed.", "Give more rows.")
-    hashes = [hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest() for key in keys]
-    last = sorted(hashes)[max(1, round(HELD_OUT * len(rows))) - 1]
-    sides = [[r for r, h in zip(rows, hashes, strict=True) if (h <= last) is held] for held in (False, True)]
-    if not sides[0]:
-        raise InvalidInput(f"All rows of {name} are equal.", "A row is held out, another trained on.", "Give other rows.")
-    return sides[0], sides[1]
-
-
 def read_table(path: Path) -> tuple[tuple[str, ...], dict[str, list[Labelled]]]:
     """The labels of a file or a folder, and its rows by split: ``train``, and the splits that are held out.
 
@@ -92,8 +75,19 @@ def read_table(path: Path) -> tuple[tuple[str, ...], dict[str, list[Labelled]]]:
     }
     if len(made) == 1:
         train = made["train"]
-        made["train"], made["held_out"] = hold_out(train, [(row.text, row.pair) for row in train], str(path))
+        made["train"], made["held_out"] = _tenth(train, path)
     return shown, made
+
+
+def _tenth(rows: Sequence[Labelled], path: Path) -> tuple[list[Labelled], list[Labelled]]:
+    """The rows to train on, and every tenth text by its hash; of a small file that with the smallest hash."""
+    texts = ["\n".join(filter(None, (row.text, row.pair))) for row in rows]
+    hashes = {text: int(hashlib.sha256(text.encode()).hexdigest(), 16) for text in texts}
+    held = {text for text, number in hashes.items() if number % 10 == 0} or {min(hashes, key=hashes.__getitem__)}
+    if len(held) == len(hashes):
+        raise NotEnoughText(f"{path} has {len(hashes)} texts.", "One is held out, so two are needed.", "Give more rows.")
+    sides = [[row for row, text in zip(rows, texts, strict=True) if (text in held) is side] for side in (False, True)]
+    return sides[0], sides[1]
 
 
 def _splits(path: Path) -> dict[str, list[Named]]:

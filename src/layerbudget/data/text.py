@@ -28,7 +28,7 @@ from .dialogues import format_of
 from .encoding import Encoded, check_one_format, encode, learned_tokens, pad_of, padded, shortened, text_of, whole_rows
 from .files import LONGEST, Row, is_local, read_rows
 from .folders import say_once
-from .table import first_rows, hold_out
+from .table import first_rows
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ _REFERENCES = {
     ),
     "wikitext2": Reference(name="Salesforce/wikitext", config="wikitext-2-raw-v1", train="train", test="test", joiner="\n\n"),
 }
+_HELD_OUT = 0.1
 
 
 def read_documents(source: str, *, group: str = "calibration", limit: int | None = None) -> list[str]:
@@ -296,7 +297,7 @@ class Texts:
     train: tuple[Encoded, ...]
     evaluation: dict[str, tuple[Encoded, ...]]  #: held-out rows by split
     metric: str = "loss"  #: nats per learned token
-    text: str | None = None  #: content hash of the rows to train on, as :attr:`CalibrationSet.text` has it
+    text: str | None = None  #: content hash of the whole source of the rows to train on, as that of a ``CalibrationSet``
 
     @property
     def digest(self) -> str:
@@ -329,8 +330,20 @@ def read_texts(
     if held_out is None and source == "stdlib":
         held_out = source
     if held_out is None:
-        sides = hold_out(rows, [row for row, _ in rows], source)
+        sides = _split(rows, source)
     else:
         sides = rows, _written_rows(_read_rows(held_out, "evaluation"), held_out)
     train, held = (tuple(encode(part, tokenizer, limit=limit, everything=everything)) for part in sides)
-    return Texts(name=source, train=train, evaluation={"held_out": held}, text=digest_of(row for row, _ in sides[0]))
+    return Texts(name=source, train=train, evaluation={"held_out": held}, text=digest_of(row for row, _ in rows))
+
+
+def _split(rows: list[tuple[Row, str]], source: str) -> tuple[list[tuple[Row, str]], list[tuple[Row, str]]]:
+    """Hold out the tenth with the smallest hashes: equal rows fall on one side, and the order of the file does not matter."""
+    if len(rows) < 2:
+        raise NotEnoughText(f"{source} has {len(rows)} rows.", "One is held out, so two are needed.", "Give more rows.")
+    keys = [hashlib.sha256(json.dumps(row, sort_keys=True, default=str).encode()).hexdigest() for row, _ in rows]
+    last = sorted(keys)[max(1, round(_HELD_OUT * len(rows))) - 1]
+    sides = [[r for r, k in zip(rows, keys, strict=True) if (k <= last) is held] for held in (False, True)]
+    if not sides[0]:
+        raise InvalidInput(f"All rows of {source} are equal.", "A row is held out, another trained on.", "Give other rows.")
+    return sides[0], sides[1]
