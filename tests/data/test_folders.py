@@ -120,7 +120,8 @@ def test_what_is_not_read_is_named(tmp_path, files, words):
 
 
 def test_the_card_of_a_data_set_says_which_files_are_its_splits(tmp_path):
-    card = "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: one*.jsonl\n  - split: test\n    path: two.jsonl\n---\n"
+    splits = "  - split: train\n    path: one*.jsonl\n  - split: test\n    path: two.jsonl\n"
+    card = f"---\nconfigs:\n- config_name: default\n  data_files:\n{splits}---\n"
     (tmp_path / "README.md").write_text(card)
     (tmp_path / "one-a.jsonl").write_text(lines(TEXTS))
     (tmp_path / "two.jsonl").write_text(lines(TEXTS[:1]))

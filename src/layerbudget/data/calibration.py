@@ -71,7 +71,7 @@ class CalibrationSet:
         return h.hexdigest()[:16]
 
     def describe(self) -> dict[str, Any]:
-        """``{source, samples, length, digest, seed}``, as the files carry it, ``text`` where it is known, ``tokens`` if padded."""
+        """``{source, samples, length, digest, seed}``, as the files carry it, ``text`` where known, ``tokens`` if padded."""
         found = {name: getattr(self, name) for name in ("source", "samples", "length", "digest", "seed")}
         found |= {} if self.text is None else {"text": self.text}
         return found if self.tokens == self.input_ids.numel() else {**found, "tokens": self.tokens}

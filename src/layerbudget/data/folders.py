@@ -1,8 +1,8 @@
 """Which files of a folder are rows, and of which split.
 
 A folder is read as ``datasets`` reads it: what ``save_to_disk`` wrote, a download from the hub (with the configuration of its
-card), or files of texts and tables, also in folders of their own. Every file is read, or is known to be no rows (hidden files and
-folders, cards, licences, descriptions), or is refused by name.
+card), or files of texts and tables, also in folders of their own. Every file is read, or is known to be no rows (hidden files
+and folders, cards, licences, descriptions), or is refused by name.
 
 Splits are known by the names of files and folders (train, validation, test, and their usual other names). Of a folder with
 splits, ``train`` is read to learn and to calibrate, and ``test`` to evaluate, ``validation`` where there is no test.
@@ -32,26 +32,9 @@ _SPLITS = {
 }
 _ORDER = {"calibration": ("train", "validation", "test"), "evaluation": ("test", "validation", "train")}
 _ROLES = {word: role for role, words in _SPLITS.items() for word in words}
-_STEMS = (
-    "readme",
-    "license",
-    "licence",
-    "copying",
-    "notice",
-    "authors",
-    "contributing",
-    "changelog",
-    "citation",
-    "contributors",
-)
-_DESCRIPTIONS = (
-    "dataset_info.json",
-    "dataset_infos.json",
-    "dataset_dict.json",
-    "state.json",
-    "_success",
-    "thumbs.db",
-    "desktop.ini",
+_STEMS = tuple("readme license licence copying notice authors contributing changelog citation contributors".split())
+_DESCRIPTIONS = tuple(
+    "dataset_info.json dataset_infos.json dataset_dict.json state.json _success thumbs.db desktop.ini".split()
 )
 _BESIDE = (".lock", ".md5", ".sha1", ".sha256", ".sha512", ".crc", ".bib", ".cff")
 _SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}.*")
@@ -145,14 +128,8 @@ def _hidden(path: Path) -> bool:
 def _no_rows(file: Path) -> bool:
     """Whether a file is a card, a licence, a description or a sum, by its name."""
     name = file.name.lower()
-    words = re.split(r"[^a-z]+", name)
-    return (
-        words[0] in _STEMS
-        or name in _DESCRIPTIONS
-        or name.endswith(_BESIDE)
-        or name.startswith("cache-")
-        and name.endswith(".arrow")
-    )
+    cached = name.startswith("cache-") and name.endswith(".arrow")  # of datasets, beside what it saved
+    return re.split(r"[^a-z]+", name)[0] in _STEMS or name in _DESCRIPTIONS or name.endswith(_BESIDE) or cached
 
 
 def _check_once(folder: Path, tables: Sequence[Path]) -> None:

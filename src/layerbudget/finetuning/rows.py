@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..data.calibration import check_ids
 from ..data.encoding import IGNORE, Encoded, pad_of
-from ..data.tasks import Example, Task
 from ..data.folders import say_once
+from ..data.tasks import Example, Task
 from ..data.text import Texts
 from ..errors import InvalidInput
 from ..evaluation import statistics
