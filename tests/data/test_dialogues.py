@@ -72,7 +72,7 @@ def test_a_template_that_rewrites_earlier_turns_still_shows_the_answers(chatty):
     made = dialogue(ROWS["messages"], "messages", chatty)
     assert [made.text[a:b] for a, b in made.learned] == ["four</s>", "<think></think>seven</s>"]
     chatty.chat_template = "{% for m in messages %}{{ m.content | length }}{% endfor %}"
-    with pytest.raises(InvalidInput, match="cannot be found"):
+    with pytest.raises(InvalidInput, match="leaves out the content of message 1"):
         dialogue(ROWS["messages"], "messages", chatty)
     chatty.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(InvalidInput, match="roles must alternate"):
@@ -143,7 +143,7 @@ def test_fewer_rows_than_asked_are_used_and_long_ones_cut_both_said(tmp_path, to
             {"mesages": CHAT},
             "messages in line 1 .* text in line 4 of .*a.jsonl.* Did you mean messages in the place of mesages",
         ),
-        ({"messages": "hello"}, "several formats: messages in line 1 of .* and text in line 4 of .*a.jsonl"),
+        ({"messages": "hello"}, "column messages in line 4 of .*a.jsonl is 'hello', which is not JSON"),
         (
             {"messages": [{"role": "user", "contents": "hi"}]},
             "Message 1 in line 4 of .* has no content: its keys are role, contents",
@@ -223,3 +223,57 @@ def test_measuring_compares_the_answers_only(tokenizer):
         after = model(**pairs).logits.double().log_softmax(-1)
     each = (before.exp() * (before - after)).sum(-1)[:, :-1]
     assert reference.measure() == pytest.approx(float(each[data.labels[:, 1:] != IGNORE].mean()), rel=2e-3)
+
+
+def test_a_refusal_says_how_many_rows_have_the_fault(tokenizer):
+    rows = [
+        {"messages": CHAT},
+        {"messages": CHAT, "images": ["a"]},
+        {"messages": CHAT, "images": ["b"]},
+        {"messages": CHAT[:2]},
+    ]
+    with pytest.raises(InvalidInput, match="Row 2 of your list .* images, .* 2 of 4 rows have this fault, 1 another one"):
+        calibration(rows, tokenizer, samples=1, length=8)
+    with pytest.raises(InvalidInput, match="Row 1 of your list .* body, .* 2 of 2 rows have this fault"):
+        calibration([{"text": "one", "body": "two"}] * 2, tokenizer, samples=1, length=8)
+
+
+def test_rows_are_checked_before_anything_is_loaded(tmp_path):
+    """Whatever needs no chat template is refused by the command line at once."""
+    from layerbudget.cli.files import check_rows
+
+    path = tmp_path / "a.jsonl"
+    for row, fault in (
+        ({"prompt": "a", "completion": None}, "completion in line 2 .* is empty"),
+        ({"messages": [*CHAT[:2], {**CHAT[2], "weight": 2}]}, "weight 2"),
+        ({"text": "a", "summary": "b"}, "column summary"),
+    ):
+        path.write_text("\n" + json.dumps(row))
+        with pytest.raises(InvalidInput, match=fault):
+            check_rows(str(path))
+
+
+def test_a_table_with_nulls_for_absent_keys_reads_as_the_rows_that_it_was_made_of(chatty, tmp_path, caplog):
+    """Arrow gives every message and every call all keys of all others."""
+    datasets = pytest.importorskip("datasets")
+    chatty.chat_template = (
+        "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+
+    def row(name, **arguments):
+        tools = [{"type": "function", "function": {"name": name, "parameters": {key: {"type": "x"} for key in arguments}}}]
+        call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}
+        return {"tools": tools, "messages": [CHAT[1], call]}
+
+    rows = [row("time", zone="CET"), row("weather", city="Rome")]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    made = [
+        calibration(source, chatty, samples=None, length=400, shuffle=False) for source in (rows, str(tmp_path / "a.parquet"))
+    ]
+    assert made[0].digest == made[1].digest
+    assert "In 2 of 2 rows a null argument of a call is read as one that is not given" in caplog.text
+    text = [{**rows[0], "messages": json.dumps([CHAT[1], {"role": "assistant", "tool_calls": [
+        {"function": {"name": "time", "arguments": json.dumps({"zone": None})}}]}])}]  # fmt: skip
+    assert '{"zone": null' in chatty.decode(calibration(text, chatty, samples=None, length=400).input_ids[0])

@@ -143,7 +143,9 @@ def test_files_that_hold_no_text_are_named(tmp_path, name, content):
 def test_a_named_column_is_read_or_refused_never_replaced():
     rows = [{"body": "short", "text": "a longer text"}, {"body": None, "text": "x"}]
     assert column_rows(rows, "body", "mine", None) == ["short"]
-    assert column_rows(rows, "", "mine", 1) == ["a longer text"]
+    assert column_rows([{"url": "site.example", **rows[1]}], "", "mine", 1) == ["x"]
+    with pytest.raises(InvalidInput, match="has the column body, which a row of text does not read"):
+        column_rows(rows, "", "mine", 1)
     with pytest.raises(InvalidInput, match="no column 'bodyy'"):
         column_rows(rows, "bodyy", "mine", None)
 

@@ -1,65 +1,72 @@
-"""Conversations and instructions in one form: prompts and answers, and which characters are learned.
+"""What a row means: a conversation, a prompt with its answer, or a text.
 
-Four formats are known by their columns: ``messages`` (roles and contents), ``conversations`` (ShareGPT: ``from`` and
-``value``), ``prompt`` and ``completion`` (texts or messages), ``instruction``, ``input`` and ``output`` (Alpaca). Messages are
-written with the tokenizer's own chat template, as TRL does; without one, as headed paragraphs, and that is said. Each becomes
-a :class:`Dialogue`: a text and the spans of it that are answers. The mean loss is taken on those:
-
-    L = -(1/N) sum over learned tokens t of log p(t | what stands before it)
-
-A template that marks its answers (``{% generation %}``) is believed. Of any other, every answer is written once more with a
-mark before and behind it: characters that no text has. Where the marks change nothing else, they show the answer wherever the
-template puts it. The answer's turn begins behind the words that name the speaker. It ends with what the template writes behind
-it if nothing follows, as far as that stands here too, and at least with a special token that stands directly behind it.
+Formats are known by their columns, whatever their capitals: ``messages`` or ``conversations`` (roles and contents, or
+ShareGPT's ``from`` and ``value``), ``prompt`` and ``completion`` (texts or messages), a question and an answer (Alpaca, Dolly,
+GSM8K), and ``chosen`` beside ``rejected``, of which the chosen answer is learned. Columns may be kept as JSON text. Every
+column, key, role and part is read, harmless by its name (:mod:`layerbudget.data.columns`), or a reason to refuse the row. How
+a conversation is written, and which characters of it are learned: :mod:`layerbudget.data.templates`.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import difflib
-import functools
-import logging
-import os
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jinja2
-
 from ..errors import InvalidInput
+from .columns import (
+    ANSWERS,
+    COLUMNS,
+    GIVEN,
+    LABELS,
+    PAIRS,
+    QUESTIONS,
+    SYSTEM,
+    TEXTS,
+    TURNS,
+    Columns,
+    is_empty,
+    is_harmless_key,
+    json_cell,
+    lowered,
+    meant,
+    messages_cell,
+    of_every_row,
+    strings,
+    text_cell,
+    without_nulls,
+)
+from .templates import Conversation, Dialogue, Message, template_of, written
 
-logger = logging.getLogger(__name__)
-
-_Message = dict[str, Any]
-_Spans = tuple[tuple[int, int], ...]
-_MARK = 0xF0000  # the first character of a plane for private use
-_MARKS = re.compile("[\U000f0000-\U000ffffd]")
-FORMATS = ("messages", "conversations", "prompt and completion", "instruction and output")
-COLUMNS = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "text")
-_KNOWN = ("system", "user", "assistant", "tool", "function", "developer", "ipython", "observation", "function_call")
-_ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "chatgpt": "assistant"}
+FORMATS = ("messages", "conversations", "prompt and completion", "instruction and output", "chosen and rejected")
 _HEADER = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
 _HEADER_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
     "Write a response that appropriately completes the request."
 )
-_HEADINGS = (  # where a tokenizer has no template; the stop of a last answer follows the text
-    "{% for m in messages %}{% set said = m.content | string %}{{ '### ' + m.role | capitalize + ':\n' }}"
-    "{% if m.role == 'assistant' %}{% generation %}{{ said }}"
-    "{{ '' if loop.last or said.endswith(eos_token or '') else eos_token }}{% endgeneration %}"
-    "{% else %}{{ said }}{% endif %}{{ '' if loop.last else '\n\n' }}{% endfor %}"
+_KNOWN = ("system", "user", "assistant", "tool", "function", "developer", "ipython", "observation", "function_call")
+_ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "chatgpt": "assistant"}
+_USUAL = {"developer": "system", "function": "tool", "ipython": "tool", "observation": "tool"}  # where no template names them
+_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+_NULLS = "a null argument of a call is read as one that is not given (arguments as JSON text keep it)"
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+_FLAGS = ("weight", "train", "training")
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_RESERVED = frozenset(
+    "messages conversation tools chat_template tokenize add_generation_prompt continue_final_message return_dict "
+    "return_tensors return_assistant_tokens_mask padding truncation max_length tokenizer_kwargs sanitize_control_tokens".split()
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class Dialogue:
-    """A text with the spans that are learned."""
+class _Turns:
+    """Messages, which of them are not learned, and whether an argument of a call was null."""
 
-    text: str
-    learned: _Spans  #: (start, end) of the answers, in characters
-    special: bool  #: whether the tokenizer adds its own beginning (a chat template has written everything already)
-    ended: bool  #: whether an end-of-text token follows the text (a template has its own)
+    messages: list[Message] = dataclasses.field(default_factory=list)
+    silent: frozenset[int] = frozenset()
+    nulls: bool = False
 
 
 def format_of(row: Any) -> str | None:
@@ -70,93 +77,167 @@ def format_of(row: Any) -> str | None:
     """
     if not isinstance(row, Mapping):
         return None
-    for name in ("messages", "conversations"):
-        if isinstance(row.get(name), (list, tuple)):
-            return name
-    if "prompt" in row and "completion" in row:
+    named = {str(name).strip().lower(): value for name, value in row.items()}
+    filled = {name for name, value in named.items() if value is not None}
+    return _format(filled) or (None if filled.intersection(TEXTS) else _format(set(named)))
+
+
+def _format(names: set[str]) -> str | None:
+    for name in TURNS:
+        if name in names:
+            return FORMATS[0] if name == "messages" else FORMATS[1]
+    if names.issuperset(PAIRS):
+        return FORMATS[4]
+    if names.issuperset(("prompt", "completion")):
         return FORMATS[2]
-    return FORMATS[3] if "instruction" in row and "output" in row else None
+    return FORMATS[3] if names.intersection(QUESTIONS) and names.intersection(ANSWERS) else None
+
+
+def text_of(row: Any, where: object, column: str = "") -> str:
+    """The text of a row: itself, a named column, or the column with a usual name; empty where the cell is."""
+    if isinstance(row, str):
+        return row
+    if column:
+        if column not in row:
+            raise InvalidInput(f"{where} has no column {column!r}.", f"It has {', '.join(row)}.", "Name one of those.")
+        return row[column] if isinstance(row[column], str) else ""
+    columns = Columns(row, str(where))
+    name = columns.first(TEXTS)
+    if name is None:
+        told = f"There is no text in {where}: its columns are {', '.join(map(str, row)) or 'none'}."
+        known = f"Known columns are {', '.join(TEXTS)}; formats {', '.join(FORMATS)}."
+        raise InvalidInput(told, known, meant(columns.row, COLUMNS) or "Rename one.")
+    text = columns.text(name)
+    columns.finish(f"a row of {name}", text)
+    return text
 
 
 def dialogue(row: Mapping[str, Any], kind: str, tokenizer: Any, where: str = "the data") -> Dialogue:
-    """Text of one row of a format (:func:`format_of`) and its learned spans; the tokenizer's chat template writes messages."""
-    try:
-        if kind in ("messages", "conversations"):
-            return _written(_messages(row[kind], where), tokenizer, where)
-        if kind == FORMATS[2]:
-            return _completion(row["prompt"], row["completion"], tokenizer, where)
-        return _instruction(row, tokenizer, where)
-    except (KeyError, TypeError, AttributeError) as error:
-        told = f"There is no {kind} in {where} ({type(error).__name__}: {error})."
-        raise InvalidInput(told, f"Formats are {', '.join(FORMATS)}, or text.", "Correct or drop the row.") from error
+    """Text of one row of a format (:func:`format_of`) and its learned spans; the tokenizer's chat template writes messages.
 
-
-def meant(names: Iterable[Any], known: Sequence[str]) -> str:
-    """A question whether a name that is nearly a known one is that one; empty where none is."""
-    for name in map(str, names):
-        if name not in known and (close := difflib.get_close_matches(name, known, n=1, cutoff=0.75)):
-            return f"Did you mean {close[0]} in the place of {name}?"
-    return ""
-
-
-def _messages(turns: Sequence[Mapping[str, Any]], where: str) -> list[_Message]:
-    """Roles as chat templates call them; ShareGPT's ``from`` and ``value`` become ``role`` and ``content``."""
-    found: list[_Message] = []
-    for number, turn in enumerate(turns, 1):
-        if not isinstance(turn, Mapping):
-            told = f"Message {number} in {where} is {turn!r:.40}."
-            raise InvalidInput(told, "A message has role and content (or from and value).", "Correct or drop the row.")
-        named = {k: v for k, v in turn.items() if v is not None and k not in ("from", "value")}
-        role = _part(turn, ("role", "from"), number, where)
-        content = _part(turn, ("content", "value"), number, where)
-        found.append({**named, "role": _ROLES.get(role, role), "content": content})
-    return found
-
-
-def _part(turn: Mapping[str, Any], names: tuple[str, str], number: int, where: str) -> Any:
-    """Role or content of a message under either of its names."""
-    held = next((name for name in names if name in turn), None)
-    if held is not None:
-        return turn[held]
-    told = f"Message {number} in {where} has no {names[0]}: its keys are {', '.join(map(str, turn)) or 'none'}."
-    remedy = meant(turn, ("role", "content", "from", "value")) or "Correct or drop the row."
-    raise InvalidInput(told, "A message has role and content (or from and value).", remedy)
+    Raises:
+        InvalidInput: A column, key, role or part that is not known, or that the chat template leaves out.
+    """
+    read = _read(row, kind, where)
+    if isinstance(read, Dialogue):
+        return read
+    if read.plain is not None and not getattr(tokenizer, "chat_template", None):
+        return read.plain
+    template = template_of(tokenizer, read.tools)
+    return written(dataclasses.replace(read, messages=_named(read.messages, template, where)), template, tokenizer, where)
 
 
 def check_messages(rows: Iterable[tuple[Any, str]]) -> None:
-    """Refuse rows whose messages lack a role or a content; each comes with its place."""
-    for row, where in rows:
+    """Refuse rows that cannot be read, whatever the tokenizer; each comes with its place."""
+
+    def check(row: Any, where: str) -> None:
         kind = format_of(row)
-        if kind in ("messages", "conversations"):
-            _messages(row[kind], where)
+        if kind is None:
+            text_of(row, where)
+        else:
+            _read(row, kind, where)
+
+    of_every_row(rows, check)
 
 
-def _check_roles(messages: Sequence[_Message], tokenizer: Any, where: str) -> None:
-    """Refuse a role that is neither usual nor in the chat template: its turn would be learned or left out by mistake."""
-    template = str(getattr(tokenizer, "chat_template", None) or "")
-    for number, message in enumerate(messages, 1):
-        role = message["role"]
-        if role not in _KNOWN and f"'{role}'" not in template and f'"{role}"' not in template:
-            told, known = f"Message {number} in {where} has the role {role!r}.", f"Known roles are {', '.join(_KNOWN[:4])}, ..."
-            raise InvalidInput(told, known, meant([role], (*_KNOWN, *_ROLES)) or "Correct the role, or drop the row.")
+def _read(row: Mapping[str, Any], kind: str, where: str) -> Conversation | Dialogue:
+    columns = Columns(row, where)
+    if kind in FORMATS[:2]:
+        return _turns(columns, kind)
+    if kind == FORMATS[3]:
+        return _instruction(columns)
+    return _completion(columns, "chosen" if kind == FORMATS[4] else "completion", kind)
 
 
-def _completion(prompt: Any, completion: Any, tokenizer: Any, where: str) -> Dialogue:
-    if isinstance(prompt, str) and isinstance(completion, str):
-        return _answered(prompt, completion, where)
-    asked, said = _messages(prompt, where), _messages(completion, where)
-    return _written(asked + said, tokenizer, where, first=len(asked))
+def _turns(columns: Columns, kind: str) -> Conversation:
+    name = columns.first(TURNS) or kind
+    turns = _messages(columns.take(name), name, columns.where)
+    if columns.row.get("chosen") is not None:
+        columns.take("rejected")
+    return _conversation(columns, turns, kind)
 
 
-def _instruction(row: Mapping[str, Any], tokenizer: Any, where: str) -> Dialogue:
-    asked, given, said = str(row["instruction"]), str(row.get("input") or ""), str(row["output"])
-    if getattr(tokenizer, "chat_template", None):
-        system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-        user = {"role": "user", "content": asked + (f"\n{given}" if given else "")}
-        return _written([*system, user, {"role": "assistant", "content": said}], tokenizer, where)
-    header = _HEADER_INPUT if given else _HEADER
-    middle = f"\n\n### Input:\n{given}" if given else ""
-    return _answered(f"{header}\n\n### Instruction:\n{asked}{middle}\n\n### Response:\n", said, where)
+def _completion(columns: Columns, answer: str, kind: str) -> Conversation | Dialogue:
+    """A prompt and what follows it; of a preference pair the chosen answer."""
+    where = columns.where
+    _check_label(columns, LABELS)
+    said = messages_cell(columns.take(answer), f"The column {answer} in {where}")
+    asked = messages_cell(columns.take("prompt"), f"The column prompt in {where}")
+    other = messages_cell(columns.take("rejected"), f"The column rejected in {where}") if answer == "chosen" else None
+    if said is None or (answer == "completion" and asked is None):
+        empty = answer if said is None else "prompt"
+        raise InvalidInput(f"The {empty} in {where} is empty (null).", "A prompt and its answer are needed.", "Drop the row.")
+    if not isinstance(said, (list, tuple)) and not isinstance(asked, (list, tuple)):
+        if asked is None:
+            told = f"{where[:1].upper()}{where[1:]} has the prompt within chosen and rejected, as text."
+            raise InvalidInput(told, "Where a prompt ends cannot be told from text.", "Give the prompt in a column of its own.")
+        question, text = text_cell(asked, f"The prompt in {where}"), text_cell(said, f"The {answer} in {where}")
+        columns.finish(f"{kind} as text", question, text)
+        return _answered(question, text, where)
+    prompt = _messages(asked, "prompt", where, "user") if not is_empty(asked) else _Turns()
+    whole = _messages(said, answer, where, "assistant")
+    size = len(prompt.messages)
+    if whole.messages[:size] != prompt.messages:  # chosen and rejected may hold the prompt too
+        silent = frozenset(i + size for i in whole.silent)
+        whole = _Turns([*prompt.messages, *whole.messages], silent, prompt.nulls or whole.nulls)
+    if not size and not is_empty(other):
+        pairs = zip(whole.messages, _messages(other, "rejected", where, "assistant").messages, strict=False)
+        size = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if size == len(whole.messages):
+            raise InvalidInput(f"chosen and rejected in {where} are equal.", "The chosen answer is learned.", "Drop the row.")
+    return _conversation(columns, whole, kind, first=size)
+
+
+def _check_label(columns: Columns, names: Sequence[str]) -> None:
+    """Refuse an answer that a row of unpaired preferences calls undesirable."""
+    for name in names:
+        value = columns.take(name)
+        if value is not None and value not in (True, False):
+            told = f"The column {name} in {columns.where} is {value!r:.40}."
+            raise InvalidInput(
+                told, "Beside a completion it is true or false.", "Use --task for rows with a label, or drop the column."
+            )
+        if value is not None and not value:
+            told = f"The completion in {columns.where} is an undesirable one: {name} is false."
+            raise InvalidInput(told, "Every completion that is read is learned.", "Drop the rows with false.")
+
+
+def _instruction(columns: Columns) -> Conversation:
+    """A question, what belongs to it, and its answer (Alpaca, and the names that other data have for the same)."""
+    where = columns.where
+    _check_label(columns, LABELS[1:])
+    asking, answering = str(columns.first(QUESTIONS)), str(columns.first(ANSWERS))
+    asked, said = columns.text(asking), columns.text(answering)
+    given = next((n for n in GIVEN if n != asking and not is_empty(columns.row.get(n))), None)
+    details = columns.text(given) if given else ""
+    if not said.strip():
+        raise InvalidInput(f"The {answering} in {where} is empty.", "Every row needs a text to learn.", "Drop the row.")
+    if not asked.strip() and not details.strip():
+        raise InvalidInput(f"The {asking} in {where} is empty.", "An answer needs a question.", "Drop the row.")
+    question = "\n".join(text for text in (asked, details) if text)
+    past = [m for pair in _history(columns) for m in pair]
+    messages = [*past, {"role": "user", "content": question}, {"role": "assistant", "content": said}]
+    header = _HEADER_INPUT if details and asked else _HEADER
+    middle = f"\n\n### Input:\n{details}" if details and asked else ""
+    text = f"{header}\n\n### Instruction:\n{asked or details}{middle}\n\n### Response:\n"
+    simple = not past and all(
+        is_empty(columns.row.get(name)) for name in (*SYSTEM, "tools", "functions", "chat_template_kwargs")
+    )
+    plain = _answered(text, said, where) if simple else None
+    return _conversation(columns, _Turns(messages), f"{asking} and {answering}", plain=plain)
+
+
+def _history(columns: Columns) -> list[list[Message]]:
+    """Earlier questions and answers (LLaMA-Factory); their answers are learned too, as there."""
+    where = f"The column history in {columns.where}"
+    pairs = json_cell(columns.take("history"), where) or []
+    if not isinstance(pairs, (list, tuple)) or not all(
+        isinstance(p, (list, tuple)) and len(p) == 2 and all(isinstance(t, str) for t in p) for p in pairs
+    ):
+        raise InvalidInput(
+            f"{where} is {pairs!r:.60}.", "It is a list of pairs: question and answer.", "Correct or drop the row."
+        )
+    return [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in pairs]
 
 
 def _answered(prompt: str, answer: str, where: str) -> Dialogue:
@@ -166,151 +247,178 @@ def _answered(prompt: str, answer: str, where: str) -> Dialogue:
     return Dialogue(text, ((len(prompt), len(text)),), special=True, ended=True)
 
 
-def _written(messages: list[_Message], tokenizer: Any, where: str, first: int = 0) -> Dialogue:
-    """A conversation as the tokenizer's chat template writes it; the assistant's turns from ``first`` on are learned."""
-    _check_roles(messages, tokenizer, where)
-    turns = [i for i, m in enumerate(messages) if i >= first and m["role"] == "assistant"]
-    if not turns or not any(str(messages[i]["content"]).strip() for i in turns):
-        raise InvalidInput(f"A conversation in {where} has no answer.", "One turn at least is the assistant's.", "Drop it.")
-    if getattr(tokenizer, "chat_template", None):
-        text, found = _answers(messages, turns, tokenizer, where, prompted=first > 0)
-        return Dialogue(text, found, special=False, ended=False)
-    _say_headed()
-    text, found = _generated(messages, tokenizer, _HEADINGS)
-    return Dialogue(text, found[-len(turns) :], special=True, ended=turns[-1] == len(messages) - 1)
+def _conversation(columns: Columns, turns: _Turns, kind: str, *, first: int = 0, plain: Dialogue | None = None) -> Conversation:
+    """Messages with what other columns say about them."""
+    where, messages, silent = columns.where, turns.messages, turns.silent
+    system = next((s for s in map(columns.take, SYSTEM) if not is_empty(s)), None)
+    if system is not None:
+        told = {"role": "system", "content": text_cell(system, f"The column system in {where}")}
+        if messages[0]["role"] != "system":
+            messages, first, silent = [told, *messages], first + (first > 0), frozenset(i + 1 for i in silent)
+        elif messages[0] != told:
+            both = f"A conversation in {where} has a system message and another text in the column system."
+            raise InvalidInput(both, "It has one system prompt.", "Drop one of them.")
+    tools = [t for name in ("tools", "functions") for t in _tools(columns.take(name), f"The column {name} in {where}")]
+    options = _options(columns.take("chat_template_kwargs"), f"The column chat_template_kwargs in {where}")
+    columns.finish(kind, *(text for m in messages for text in strings(m, roles=False)))
+    notes = (_NULLS,) if turns.nulls else ()
+    return Conversation(messages, first=first, silent=silent, tools=tools, options=options, plain=plain, notes=notes)
 
 
-@functools.cache
-def _say_headed() -> None:
-    """Once, not for every row."""
-    logger.warning("The tokenizer has no chat template: turns are written under headings (### User:, ### Assistant:).")
+def _tools(value: Any, where: str) -> list[Message]:
+    """Tools as chat templates want them; a list of those, or the same as JSON text."""
+    value = json_cell(value, where)
+    if is_empty(value):
+        return []
+    found = [json_cell(tool, where) for tool in value] if isinstance(value, (list, tuple)) else [None]
+    if not all(isinstance(t, Mapping) and isinstance(t.get("function") or t, Mapping) for t in found):
+        raise InvalidInput(f"{where} is {value!r:.60}.", "It is a list of tools, each an object.", "Correct or drop the row.")
+    tools = [without_nulls(t) for t in found]
+    tools = [t if "function" in t else {"type": "function", "function": t} for t in tools]
+    if not all(isinstance(t["function"].get("name"), str) for t in tools):
+        raise InvalidInput(f"{where} has a tool without a name.", "Every tool has one.", "Correct or drop the row.")
+    return tools
 
 
-def _answers(
-    messages: list[_Message], turns: Sequence[int], tokenizer: Any, where: str, *, prompted: bool
-) -> tuple[str, _Spans]:
-    """A conversation as the tokenizer's template writes it, and ``(start, end)`` of every answer with its stop, in characters.
+def _options(value: Any, where: str) -> dict[str, Any]:
+    """Arguments of the chat template."""
+    options = json_cell(value, where) or {}
+    if not isinstance(options, Mapping) or not _RESERVED.isdisjoint(options):
+        known = f"It is an object with arguments of the chat template; none is {', '.join(sorted(_RESERVED)[:3])}, ..."
+        raise InvalidInput(f"{where} is {value!r:.60}.", known, "Correct or drop the row.")
+    return {name: without_nulls(v) for name, v in options.items() if v is not None}
 
-    Where ``prompted``, the first answer follows a prompt as it is given for generation: what that prompt already holds of the
-    answer (an empty thought, say) is not learned. Otherwise every answer begins behind the words that name the speaker.
-    """
-    try:
-        template = tokenizer.get_chat_template()
-        if not prompted and re.search(r"{%-?\s*generation\b", template):
-            text, spans = _generated(messages, tokenizer, template)
-            if spans:
-                return text, spans
-        return _as_marks_show(messages, turns, tokenizer, where, prompted)
-    except jinja2.TemplateError as error:
-        said = str(error).rstrip(".")
+
+def _messages(turns: Any, name: str, where: str, role: str = "") -> _Turns:
+    """Messages with ``role`` and ``content``; a bare text is one of ``role``."""
+    if role and isinstance(turns, str):
+        return _Turns([{"role": role, "content": turns}])
+    turns = json_cell(turns, f"The column {name} in {where}")
+    if not isinstance(turns, (list, tuple)) or not turns:
+        told = f"The column {name} in {where} is {'empty' if is_empty(turns) else f'{turns!r:.40}'}."
+        raise InvalidInput(told, "It is a list of messages, or one as JSON text.", "Correct or drop the row.")
+    found = [_message(turn, f"Message {number} in {where}") for number, turn in enumerate(turns, 1)]
+    silent = frozenset(i for i, (_, learned, _) in enumerate(found) if not learned)
+    return _Turns([m for m, _, _ in found], silent, any(nulls for _, _, nulls in found))
+
+
+def _message(turn: Any, where: str) -> tuple[Message, bool, bool]:
+    """One message, whether its row lets it be learned, and whether an argument of a call was null."""
+    if not isinstance(turn, Mapping):
+        told = f"{where} is {turn!r:.40}."
+        raise InvalidInput(told, "A message has role and content (or from and value).", "Correct or drop the row.")
+    keys = {name: value for name, value in lowered(turn, where).items() if not is_empty(value) or isinstance(value, str)}
+    role = str(_part(keys, ("role", "from"), turn, where)).strip()
+    role = role.lower() if role.lower() in (*_KNOWN, *_ROLES) else role
+    role = _ROLES.get(role, role)
+    learned = _learned(keys, role, where)
+    thoughts = {text for name in _THOUGHTS if (text := text_cell(keys.pop(name, None), f"{name} of {where}"))}
+    if len(thoughts) > 1:
+        raise InvalidInput(f"{where} has two thoughts: {', '.join(_THOUGHTS)} differ.", "It has one.", "Drop one of them.")
+    calls, nulls = _calls(keys.pop("tool_calls", None), keys.pop("function_call", None), where)
+    if role != "assistant" and (thoughts or calls):
         raise InvalidInput(
-            f"The chat template refuses a conversation in {where}: {said}.", "", "Correct the roles, or drop the row."
-        ) from error
+            f"{where} is of {role} and has a call or a thought.", "Those are the assistant's.", "Correct the role."
+        )
+    bare = bool(calls or thoughts) and all(keys.get(name) is None for name in ("content", "value"))
+    content = "" if bare else _content(_part(keys, ("content", "value"), turn, where), where)
+    message = {n: v for n, v in keys.items() if n not in ("role", "from", "content", "value", *_FLAGS) and not is_empty(v)}
+    message.update(role=role, content=content, **({"tool_calls": calls} if calls else {}))
+    return message | ({"reasoning_content": thoughts.pop()} if thoughts else {}), learned, nulls
 
 
-def _generated(messages: list[_Message], tokenizer: Any, template: str) -> tuple[str, _Spans]:
-    """A conversation by a template that marks its answers itself."""
-    from transformers.utils.chat_template_utils import render_jinja_template
+def _part(keys: Mapping[str, Any], names: tuple[str, str], turn: Mapping[str, Any], where: str) -> Any:
+    """Role or content of a message under either of its names."""
+    values = [keys[name] for name in names if keys.get(name) is not None]
+    if values:
+        return values[0]
+    known = "A message has role and content (or from and value)."
+    if any(str(name).strip().lower() in names for name in turn):
+        raise InvalidInput(f"{where} has an empty {names[0]} (null).", known, "Drop the row, or write what is missing.")
+    told = f"{where} has no {names[0]}: its keys are {', '.join(map(str, turn)) or 'none'}."
+    raise InvalidInput(told, known, meant(turn, ("role", "content", "from", "value")) or "Correct or drop the row.")
 
-    made: Any = render_jinja_template(
-        [messages], chat_template=template, return_assistant_tokens_mask=True, **tokenizer.special_tokens_map
-    )
-    return str(made[0][0]), tuple((int(low), int(high)) for low, high in made[1][0])
 
-
-def _as_marks_show(
-    messages: list[_Message], turns: Sequence[int], tokenizer: Any, where: str, prompted: bool
-) -> tuple[str, _Spans]:
-    header, special = _manner(tokenizer, tokenizer.get_chat_template(), len(tokenizer))
-    text = _render(tokenizer, messages)
-    marked, places = _marked(messages, turns, tokenizer, text)
-    spans: list[tuple[int, int]] = []
-    for n, i in enumerate(turns):
-        low, high = places.get(2 * n), places.get(2 * n + 1)
-        if high is None and not messages[i]["content"]:
-            continue
-        start = None
-        if high is not None:
-            prompt = _render(tokenizer, messages[:i], add_generation_prompt=True) if prompted and not spans else ""
-            start = _start(text[: high if low is None else low], low, spans[-1][1] if spans else 0, prompt, header)
-        if high is None or start is None:
-            raise InvalidInput(
-                f"The chat template writes turn {i + 1} of a conversation in {where} so that it cannot be found.",
-                "Templates that drop or change an answer hide which tokens it is.",
-                "Give the data as prompt and completion, both as text.",
+def _content(value: Any, where: str) -> str:
+    """The content as text; parts of text are joined, as chat templates join them."""
+    if not isinstance(value, (list, tuple)):
+        return text_cell(value, f"The content of {where[:1].lower()}{where[1:]}")
+    parts = [{"type": "text", "text": p} if isinstance(p, str) else without_nulls(p) for p in value]
+    for part in parts:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else None
+        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+            told = (
+                f"{where} has a part of the type {kind!r}."
+                if isinstance(part, Mapping)
+                else f"{where} has the part {part!r:.40}."
             )
-        last = i == len(messages) - 1
-        spans.append((start, len(text) if last else high + _stop(text[high:], marked[: i + 1], 2 * n + 1, tokenizer, special)))
-    return text, tuple(spans)
+            raise InvalidInput(told, "Only parts of text are read: type text and text.", "Drop rows with other parts.")
+        if more := [name for name in part if name not in ("type", "text", "cache_control", "annotations", "index", "id")]:
+            raise InvalidInput(f"{where} has a part with {', '.join(more)}.", "A part has type and text.", "Drop those keys.")
+    return "".join(part["text"] for part in parts)
 
 
-def _render(tokenizer: Any, messages: list[_Message], **options: Any) -> str:
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+def _learned(keys: Mapping[str, Any], role: str, where: str) -> bool:
+    """Whether a turn is learned, by the keys that say so (OpenAI's ``weight``, axolotl's ``train`` and ``training``)."""
+    for name in _FLAGS:
+        value = keys.get(name)
+        if value is not None and value not in (0, 1):
+            told = f"{where} has the {name} {value!r:.40}."
+            raise InvalidInput(told, "A turn is learned (1) or not (0).", "Use 0 or 1, or drop the key.")
+        if value and role not in ("assistant", "function_call"):
+            told = f"{where} is of {role}, and {name} says that it is learned."
+            raise InvalidInput(told, "Turns of the assistant are learned; --set on_prompt=true learns all.", "Drop the key.")
+    return all(keys.get(name) in (None, 1) for name in _FLAGS)
 
 
-def _marked(messages: list[_Message], turns: Sequence[int], tokenizer: Any, text: str) -> tuple[list[_Message], dict[int, int]]:
-    """The messages with marks around their answers, and where each mark stands in ``text``.
-
-    Marks go around all of an answer; where the template trims answers, inside their outer spaces; where it looks whether one is
-    empty, around none that is.
-    """
-    for inside, empty in ((False, True), (True, True), (False, False), (True, False)):
-        found = list(messages)
-        for n, i in enumerate(turns):
-            said = messages[i]["content"]
-            if isinstance(said, str) and (said or empty):
-                core = said.strip() if inside else said
-                front, back = said.split(core, 1) if core else ("", "")
-                found[i] = {**messages[i], "content": f"{front}{chr(_MARK + 2 * n)}{core}{chr(_MARK + 2 * n + 1)}{back}"}
-        written = _render(tokenizer, found)
-        if _MARKS.sub("", written) == text:
-            marks = [(ord(m.group()) - _MARK, m.start() - k) for k, m in enumerate(_MARKS.finditer(written))]
-            times = collections.Counter(n for n, _ in marks)
-            return found, {n: place for n, place in marks if times[n] == 1}
-    return list(messages), {}
+def _calls(value: Any, single: Any, where: str) -> tuple[list[Message], bool]:
+    """Calls of tools as chat templates want them (the arguments are an object), and whether an argument was null."""
+    where = f"tool_calls of {where[:1].lower()}{where[1:]}"
+    calls = json_cell(value, where) or []
+    if not isinstance(calls, (list, tuple)):
+        raise InvalidInput(f"The {where} are {calls!r:.60}.", "They are a list of calls.", "Correct or drop the row.")
+    made = [_call(call, where) for call in (calls if is_empty(single) else [*calls, {"function": single}])]
+    return [call for call, _ in made], any(nulls for _, nulls in made)
 
 
-def _start(head: str, low: int | None, since: int, prompt: str, header: str) -> int | None:
-    """Where an answer begins, given the text in front of it; ``low``: its first own character, where that is known."""
-    if prompt and head.startswith(prompt):
-        return len(prompt)
-    named = head.rfind(header, since) if header else -1
-    return named + len(header) if named >= 0 else low
+def _call(call: Any, where: str) -> tuple[Message, bool]:
+    """One call with its name and its arguments, which may be JSON text."""
+    call = json_cell(call, where)
+    function = json_cell(call.get("function") or call, where) if isinstance(call, Mapping) else None
+    function = function if isinstance(function, Mapping) else {}
+    given = function.get("arguments", function.get("parameters"))
+    arguments = json_cell({} if given is None else given, f"The arguments in {where}")
+    name = function.get("name")
+    if not isinstance(name, str) or not name or not isinstance(arguments, Mapping):
+        told = f"The {where} are {call!r:.60}."
+        raise InvalidInput(told, "A call has a name, and arguments (an object).", "Correct or drop the row.")
+    kept = arguments if isinstance(given, str) else without_nulls(arguments)
+    outer = {k: v for k, v in call.items() if k == "id" and v is not None}
+    return {**outer, "type": "function", "function": {"name": name, "arguments": dict(kept)}}, kept != arguments
 
 
-def _stop(tail: str, marked: list[_Message], mark: int, tokenizer: Any, special: str) -> int:
-    """How many characters behind an answer still belong to its turn."""
-    try:
-        alone = _render(tokenizer, marked)
-    except jinja2.TemplateError:  # a template that wants a question first
-        alone = _render(tokenizer, [{"role": "user", "content": "?"}, marked[-1]])
-    direct = re.match(rf"\s*(?:{special})", tail)
-    return max(_shared(tail, alone.partition(chr(_MARK + mark))[2], special), direct.end() if direct else 0)
+def _named(messages: Sequence[Message], template: str, where: str) -> list[Message]:
+    """Messages under the roles that a chat template names; one that no template could know is refused, and so is such a key."""
 
+    def knows(word: str) -> bool:
+        return re.search(rf"""['"]{re.escape(word)}['"]""", template) is not None
 
-def _shared(text: str, other: str, special: str) -> int:
-    """Length of the beginning that two texts share; where both go on, it ends with a special token or a space."""
-    shared = len(os.path.commonprefix([text, other]))
-    if shared == len(other):
-        return shared
-    return max((m.end() for m in re.finditer(rf"{special}|\s", text) if m.end() <= shared), default=0)
-
-
-@functools.lru_cache(maxsize=8)
-def _manner(tokenizer: Any, template: str, size: int) -> tuple[str, str]:
-    """How a template writes around answers: the words that name the speaker, and what matches a special token.
-
-    ``template`` and ``size`` are keys: a changed tokenizer is looked at again. The words that name the speaker stand between a
-    question and its answer, and in the prompt for one, and are no part of the question's end. A thought that the prompt opens
-    is the answer's.
-    """
-    words = sorted((t.content for t in tokenizer.added_tokens_decoder.values() if t.special), key=len, reverse=True)
-    special = "|".join(re.escape(w) for w in words if w) or r"(?!)"
-    asked, said, next_asked = ({"role": r, "content": chr(_MARK + k)} for k, r in enumerate(("user", "assistant", "user")))
-    try:
-        prompt, alone = (_render(tokenizer, [asked], add_generation_prompt=on).partition(chr(_MARK))[2] for on in (True, False))
-        written = _render(tokenizer, [asked, said, next_asked]).partition(chr(_MARK))[2].partition(chr(_MARK + 1))[0]
-    except jinja2.TemplateError:
-        return "", special
-    lead = os.path.commonprefix([prompt, written])
-    return lead[_shared(lead, alone, special) :].partition("<think>")[0], special
+    named = []
+    for number, message in enumerate(messages, 1):
+        role, here = message["role"], f"Message {number} in {where}"
+        if role not in _KNOWN and not knows(role):
+            known = f"Known roles are {', '.join(_KNOWN[:4])}, ..."
+            raise InvalidInput(f"{here} has the role {role!r}.", known, meant([role], (*_KNOWN, *_ROLES)) or "Correct it.")
+        unknown = [
+            n for n in message if n not in _KEYS and not is_harmless_key(n) and not re.search(rf"\b{re.escape(n)}\b", template)
+        ]
+        if unknown:
+            told = f"{here} has the key{'s' * (len(unknown) > 1)} {', '.join(unknown)}."
+            known = "Keys are read by name, or are ids, dates and metadata, or the chat template names them."
+            raise InvalidInput(told, known, meant(unknown, (*_KEYS, *_THOUGHTS, *_FLAGS)) or "Drop the key.")
+        if role == "function_call" and not knows(role):
+            calls = json_cell(message["content"], f"The function_call of {here[:1].lower()}{here[1:]}")
+            called, _ = _calls(calls if isinstance(calls, list) else [calls], None, here)
+            message = {**message, "role": "assistant", "content": "", "tool_calls": called}
+        named.append({**message, "role": _USUAL[role] if role in _USUAL and not knows(role) else message["role"]})
+    return named

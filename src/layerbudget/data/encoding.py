@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from ..errors import InvalidInput, NotEnoughText
-from .dialogues import COLUMNS, FORMATS, Dialogue, dialogue, format_of, meant
+from .columns import COLUMNS, meant, of_every_row
+from .dialogues import dialogue, format_of, text_of
 from .files import Row
+from .templates import Dialogue, said_of_rows
 
 logger = logging.getLogger(__name__)
 
 IGNORE = -100
-TEXT_COLUMNS = ("text", "content", "document", "sentence", "question")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,24 +30,6 @@ class Encoded:
 
     input_ids: tuple[int, ...]
     labels: tuple[int, ...]
-
-
-def text_of(row: Row, where: object, column: str = "") -> str:
-    """The text of a row: itself, a named column, a column with a usual name, or its longest text."""
-    if isinstance(row, str):
-        return row
-    if column:
-        if column not in row:
-            raise InvalidInput(f"{where} has no column {column!r}.", f"It has {', '.join(row)}.", "Name one of those.")
-        return row[column] if isinstance(row[column], str) else ""
-    named = [row[name] for name in TEXT_COLUMNS if isinstance(row.get(name), str)]
-    strings = named[:1] or [v for v in row.values() if isinstance(v, str)]
-    lists = [name for name, value in row.items() if isinstance(value, (list, tuple))]
-    if not strings or (not named and meant(lists, FORMATS[:2])):  # conversations, and some other text beside them
-        told = f"There is no text in {where}: its columns are {', '.join(map(str, row)) or 'none'}."
-        known = f"Known columns are {', '.join(TEXT_COLUMNS)}; formats {', '.join(FORMATS)}."
-        raise InvalidInput(told, known, meant(row, COLUMNS) or "Rename one.")
-    return str(max(strings, key=len))
 
 
 def encode(rows: Sequence[tuple[Row, str]], tokenizer: Any, *, limit: int, everything: bool = False) -> list[Encoded]:
@@ -58,9 +41,11 @@ def encode(rows: Sequence[tuple[Row, str]], tokenizer: Any, *, limit: int, every
 
 
 def whole_rows(rows: Sequence[tuple[Row, str]], tokenizer: Any, *, everything: bool = False) -> list[Encoded]:
-    """Rows of one format as all of their tokens."""
+    """Rows of one format as all of their tokens; what a chat template leaves out of them is refused, or said."""
     check_one_format(rows)
-    return [_tokens(_dialogue(row, where, tokenizer), tokenizer, everything) for row, where in rows]
+    dialogues = of_every_row(rows, lambda row, where: _dialogue(row, where, tokenizer))
+    said_of_rows(dialogues)
+    return [_tokens(made, tokenizer, everything) for made in dialogues]
 
 
 def learned_tokens(rows: Sequence[Encoded], limit: int) -> int:

@@ -10,27 +10,22 @@ import collections
 import dataclasses
 import hashlib
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import CorruptFile, InvalidInput, NotEnoughText, NotFound
 from . import folders
+from .columns import is_harmless
 from .files import rows_of_file
 
 Kept = TypeVar("Kept")
 Named = tuple[dict[str, Any], str]  # a row and its place
 MOST_LABELS = 50
 _LABELS = ("label", "labels", "target", "class", "answer", "output", "completion", "response")
-_TEXTS = (
-    "text", "sentence", "sentence1", "prompt", "instruction", "question", "question1", "premise", "context", "passage",
-    "paragraph", "title", "headline", "description", "content", "document", "body", "review", "tweet", "query", "input",
-    "sentence2", "question2", "hypothesis", "pair", "answer", "choice", "system",
-)  # fmt: skip
-_PASSED = frozenset(
-    "id ids idx index uid uuid guid hash url uri link source split dataset subset file filename path date time timestamp "
-    "author license language lang meta metadata".split()
+_TEXTS = tuple(
+    "text sentence sentence1 prompt instruction question question1 premise context passage paragraph title headline description "
+    "content document body subject review tweet query input sentence2 question2 hypothesis pair answer choice system".split()
 )
 
 
@@ -129,8 +124,7 @@ def _columns(rows: Sequence[Named], path: Path) -> tuple[str, list[str]]:
 
 def _passed(name: str, rows: Sequence[Named], label: str) -> bool:
     """Whether a column is no part of the text: by its name, because it is empty, or because it says the label again."""
-    words = [w.lower() for w in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)]
-    if not words or words[-1] in _PASSED or words[0] in _PASSED:
+    if is_harmless(name):
         return True
     cells: dict[str, set[str]] = {}
     for row, _ in rows:

@@ -24,8 +24,9 @@ from ..errors import InvalidInput, MissingDependency, NotEnoughText, NotFound
 from ..models.loading import check_id
 from . import stdlib
 from .calibration import CalibrationSet
-from .dialogues import format_of
-from .encoding import Encoded, check_one_format, encode, learned_tokens, pad_of, padded, shortened, text_of, whole_rows
+from .columns import of_every_row
+from .dialogues import format_of, text_of
+from .encoding import Encoded, check_one_format, encode, learned_tokens, pad_of, padded, shortened, whole_rows
 from .files import LONGEST, Row, is_local, read_rows
 from .folders import say_once
 from .table import first_rows
@@ -83,7 +84,8 @@ def _written_rows(rows: Sequence[tuple[Row, str]], source: str) -> list[tuple[Ro
         NotEnoughText: All are blank.
     """
     check_one_format(rows)
-    kept = [(row, where) for row, where in rows if format_of(row) is not None or text_of(row, where).strip()]
+    texts = of_every_row(rows, lambda row, where: text_of(row, where) if format_of(row) is None else "a dialogue")
+    kept = [found for found, text in zip(rows, texts, strict=True) if text.strip()]
     if rows and not kept:
         raise NotEnoughText(
             f"All {len(rows)} rows of {source} are blank.", "At least one text is needed.", "Give another file."
