@@ -36,7 +36,7 @@ from ..progress import Progress, Steps
 class Evaluation:
     """A perplexity with everything that it depends on; its standard error is over windows (delta method).
 
-    ``digest`` is that of the windows, ``text`` that of the whole source: a plan that was made on it has the same in its ``data``.
+    ``digest`` is that of the windows, ``text`` that of the whole source: a plan made on it has the same in its ``data``.
     ``nll`` has the mean negative log-likelihood of each window, nats per token, which pairs with another model's on the same
     text, and ``counts`` the predicted tokens of each, its weight in a comparison.
     """
