@@ -270,7 +270,7 @@ def test_the_text_that_checks_is_beside_the_text_that_decides(place, monkeypatch
     assert main([*shlex.split(first.made_by)[1:], "--overwrite", "--out", "second.json", "--quiet"]) == 0
     assert Plan.load("second.json").digest == first.digest
     assert main([*words, "--samples", "0", "-o", "none.json"]) == 2
-    assert "samples is 0. The text that decides has 1 sequence" in " ".join(capsys.readouterr().err.split())
+    assert "--samples is 0. It is a whole number from 1" in " ".join(capsys.readouterr().err.split())
     rows = {n: {k: v for k, v in r.items() if k != "kl"} for n, r in first.extra["check"]["rows"].items()}
     for check in ({}, [None], {**first.extra["check"], "rows": rows}):
         dataclasses.replace(first, extra={**first.extra, "check": check}).save("damaged.json", overwrite=True)

@@ -38,7 +38,8 @@ def test_calibration_is_seeded_and_hashed(tokenizer, monkeypatch):
     c = calibration("stdlib", tokenizer, samples=5, length=32, seed=4)
     assert torch.equal(a.input_ids, b.input_ids) and a.digest == b.digest
     assert a.digest != c.digest
-    assert a.describe() == {"source": "stdlib", "samples": 5, "length": 32, "digest": a.digest, "seed": 3}
+    known = {"source": "stdlib", "samples": 5, "length": 32, "digest": a.digest, "seed": 3, "text": a.text}
+    assert a.describe() == known and a.text == c.text != calibration("stdlib:evaluation", tokenizer, samples=5, length=32).text
 
 
 def test_windows_do_not_overlap(tokenizer):

@@ -240,7 +240,12 @@ def text_of(data: Any, a: argparse.Namespace) -> Text:
 
 def words_of(what: str, data: Any) -> str:
     """Return what is done on a calibration set, in words."""
-    return what if data is None else f"{what} on {data.samples} samples of {data.length} tokens of {data.source}"
+    return what if data is None else f"{what} on {data.samples} samples of {data.length} tokens of {named_text(data.source)}"
+
+
+def named_text(source: str, flag: str = "--data") -> str:
+    """Return the name of a text, and what it is where nobody named another."""
+    return f"stdlib (Python's standard library; {flag} names another text)" if source == "stdlib" else source
 
 
 def on_check(check: Any) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LayerbudgetError
-from .display import expect, progress_bar, say
+from .display import expect, named_text, progress_bar, say, say_next
 from .options import (
     add,
     add_out,
@@ -49,7 +49,7 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     from ..models.loading import resolve
     from ..records import check_output, dumps, write_text
 
-    a.names = [t.strip() for t in (a.tasks or "").split(",") if t.strip()]
+    a.names = list(dict.fromkeys(t.strip() for t in (a.tasks or "").split(",") if t.strip()))
     a.texts = a.perplexity or ([] if a.names else ["stdlib"])
     if a.names:
         one_process("Tasks are evaluated by lm-eval")
@@ -57,17 +57,26 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
         check_output(a.out, overwrite=a.overwrite)
     refuse(a, () if a.names else ("data_dir", "limit"), "perplexity alone")
     refuse(a, () if a.texts else ("length", "windows"), "tasks alone")
+    if a.data_dir:
+        from ..evaluation.harness import local_rows
+
+        for name in a.names:
+            local_rows(name, a.data_dir)  # what does not read is refused before the work
     other = _read(a.against) if a.against and a.against.endswith(".json") else None  # before the work
     if a.against and other is None:
         resolve(*split_revision(a.against))  # what cannot be loaded is refused before the work
     result = _measured(a, 2.0 if a.against and other is None else 1.0)
     if a.against:
         other = other or _measured(argparse.Namespace(**{**vars(a), "model": a.against, "adapter": None}))
-        found = compare_results(result, other, (a.model, a.against))
+        found = compare_results(result, other, (a.adapter or a.model, a.against))
         result["against"] = {"model": other["model"], "dtype": other.get("dtype"), **found}
         say(a, *_on_precision(a, result, other), *found["sentences"], f"Verdict: {found['verdict']}")
     if a.out and is_main():
         write_text(a.out, dumps(result), overwrite=a.overwrite)
+    if a.adapter and not a.against:
+        say(a, "Verdict: the adapter was compared with nothing.")
+        texts, tasks = (["--perplexity", *a.texts] if a.texts else []), (["--tasks", a.tasks] if a.names else [])
+        say_next(a, "evaluate", a.model, "--adapter", a.adapter, *texts, *tasks, "--against", a.model)
     return result
 
 
@@ -104,7 +113,8 @@ def _measured(a: argparse.Namespace, models: float = 1.0) -> dict[str, Any]:
     model = load_model(a)
     asked = Text(samples=4 * (a.limit or 1000), length=80, batch=batch_of(a, most=16))  # a forward for every option
     texts = [Text(samples=d.samples, length=d.length, batch=min(asked.batch, d.samples)) for d in sets.values()]
-    windows = [f"{data.samples} windows of {data.length} tokens of {source}" for source, data in sets.items()]
+    named = {source: named_text(source, "--perplexity") for source in sets}
+    windows = [f"{data.samples} windows of {data.length} tokens of {named[source]}" for source, data in sets.items()]
     parts = [Part("forward", text, times=models) for text in (*texts, *(asked for _ in a.names))]
     expect(a, ", ".join([*windows, *a.names]), model, parts)
     precision = precision_of(model)
@@ -112,6 +122,7 @@ def _measured(a: argparse.Namespace, models: float = 1.0) -> dict[str, Any]:
         from ..finetuning.adapters import load_adapter
 
         model = load_adapter(model, a.adapter)
+        say(a, *_on_adapter(a, sets))
     result: dict[str, Any] = {"model": a.model, "dtype": precision, "adapter": a.adapter, "perplexity": {}, "tasks": {}}
     kept = _parts(a, model)
 
@@ -131,6 +142,18 @@ def _measured(a: argparse.Namespace, models: float = 1.0) -> dict[str, Any]:
     kept.clear()
     say(a, *_on_cache(a.model))
     return result
+
+
+def _on_adapter(a: argparse.Namespace, sets: dict[str, Any]) -> list[str]:
+    """Sentences on what is measured, on the rows that trained the adapter, and on texts that hold those."""
+    from ..finetuning.finetune import trained_on
+
+    told, trained = [f"{a.model} with the adapter {a.adapter}:"], trained_on(a.adapter)
+    if trained is not None:
+        told = [f"{a.model} with the adapter {a.adapter}, trained on {trained['rows']} rows of {trained['source']}:"]
+        same = [source for source, data in sets.items() if data.text is not None and data.text == trained["text"]]
+        told += [f"{source} holds the rows that trained this adapter: that is no held-out figure." for source in same]
+    return told
 
 
 def _on_cache(name: str) -> list[str]:

@@ -154,9 +154,12 @@ def _validated_plan(a: argparse.Namespace, plan: Plan) -> tuple[Plan, Any, Any]:
 
 
 def _protocol(a: argparse.Namespace, base: Any, own: dict[str, Any]) -> Protocol:
-    """The preset with what was named; rows of text may be longer than labelled ones."""
-    if a.data and "cutoff" not in own:
-        own["cutoff"] = min(LONGEST, getattr(base.config, "max_position_embeddings", None) or LONGEST)
+    """The preset with what was named; rows of text may be longer than labelled ones, and none than the model's positions."""
+    from ..data.calibration import positions_of
+
+    if "cutoff" not in own:
+        most = LONGEST if a.data else PRESETS[a.preset].cutoff
+        own["cutoff"] = min(most, positions_of(base) or most)
     return PRESETS[a.preset].changed({**own, **given(a, "epochs", "lr", "batch")})
 
 

@@ -164,8 +164,6 @@ def load_parted(a: argparse.Namespace, count: int) -> tuple[Any, Any, Any, Any]:
     if count < 0:
         raise InvalidInput(f"check is {count}.", "It is a number of sequences; 0 checks nothing.", "Leave it out.")
     samples = a.data_defaults["samples"] if a.samples is None else a.samples
-    if samples < 1:
-        raise InvalidInput(f"samples is {samples}.", "The text that decides has 1 sequence or more.", "Leave it out.")
     a.samples, a.dtype = samples + count, a.dtype or "float32"  # damages of eight bits are below the noise of bfloat16
     model, tokenizer, text = load(a)
     a.read["samples"] = samples  # the command that repeats this one adds those of the check again

@@ -301,17 +301,21 @@ def check_measured(a: argparse.Namespace, held: Mapping[str, Any], command: str)
 
 
 def check_numbers(a: argparse.Namespace) -> None:
-    """Refuse numbers that no option can mean: not finite, beyond what a float counts, a seed or a size below zero."""
-    least = {"batch_size": 1, "seed": 0, "seeds": 0}
+    """Refuse numbers that no option can mean: not finite, beyond what a float counts, no rows at all, a seed below zero."""
+    least = {name: 1 for name in ("batch_size", "batch", "limit", "samples", "windows", "tokens")} | {"length": 2}
+    least |= {"seed": 0, "seeds": 0}
     for name, found in vars(a).items():
         for value in found if isinstance(found, list) else [found]:
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 continue
             if not math.isfinite(value):
                 raise NotFinite(f"{flag_of(a, name)} is {value}.", "It is a finite number.", "Correct it.")
+            if name in ("epochs", "lr") and value <= 0:
+                raise InvalidInput(f"{flag_of(a, name)} is {value}.", "It is above 0.", "Correct it.")
             if not least.get(name, -_LARGEST) <= value <= _LARGEST and (isinstance(value, int) or name in least):
                 room = f"It is a whole number from {least.get(name, -_LARGEST)} to {_LARGEST}."
-                raise InvalidInput(f"{flag_of(a, name)} is {value}.", room, "Correct it.")
+                remedy = "Leave it out for all." if name in ("limit", "windows") else "Correct it."
+                raise InvalidInput(f"{flag_of(a, name)} is {value}.", room, remedy)
 
 
 def check_circle(a: argparse.Namespace) -> None:

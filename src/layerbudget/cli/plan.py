@@ -126,7 +126,8 @@ def run_sparsity(a: argparse.Namespace) -> dict[str, Any]:
         refuse(a, ("curves", "exclude", "fix"), "a model, whose damage is measured: they belong to scores")
         return _finish(a, measured.plan_sparsity(a))
     unread = (name for name in (*DATA, *PLACE) if name != "seed")
-    refuse(a, ("by", "method", "passes", "resume", "dry_run", *unread), "scores: it belongs to a model")
+    what = "scores" if a.source.endswith((".json", ".csv")) else f"--rule {a.rule}, which measures no model"
+    refuse(a, ("by", "method", "passes", "resume", "dry_run", *unread), f"{what}: it belongs to a model that is measured")
     shared = {name: option for name, option in options_of(plan_by_scores).items() if name != "penalty"}  # a rule's own
     own = options_for(a, shared, _options_of_rule(a)) | given(a, "seed")
     curves, method = read_curves(a.curves) if a.curves else (None, None)

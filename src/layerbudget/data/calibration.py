@@ -25,6 +25,8 @@ class CalibrationSet:
     labels: torch.Tensor | None = None
     source: str = "own tensors"  #: What the user named (``stdlib``, a file, a hub dataset).
     seed: int = 0  #: Seed of the sampling.
+    #: Content hash of the whole text of the source, whichever samples are drawn of it: whether two sets are of one text.
+    text: str | None = None
     rows: int | None = None  #: Rows of the source, of which samples were drawn; ``None`` where it has no rows of its own.
     completion_tokens: int | None = (
         None  #: Tokens of all these rows that training learns, each row cut as ``finetune`` cuts it.
@@ -69,8 +71,9 @@ class CalibrationSet:
         return h.hexdigest()[:16]
 
     def describe(self) -> dict[str, Any]:
-        """``{source, samples, length, digest, seed}``, as the files carry it, and the ``tokens`` of padded text."""
+        """``{source, samples, length, digest, seed}``, as the files carry it, ``text`` where known, ``tokens`` if padded."""
         found = {name: getattr(self, name) for name in ("source", "samples", "length", "digest", "seed")}
+        found |= {} if self.text is None else {"text": self.text}
         return found if self.tokens == self.input_ids.numel() else {**found, "tokens": self.tokens}
 
     def of_rows(self) -> dict[str, int]:
@@ -104,21 +107,50 @@ def check_reads_text(model: nn.Module) -> None:
         raise UnknownStructure(told, reason, "Use a language model or a text encoder.")
 
 
+def positions_of(model: nn.Module) -> int | None:
+    """The longest sequence that a model has positions for; ``None`` where nothing says so.
+
+    RoBERTa and its kin count positions from behind the padding: two of 514 cannot be used.
+    """
+    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit <= 0:
+        return None
+    for name, module in model.named_modules():
+        padding = getattr(module, "padding_idx", None)
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and padding is not None:
+            return min(limit, module.num_embeddings - padding - 1)
+    return limit
+
+
+def check_ids(model: nn.Module, longest: int, largest: int, option: str) -> None:
+    """Refuse sequences that are longer than the positions of a model, and tokens that it has no embedding for.
+
+    Args:
+        model: The model that is to read them.
+        longest: Tokens of the longest sequence.
+        largest: The largest token.
+        option: What sets the length, as it is typed: ``--length``.
+    """
+    positions = positions_of(model)
+    if positions is not None and positions < longest:
+        told = f"The sequences have {longest} tokens."
+        separator = "" if option.endswith("=") else " "
+        raise InvalidInput(told, f"The model has positions for {positions}.", f"Use {option}{separator}{positions} or less.")
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    rows = getattr(getattr(embedding, "weight", None), "shape", (None,))[0]
+    if rows is not None and largest >= rows:
+        told, known = f"The text has the token {largest}.", f"The model has embeddings for tokens below {rows}."
+        added = "or, of a token that was added to it, resize the model's embeddings (resize_token_embeddings) and save it"
+        raise InvalidInput(told, known, f"Use the tokenizer that belongs to the model, {added}.")
+
+
 def check_fits(model: nn.Module, data: Any) -> None:
     """Refuse tokens that the model has no embedding for, and sequences longer than its positions.
 
     Anything without ``input_ids`` fits.
     """
-    ids, config = getattr(data, "input_ids", None), getattr(model, "config", None)
-    if ids is None or config is None:
+    ids = getattr(data, "input_ids", None)
+    if ids is None or getattr(model, "config", None) is None:
         return
     check_reads_text(model)
-    positions = getattr(config, "max_position_embeddings", None)
-    if isinstance(positions, int) and 0 < positions < ids.shape[1]:
-        told = f"The sequences have {ids.shape[1]} tokens."
-        raise InvalidInput(told, f"The model has positions for {positions}.", f"Use --length {positions} or less.")
-    embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    rows = getattr(getattr(embedding, "weight", None), "shape", (None,))[0]
-    if rows is not None and int(ids.max()) >= rows:
-        told, known = f"The text has the token {int(ids.max())}.", f"The model has embeddings for tokens below {rows}."
-        raise InvalidInput(told, known, "Use the tokenizer that belongs to the model.")
+    check_ids(model, ids.shape[1], int(ids.max()), "--length")

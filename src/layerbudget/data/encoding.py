@@ -137,6 +137,10 @@ def padded(rows: Sequence[Encoded], pad: int) -> dict[str, torch.Tensor]:
 
 
 def pad_of(tokenizer: Any) -> int:
-    """The token that padding is written with; it is masked, so any will do where there is none."""
+    """The token that padding is written with; it is masked, so any will do.
+
+    A pad token that was added to the tokenizer is not used: the model may have no embedding for it.
+    """
     pad = tokenizer.pad_token_id
-    return int(pad if pad is not None else (tokenizer.eos_token_id or 0))
+    added = pad is None or pad >= getattr(tokenizer, "vocab_size", pad + 1)
+    return int((tokenizer.eos_token_id or 0) if added else pad)

@@ -2,7 +2,7 @@
 
 A task is read from a folder that the user names; nothing is downloaded. Formats are those of the original releases: CoLA 1.0
 raw, GLUE's MRPC and RTE (tab separated, no quoting), CommonsenseQA and OpenBookQA as JSON lines, ScienceQA ``problems.json``
-(rows without an image), or any .jsonl, .json or .csv file with a text and a label column.
+(rows without an image), or a file or a folder of rows of one's own (:mod:`layerbudget.data.table`).
 
 Prompts. Header and response marker are Alpaca's form for an instruction without input, as MoLA uses. ScienceQA's instruction is
 MoLA's (context, question, options). The wordings for the other tasks are not published; those below are ours. Answers read
@@ -17,16 +17,16 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ..errors import CorruptFile, InvalidInput, LayerbudgetError, NotEnoughText, NotFound
-from .files import json_lines, text_of_file
+from .files import is_local, json_lines, text_of_file
+from .table import first_rows, read_table
 
 _HEADER = "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
 _LETTERS = "ABCDEFGHIJ"
 _Sentence = tuple[str, str | None, int]  # text, pair, label
 _Question = tuple[str, list[str], int, str]  # question, options, index of the answer, context
-Kept = TypeVar("Kept")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,16 +67,6 @@ class Task:
         return dataclasses.replace(self, train=first_rows(self.train, train), evaluation=held)
 
 
-def first_rows(rows: tuple[Kept, ...], n: int | None) -> tuple[Kept, ...]:
-    """At most ``n`` rows, the first ones of a fixed shuffle, in their own order; all where ``n`` is None."""
-    if n is not None and n < 1:
-        raise InvalidInput(f"{n} rows are asked for.", "At least one is needed.", "Leave the limit out for all.")
-    if n is None or n >= len(rows):
-        return rows
-    order = sorted(range(len(rows)), key=lambda i: hashlib.sha256(f"{i}.{len(rows)}".encode()).digest())
-    return tuple(rows[i] for i in sorted(order[:n]))
-
-
 def known_label(value: object, known: Mapping[Any, int], where: str) -> int:
     """Index of a label value; text is compared as it is written, without regard to case and spaces around it.
 
@@ -94,7 +84,7 @@ def known_label(value: object, known: Mapping[Any, int], where: str) -> int:
 
 
 def load_task(name: str, data_dir: Path | str | None = None) -> Task:
-    """A task with its training and evaluation rows: one of ``NAMES``, or a .jsonl, .json or .csv file.
+    """A task with its training and evaluation rows: one of ``NAMES``, or a file or folder with texts and labels.
 
     ``data_dir`` holds the folder of a named task (``DIR/cola/...``) or its files.
 
@@ -108,8 +98,8 @@ def load_task(name: str, data_dir: Path | str | None = None) -> Task:
         if data_dir is None:
             raise NotFound(f"The files of {name} are needed.", "", "Name their folder with --data-dir.")
         path = Path(data_dir) / name if (Path(data_dir) / name).is_dir() else Path(data_dir)
-    elif Path(name).suffix in (".jsonl", ".json", ".csv"):
-        path = Path(name)
+    elif is_local(name):
+        path = Path(name).expanduser()
     else:
         raise InvalidInput(f"There is no task {name!r}.", f"Tasks are {', '.join(NAMES)}, or a .jsonl or .csv file.", "")
     try:
@@ -135,7 +125,12 @@ def _read(name: str, path: Path) -> Task:
         return _sentence_task(name, release.metric, release.labels, release.question.format, rows)
     if name in _OPTIONS:
         return _choice_task(name, {split: _options(_find(path, *files)) for split, files in _OPTIONS[name].items()})
-    return _choice_task(name, _scienceqa(path)) if name == "scienceqa" else _from_file(path)
+    if name == "scienceqa":
+        return _choice_task(name, _scienceqa(path))
+    labels, splits = read_table(path)
+    asked = f"Answer with one of: {', '.join(labels)}.\n"
+    rows = {split: [(row.text, row.pair, row.label) for row in part] for split, part in splits.items()}
+    return _sentence_task(path.stem, "accuracy", labels, lambda a, b: asked + a + (f"\n{b}" if b else ""), rows)
 
 
 def _find(folder: Path, *names: str) -> Path:
@@ -257,41 +252,3 @@ def _scienceqa(folder: Path) -> dict[str, list[_Question]]:
             answer = known_label(problem["answer"], {i: i for i in range(len(problem["choices"]))}, f"{path}, problem {name}")
             splits[problem["split"]].append((problem["question"], problem["choices"], answer, problem.get("hint", "")))
     return splits
-
-
-def _from_file(path: Path) -> Task:
-    """A table of one's own; every tenth row (by a hash of its text) is held out."""
-    if not path.is_file():
-        raise NotFound(f"There is no file {path}.", "", "Check the path.")
-    if path.suffix == ".csv":
-        with path.open(encoding="utf-8-sig", newline="") as f:
-            rows: Any = list(csv.DictReader(f))
-    else:
-        rows = json_lines(path) if path.suffix == ".jsonl" else json.loads(text_of_file(path))
-    if not isinstance(rows, list) or not all(isinstance(r, dict) for r in rows):
-        raise CorruptFile(f"{path} does not hold a list of rows with names.", "", "Write one object per row.")
-    columns = set(rows[0]) if rows else set()
-    text = next((c for c in ("text", "sentence", "sentence1", "prompt", "instruction") if c in columns), None)
-    label = next((c for c in ("label", "answer", "output", "completion") if c in columns), None)
-    if text is None or label is None:
-        raise InvalidInput(
-            f"{path} has the columns {', '.join(sorted(columns)) or 'none'}.",
-            "It needs text (or sentence, sentence1, prompt, instruction) and label (or answer, output, completion).",
-            "Rename the columns; a second sentence goes into pair or sentence2.",
-        )
-    holes = [i for i, r in enumerate(rows, 1) if r.get(text) is None or r.get(label) is None]
-    if holes:
-        raise CorruptFile(
-            f"{path}, row {holes[0]} has no {text} or no {label}.", "Every row needs both.", "Complete or drop it."
-        )
-    values = tuple(sorted({str(r[label]) for r in rows}))
-    if not 2 <= len(values) <= 50:
-        raise InvalidInput(f"{path} has {len(values)} distinct labels.", "Between 2 and 50 can be told apart.", "Group them.")
-    pair = next((c for c in ("pair", "sentence2") if c in columns), None)
-    splits: dict[str, list[_Sentence]] = {"train": [], "held_out": []}
-    for r in rows:
-        held = int(hashlib.sha256(str(r[text]).encode()).hexdigest(), 16) % 10 == 0
-        row = (str(r[text]), str(r[pair]) if pair and r.get(pair) is not None else None, values.index(str(r[label])))
-        splits["held_out" if held else "train"].append(row)
-    asked = f"Answer with one of: {', '.join(values)}.\n"
-    return _sentence_task(path.stem, "accuracy", values, lambda a, b: asked + a + (f"\n{b}" if b else ""), splits)

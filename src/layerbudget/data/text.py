@@ -3,12 +3,15 @@
 A source becomes one token stream: each document is tokenised as the tokenizer does by default (beginning-of-text
 token included), documents follow one another. Calibration draws non-overlapping windows of that stream at
 random, seeded; evaluation takes its windows in order. Rows of a fine-tuning format become one sample each.
+The names ``wikitext2`` and ``c4`` are read as the references of Wanda, SparseGPT and GPTQ read them, whose figures papers
+compare (:class:`Reference`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 from collections.abc import Iterable, Sequence
@@ -23,16 +26,37 @@ from . import stdlib
 from .calibration import CalibrationSet
 from .columns import of_every_row
 from .dialogues import format_of, text_of
-from .encoding import Encoded, encode, learned_tokens, pad_of, padded, shortened, whole_rows
+from .encoding import Encoded, check_one_format, encode, learned_tokens, pad_of, padded, shortened, whole_rows
 from .files import LONGEST, Row, is_local, read_rows
-from .tasks import first_rows
+from .folders import say_once
+from .table import first_rows
 
 logger = logging.getLogger(__name__)
 
-# name: (dataset, config, split for calibration, split for evaluation, text column)
-_HUB_SHORT_NAMES = {
-    "c4": ("allenai/c4", "en", "train", "validation", "text"),
-    "wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1", "train", "test", "text"),
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reference:
+    """A text of the papers on pruning and rounding, read as their code reads it.
+
+    The rows of a split, empty ones too, are joined and tokenised once. Where ``within`` is true, calibration takes instead one
+    window at a random place of each of some documents that are longer than a window.
+    """
+
+    name: str  #: on the hub
+    config: str
+    train: str  #: split to calibrate on
+    test: str  #: split to evaluate on
+    joiner: str  #: what stands between two rows
+    rows: int | None = None  #: of the split to evaluate on: the first ones; all where it is None
+    windows: int | None = None  #: most windows that are evaluated where nobody says how many
+    within: bool = False
+
+
+_REFERENCES = {
+    "c4": Reference(
+        name="allenai/c4", config="en", train="train", test="validation", joiner=" ", rows=1100, windows=256, within=True
+    ),
+    "wikitext2": Reference(name="Salesforce/wikitext", config="wikitext-2-raw-v1", train="train", test="test", joiner="\n\n"),
 }
 _HELD_OUT = 0.1
 
@@ -40,17 +64,35 @@ _HELD_OUT = 0.1
 def read_documents(source: str, *, group: str = "calibration", limit: int | None = None) -> list[str]:
     """The texts of a source; empty ones are left out.
 
-    A source is ``stdlib`` (or ``stdlib:training`` and so on), ``c4``, ``wikitext2``, one or more local .txt, .md, .py, .jsonl,
-    .json or .parquet files or folders of them separated by commas, or a hub dataset ``name[:config[:split[:column]]]`` (at most
-    ``limit`` rows of it). The group, ``calibration`` or ``evaluation``, is one of the standard library, or a split.
+    A source is ``stdlib`` (or ``stdlib:training`` and so on), ``c4``, ``wikitext2``, one or more local files or folders
+    (:mod:`layerbudget.data.files`, :mod:`layerbudget.data.folders`) separated by commas, or a hub dataset
+    ``name[:config[:split[:column]]]`` (at most ``limit`` rows of it). The group, ``calibration`` or ``evaluation``, is one of
+    the standard library, or a split.
 
     Raises:
         NotFound: No such file.
         InvalidInput: A file without text, or of an unknown kind.
         MissingDependency: ``datasets`` or ``pyarrow`` is needed and not installed.
     """
-    texts = of_every_row(_read_rows(source, group, limit), text_of)
-    return [t for t in texts if t.strip()]
+    return [text_of(row, where) for row, where in _written_rows(_read_rows(source, group, limit), source)]
+
+
+def _written_rows(rows: Sequence[tuple[Row, str]], source: str) -> list[tuple[Row, str]]:
+    """The rows without plain texts that are blank, which teach nothing; how many those were is said.
+
+    Raises:
+        NotEnoughText: All are blank.
+    """
+    check_one_format(rows)
+    texts = of_every_row(rows, lambda row, where: text_of(row, where) if format_of(row) is None else "a dialogue")
+    kept = [found for found, text in zip(rows, texts, strict=True) if text.strip()]
+    if rows and not kept:
+        raise NotEnoughText(
+            f"All {len(rows)} rows of {source} are blank.", "At least one text is needed.", "Give another file."
+        )
+    if len(kept) < len(rows):
+        say_once(f"{len(rows) - len(kept)} of {len(rows)} rows of {source} are blank and left out.")
+    return kept
 
 
 def _read_rows(source: str, group: str, limit: int | None = None) -> list[tuple[Row, str]]:
@@ -61,7 +103,7 @@ def _read_rows(source: str, group: str, limit: int | None = None) -> list[tuple[
             logger.warning("This Python has no module %s: skipped.", ", ".join(missing))
         return [(text, source) for _, text in documents]
     if _is_local(source):
-        return [found for part in _parts(source) for found in read_rows(part)]
+        return [found for part in _parts(source) for found in read_rows(part, group)]
     return [(row, f"row {n} of {source}") for n, row in enumerate(_read_hub(source, group, limit), 1)]
 
 
@@ -74,19 +116,24 @@ def _is_local(source: str) -> bool:
 
 
 def _read_hub(source: str, group: str, limit: int | None) -> list[Row]:
+    if source in _REFERENCES:
+        known, column = _REFERENCES[source], "text"
+        rows = _load(source, known.name, known.config, known.test if group == "evaluation" else known.train, limit)
+    else:
+        name, config, split, column = [*source.split(":"), "", "", "", ""][:4]
+        rows = _load(source, name, config, split or ("test" if group == "evaluation" else "train"), limit)
+    return column_rows(rows, column, source, limit)
+
+
+def _load(source: str, name: str, config: str, split: str, limit: int | None) -> Any:
+    """Rows of a split of a data set of the hub; those that are used are streamed where there is a limit."""
     try:
         import datasets
     except ImportError as error:
         raise MissingDependency(f"The dataset {source} needs the package datasets.", "", "pip install datasets.") from error
-    if source in _HUB_SHORT_NAMES:
-        name, config, train, held, column = _HUB_SHORT_NAMES[source]
-        split = held if group == "evaluation" else train
-    else:
-        name, config, split, column = [*source.split(":"), "", "", "", ""][:4]
-        split = split or ("test" if group == "evaluation" else "train")
     check_id(name, "dataset")
     try:
-        rows = datasets.load_dataset(name, config or None, split=split, streaming=limit is not None)
+        return datasets.load_dataset(name, config or None, split=split, streaming=limit is not None)
     except Exception as error:  # datasets raises many unrelated kinds for an unreachable hub or an unknown name
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise NotFound(
@@ -94,7 +141,6 @@ def _read_hub(source: str, group: str, limit: int | None) -> list[Row]:
             "DATA is stdlib, c4, wikitext2, a hub dataset name[:config[:split[:column]]] or local files.",
             "Check the name, or give local .txt, .jsonl or .parquet files.",
         ) from error
-    return column_rows(rows, column, source, limit)
 
 
 def column_rows(rows: Iterable[dict[str, Any]], column: str, source: str, limit: int | None) -> list[Row]:
@@ -145,16 +191,22 @@ def calibration(
     if (samples is not None and samples < 1) or length < 2:
         told = f"samples is {samples}, length is {length}."
         raise InvalidInput(told, "At least 1 sample of at least 2 tokens.", "Try 128 and 256.")
+    order = np.random.default_rng(seed)
+    if isinstance(source, str) and source in _REFERENCES and shuffle == (group != "evaluation"):
+        return _of_reference(source, tokenizer, samples, length, seed, group)
     if isinstance(source, str):
         name, rows = source, _read_rows(source, group, None if samples is None else 64 * samples)
     else:
         name, rows = "own texts", [(row, f"row {n} of your list") for n, row in enumerate(source, 1)]
+    rows = _written_rows(rows, name)
+    text = digest_of(row for row, _ in rows)
     if any(format_of(row) for row, _ in rows):
         whole = whole_rows(rows, tokenizer)
         found = shortened(whole, length)
         if samples is not None and len(found) < samples:
             logger.warning("%s has %d rows; %d were asked for: all of them are used.", name, len(found), samples)
-        made = padded([found[i] for i in _drawn(len(found), seed, shuffle)[:samples]], pad_of(tokenizer))
+        drawn = order.permutation(len(found)) if shuffle else np.arange(len(found))
+        made = padded([found[i] for i in drawn[:samples]], pad_of(tokenizer))
         limited = isinstance(source, str) and samples is not None and len(whole) >= 64 * samples and not _is_local(name)
         return CalibrationSet(
             input_ids=made["input_ids"],
@@ -162,24 +214,81 @@ def calibration(
             labels=made["labels"],
             source=name,
             seed=seed,
+            text=text,
             rows=None if limited else len(whole),
             completion_tokens=None if limited else learned_tokens(whole, LONGEST),
         )
-    texts = of_every_row(rows, text_of)
-    stream = token_stream([text for text in texts if text.strip()], tokenizer)
-    windows = len(stream) // length
-    if not windows:
+    stream = token_stream([text_of(row, where) for row, where in rows], tokenizer)
+    ids = _windows(stream, samples, length, name, order if shuffle else None)
+    return CalibrationSet(input_ids=ids, source=name, seed=seed, text=text)
+
+
+def digest_of(rows: Iterable[Any]) -> str:
+    """Content hash of rows, in their order: whether two sources are one text."""
+    h = hashlib.sha256()
+    for row in rows:
+        h.update(json.dumps(row, sort_keys=True, default=str).encode())
+    return h.hexdigest()[:16]
+
+
+def _windows(
+    stream: np.ndarray, samples: int | None, length: int, name: str, order: np.random.Generator | None
+) -> torch.Tensor:
+    """Windows of a stream that do not overlap, in a random order or the first ones, ``(samples, length)``."""
+    count = len(stream) // length
+    if not count:
         told = f"{name} has {len(stream)} tokens, one sample needs {length}."
         raise NotEnoughText(told, "", f"Give more text, or a length up to {len(stream)}.")
-    if samples is not None and windows < samples:
+    if samples is not None and count < samples:
         text = "%s has %d tokens: %d samples of %d are used instead of %d."
-        logger.warning(text, name, len(stream), windows, length, samples)
-    ids = stream[: windows * length].reshape(windows, length)[_drawn(windows, seed, shuffle)[:samples]]
-    return CalibrationSet(input_ids=torch.from_numpy(ids), source=name, seed=seed)
+        logger.warning(text, name, len(stream), count, length, samples)
+    drawn = np.arange(count) if order is None else order.permutation(count)
+    return torch.from_numpy(stream[: count * length].reshape(count, length)[drawn[:samples]])
 
 
-def _drawn(count: int, seed: int, shuffle: bool) -> np.ndarray:
-    return np.random.default_rng(seed).permutation(count) if shuffle else np.arange(count)
+def _of_reference(source: str, tokenizer: Any, samples: int | None, length: int, seed: int, group: str) -> CalibrationSet:
+    """Windows of a text of the papers, cut as their code cuts it; see :class:`Reference`."""
+    known, order = _REFERENCES[source], np.random.default_rng(seed)
+    if group == "evaluation":  # in order, as all evaluation
+        texts = _texts(source, known.test, known.rows)
+        stream = token_stream([known.joiner.join(texts)], tokenizer)
+        ids = _windows(stream, samples or known.windows, length, source, None)
+    elif known.within:
+        if samples is None:
+            raise InvalidInput(f"{source} is too large to be used as a whole.", "", "Say how many samples.")
+        texts = _texts(source, known.train, 64 * samples * max(1, length // 1024))
+        ids = _within(texts, tokenizer, samples, length, source, order)
+    else:
+        texts = _texts(source, known.train, None)
+        ids = _windows(token_stream([known.joiner.join(texts)], tokenizer), samples, length, source, order)
+    return CalibrationSet(input_ids=ids, source=source, seed=seed, text=digest_of(texts))
+
+
+def _texts(source: str, split: str, limit: int | None) -> list[str]:
+    """The first texts of a split of a reference, empty ones too."""
+    known = _REFERENCES[source]
+    return [row["text"] for row in itertools.islice(_load(source, known.name, known.config, split, limit), limit)]
+
+
+def _within(
+    texts: Sequence[str], tokenizer: Any, samples: int, length: int, name: str, order: np.random.Generator
+) -> torch.Tensor:
+    """One window at a random place of each of ``samples`` random documents that are longer than a window."""
+    found: list[np.ndarray] = []
+    for i in order.permutation(len(texts)):
+        stream = token_stream([texts[i]], tokenizer)
+        if len(stream) > length:
+            start = int(order.integers(len(stream) - length))
+            found.append(stream[start : start + length])
+        if len(found) == samples:
+            break
+    if not found:
+        told = f"None of {len(texts)} documents of {name} has more than {length} tokens."
+        raise NotEnoughText(told, "A window lies within one document.", "Use a smaller length.")
+    if len(found) < samples:
+        text = "%d documents of %s have more than %d tokens: %d samples are used instead of %d."
+        logger.warning(text, len(found), name, length, len(found), samples)
+    return torch.from_numpy(np.stack(found))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,6 +299,7 @@ class Texts:
     train: tuple[Encoded, ...]
     evaluation: dict[str, tuple[Encoded, ...]]  #: held-out rows by split
     metric: str = "loss"  #: nats per learned token
+    text: str | None = None  #: content hash of the whole source of the rows to train on, as that of a ``CalibrationSet``
 
     @property
     def digest(self) -> str:
@@ -218,12 +328,15 @@ def read_texts(
     whole; a row has at most ``limit`` tokens. ``held_out`` is another source of held-out rows; by default they are a tenth of
     the rows, chosen by a hash of their content (of the standard library its evaluation modules).
     """
-    rows = _read_rows(source, "calibration")
+    rows = _written_rows(_read_rows(source, "calibration"), source)
     if held_out is None and source == "stdlib":
         held_out = source
-    sides = _split(rows, source) if held_out is None else (rows, _read_rows(held_out, "evaluation"))
+    if held_out is None:
+        sides = _split(rows, source)
+    else:
+        sides = rows, _written_rows(_read_rows(held_out, "evaluation"), held_out)
     train, held = (tuple(encode(part, tokenizer, limit=limit, everything=everything)) for part in sides)
-    return Texts(name=source, train=train, evaluation={"held_out": held})
+    return Texts(name=source, train=train, evaluation={"held_out": held}, text=digest_of(row for row, _ in rows))
 
 
 def _split(rows: list[tuple[Row, str]], source: str) -> tuple[list[tuple[Row, str]], list[tuple[Row, str]]]:

@@ -207,6 +207,8 @@ def evaluate_tasks(
         MissingDependency: lm-eval is not installed.
         InvalidInput, NotFound: An unknown task, or local files that are not there.
     """
+    if limit is not None and limit < 1:
+        raise InvalidInput(f"limit is {limit}.", "It is at least 1.", "Leave it out for all examples.")
     manager = _task_manager()
     import lm_eval
     from lm_eval.models.huggingface import HFLM

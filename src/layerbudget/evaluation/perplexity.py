@@ -5,8 +5,10 @@ The text is tokenised once, document after document; the stream is cut into non-
 
     perplexity = exp( (1/N) sum of the negative log-likelihoods in nats ),   N = windows x (length - 1)
 
-This is the figure of the Wanda and SparseGPT references (``lib/eval.py``) with their ``nsamples`` unlimited, in
-float32. It depends on ``length``: figures of different lengths cannot be compared, so the length travels with them.
+Of the names ``wikitext2`` and ``c4`` this is the figure of the Wanda, SparseGPT and GPTQ references, in float32: the rows of
+the split are joined and tokenised once (:class:`layerbudget.data.text.Reference`). Of the same rows under another name, as a
+local file or ``Salesforce/wikitext:...``, every row is a document, and the figure is another one. It depends on ``length``
+(papers use 2048): figures of different lengths cannot be compared, so the length travels with them.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from ..progress import Progress, Steps
 class Evaluation:
     """A perplexity with everything that it depends on; its standard error is over windows (delta method).
 
+    ``digest`` is that of the windows, ``text`` that of the whole source: a plan made on it has the same in its ``data``.
     ``nll`` has the mean negative log-likelihood of each window, nats per token, which pairs with another model's on the same
     text, and ``counts`` the predicted tokens of each, its weight in a comparison.
     """
@@ -45,6 +48,7 @@ class Evaluation:
     windows: int
     source: str
     digest: str
+    text: str | None
     nll: tuple[float, ...]
     counts: tuple[int, ...]
 
@@ -130,6 +134,7 @@ def perplexity(
         windows=data.samples,
         source=data.source,
         digest=data.digest,
+        text=data.text,
         nll=tuple(float(v) for v in rows),
         counts=tuple(int(v) for v in counts),
     )

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -90,6 +91,7 @@ def finetune(
             plan does not read, or what several processes cannot share.
         MissingDependency: The package of a tracker is not installed.
         CoverageError: The recount differs from the plan.
+        NotFinite: The training diverged: its loss or weights are not finite.
     """
     training.check_reporters(report_to)
     if len(set(seeds)) < len(seeds) or not seeds:
@@ -133,6 +135,7 @@ def finetune(
             "schema_version": 1,
             "task": task.name,
             "metric": task.metric,
+            "data": {"source": task.name, "text": getattr(task, "text", None)},
             "rows": {"train": len(task.train), **{split: len(rows) for split, rows in task.evaluation.items()}},
             "kind": plan.kind,
             "rule": plan.rule,
@@ -199,7 +202,10 @@ class _Run:
                 **self.options,
             )
             _save(model, folder, self.protocol)
-        record = {"seed": seed, **found, **training.judge(model, rows, bf16=self.options["bf16"]), "identity": self.identity}
+        judged = training.judge(model, rows, bf16=self.options["bf16"])
+        if not all(math.isfinite(value) for own in judged["metrics"].values() for value in own.values()):
+            raise training.diverged(self.protocol, f"with seed {seed}")
+        record = {"seed": seed, **found, **judged, "identity": self.identity}
         record["trained_parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
         if is_main():
             write_text(folder / _RESULT, dumps(record), overwrite=True)
@@ -295,6 +301,18 @@ def _changes(results: Sequence[dict[str, Any]], tokens: Mapping[str, Sequence[in
         difference, error, _ = statistics.ratio(each, np.asarray(weights, dtype=float))
         found[split] = {"difference": difference, "stderr": error, "rows": len(weights)}
     return found
+
+
+def trained_on(adapter: Path | str) -> dict[str, Any] | None:
+    """Return ``{source, text, rows}`` of what trained an adapter; ``None`` where it does not lie in a fine-tuning folder.
+
+    ``text`` is the content hash of the source, as that of a calibration set; it is null for a labelled task.
+    """
+    try:
+        record = read_result(Path(adapter).expanduser().resolve().parents[1])
+    except (NotFound, CorruptFile, IndexError):
+        return None
+    return {"source": record["task"], "text": None, **record.get("data", {}), "rows": record["rows"]["train"]}
 
 
 def read_result(folder: Path | str) -> dict[str, Any]:

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..data.calibration import check_ids
 from ..data.encoding import IGNORE, Encoded, pad_of
+from ..data.folders import say_once
 from ..data.tasks import Example, Task
 from ..data.text import Texts
 from ..errors import InvalidInput
@@ -75,6 +77,8 @@ class Rows(_Batches):
     def __init__(self, task: Task, tokenizer: Any, *, causal: bool, cutoff: int, on_prompt: bool = False) -> None:
         super().__init__(tokenizer)
         self.task, self.causal, self.cutoff, self.on_prompt = task, causal, cutoff, on_prompt
+        if not causal and tokenizer.pad_token_id is not None:
+            self.pad = int(tokenizer.pad_token_id)  # some heads look for it
 
     def encode(self, example: Example) -> Row:
         """Return token ids and labels of one example."""
@@ -171,17 +175,36 @@ class TextRows(_Batches):
 
 
 def rows_of(task: Task | Texts, tokenizer: Any, model: nn.Module, protocol: Protocol) -> Rows | TextRows:
-    """Return the batches of a task for a model."""
+    """Return the batches of a task for a model; labelled rows that are longer than the cutoff are said to be.
+
+    Raises:
+        InvalidInput: Text for a model that is no language model; tokens or lengths that the model cannot read.
+    """
     causal = is_causal(model)
     if isinstance(task, Task):
-        return Rows(task, tokenizer, causal=causal, cutoff=protocol.cutoff, on_prompt=protocol.on_prompt)
+        labelled = Rows(task, tokenizer, causal=causal, cutoff=protocol.cutoff, on_prompt=protocol.on_prompt)
+        _check(labelled, task, model)
+        uncut = Rows(task, tokenizer, causal=causal, cutoff=1 << 30)
+        lengths = [len(row["input_ids"]) for row in uncut.encoded(task.train)]
+        if longer := sum(length > protocol.cutoff for length in lengths):
+            end = "beginning" if causal else "end"
+            say_once(f"{longer} of {len(lengths)} rows are longer than {protocol.cutoff} tokens and lose their {end}.")
+        return labelled
     if not causal:
         raise InvalidInput(
             f"{type(model).__name__} is no language model: it cannot learn text.",
             "Text trains causal language models.",
             "Name a labelled task with --task.",
         )
-    return TextRows(task, tokenizer)
+    rows = TextRows(task, tokenizer)
+    _check(rows, task, model)
+    return rows
+
+
+def _check(rows: Rows | TextRows, task: Any, model: nn.Module) -> None:
+    """Refuse rows that the model has no positions or no embeddings for, padding included."""
+    ids = [row["input_ids"] for part in (task.train, *task.evaluation.values()) for row in rows.encoded(part)]
+    check_ids(model, max(map(len, ids)), max(rows.pad, *(max(row) for row in ids if row)), "--set cutoff=")
 
 
 def answers_of(task: Task | Texts) -> dict[str, list[int]]:

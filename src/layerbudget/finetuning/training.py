@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -32,7 +33,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerContr
 from transformers.integrations import integration_utils
 
 from ..data.encoding import IGNORE
-from ..errors import InvalidInput, MissingDependency
+from ..errors import InvalidInput, MissingDependency, NotFinite
 from ..execution.processes import is_main, process_group
 from ..models.blocks import layers
 from ..storage import folders
@@ -148,6 +149,47 @@ def _head_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None =
     return total / (labels != IGNORE).sum().clamp(min=1) if num_items_in_batch is None else total / num_items_in_batch
 
 
+def _token_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+    """Sum of the next tokens' losses of this pass, divided by the learned tokens of the whole step."""
+    logits, targets = outputs.logits[:, :-1].float(), labels[:, 1:]
+    total = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORE)
+    return total / ((targets != IGNORE).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
+
+
+@torch.no_grad()
+def counts_tokens(model: nn.Module, ids: Sequence[int], *, passes: int = 1) -> bool:
+    """Return whether a model's own loss is that of the next tokens, divided by the number of tokens that it is told.
+
+    A few tokens are looked at. Models that take a mean of their own, or the loss of another token, are trained by the loss of
+    this module.
+
+    Raises:
+        InvalidInput: The model adds another loss (of a router), which several ``passes`` of a step would count several times.
+    """
+    device, training = next(model.parameters()).device, model.training
+    ids = [*ids, *ids][: max(2, min(len(ids), 16))]
+    tokens = torch.tensor([ids], device=device)
+    options: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+    base: Any = getattr(model, "get_base_model", lambda: model)()
+    if not getattr(base, "accepts_loss_kwargs", True):
+        return False
+    count, model = len(ids) - 1, model.eval()
+    try:
+        first, second = (model(**options, num_items_in_batch=torch.tensor(n * count, device=device)) for n in (1, 2))
+    except TypeError:  # of a forward that takes no such number
+        return False
+    finally:
+        model.train(training)
+    own = float(_token_loss(first, tokens))
+    if abs(float(first.loss) - float(second.loss) - own / 2) > 0.05 * own:
+        return False
+    other = getattr(first, "aux_loss", None)
+    if passes > 1 and other is not None and abs(float(first.loss) - own) > 1e-3 * own:
+        told = f"{type(base).__name__} adds a loss of its router to every pass, and a step has {passes}."
+        raise InvalidInput(told, "It would count several times.", "Set output_router_logits to false in its config.json.")
+    return True
+
+
 class _SharedTrainer(Trainer):
     """A Trainer whose processes share every forward pass."""
 
@@ -155,8 +197,9 @@ class _SharedTrainer(Trainer):
         labels = rows[0]["labels"]
         blank = {**rows[0], "labels": IGNORE if isinstance(labels, int) else [IGNORE] * len(labels)}
         self.filled = FilledOrder(len(rows), batch, options["args"].seed)
-        loss = _head_loss if isinstance(labels, int) else None
-        super().__init__(train_dataset=cast(Any, [*rows, blank]), compute_loss_func=loss, **options)
+        if isinstance(labels, int):
+            options["compute_loss_func"] = _head_loss
+        super().__init__(train_dataset=cast(Any, [*rows, blank]), **options)
         torch.manual_seed(options["args"].seed + 1_000_003 * rank)  # dropout differs between processes
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
@@ -257,6 +300,33 @@ class _Watch(TrainerCallback):
             folders.seal(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}")
 
 
+class _Diverged(TrainerCallback):
+    """Ends a training whose loss or weights are not finite any more, before a checkpoint of it is written."""
+
+    def __init__(self, protocol: Protocol) -> None:
+        self.protocol = protocol
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        parts = [p.to_local() if isinstance(p, DTensor) else p for p in kwargs["model"].parameters() if p.requires_grad]
+        sums = torch.stack([p.detach().double().sum() for p in parts])
+        broken = process_group().sum(np.array([float(not bool(torch.isfinite(sums).all()))]))
+        if broken[0]:
+            raise diverged(self.protocol, f"at step {state.global_step} of {state.max_steps}")
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        loss = (kwargs.get("logs") or {}).get("loss", 0.0)
+        if not math.isfinite(float(loss)):
+            raise diverged(self.protocol, f"at step {state.global_step} of {state.max_steps}")
+
+
+def diverged(protocol: Protocol, place: str) -> NotFinite:
+    """Return the refusal of a training whose numbers are not finite."""
+    told = f"The training diverged {place}: its loss or its weights are not finite. Nothing of it is kept."
+    smaller = min(protocol.lr / 10, Protocol.lr)
+    remedy = f"Use a smaller one, say --lr {smaller:.1g}; a run with --resume needs another folder then."
+    return NotFinite(told, f"The learning rate is {protocol.lr:g}.", remedy)
+
+
 def mean_loss(history: Sequence[Mapping[str, Any]]) -> float:
     """Return the mean loss over all steps from a Trainer's log, whose entries are means over the steps since the one before.
 
@@ -307,6 +377,7 @@ def _arguments(
         use_cpu=device.type == "cpu",
         save_total_limit=2,
         logging_steps=10,
+        logging_nan_inf_filter=False,
         report_to=list(report_to) if is_main() else [],
         run_name=folder.parent.name,
         remove_unused_columns=False,
@@ -316,6 +387,12 @@ def _arguments(
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # several cards would be one DataParallel, with several times the batch
     return arguments
+
+
+def _first_unlearned(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A batch whose first tokens are not counted among those that are learned: no token predicts them."""
+    batch["labels"][:, 0] = IGNORE
+    return batch
 
 
 def train(
@@ -338,6 +415,10 @@ def train(
 
     Checkpoints go into ``folder``, one per epoch where ``keep`` says so; ``checkpoint`` is the one to continue from. What the
     trackers of ``report_to`` print goes to stderr.
+
+    Raises:
+        NotFinite: The training diverged.
+        InvalidInput: Accumulation for a head, or with a model that adds a loss of its own.
     """
     if not rows.causal and protocol.accumulation > 1:
         told = f"accumulation is {protocol.accumulation} for a classification head."
@@ -352,12 +433,16 @@ def train(
     strategy["report_to"] = report_to
     arguments = _arguments(model, protocol, seed, folder, steps, device, **strategy)
     set_seed(seed)
-    own = [*callbacks, _Watch(progress, phase)]
+    own = [_Diverged(protocol), *callbacks, _Watch(progress, phase)]
     if protocol.balance:
         from ..decisions.experts.method import BalanceScale
 
         own.append(BalanceScale())
     options: dict[str, Any] = {"model": model, "data_collator": rows.collate, "callbacks": own}
+    if rows.causal:
+        options["data_collator"] = lambda batch: _first_unlearned(rows.collate(batch))
+        if not counts_tokens(model, read[0]["input_ids"], passes=protocol.accumulation * group.size):
+            options["compute_loss_func"] = _token_loss
     with contextlib.redirect_stdout(sys.stderr) if report_to else contextlib.nullcontext():  # stdout belongs to --json
         if group.size == 1:
             trainer = Trainer(train_dataset=cast(Any, read), args=arguments, **options)
