@@ -163,7 +163,7 @@ def _lora_config(plan: Plan, alpha_policy: str, dropout: float) -> Any:
     try:
         from .decisions.ranks.apply import to_lora_config
 
-        return to_lora_config(plan, alpha_policy=alpha_policy, dropout=dropout, task_type="CAUSAL_LM")
+        return to_lora_config(plan, alpha_policy=alpha_policy, dropout=dropout)
     except ImportError as error:
         raise MissingDependency("A LoraConfig needs peft.", "", 'pip install "layerbudget[peft]".') from error
 

@@ -1,10 +1,12 @@
 """Saved adapters on a fresh base: ranks and mixtures, and what does not fit."""
 
 import json
+import pathlib
 
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tests import zoo
 
@@ -12,8 +14,9 @@ from layerbudget.cli import main
 from layerbudget.decisions.experts.method import add_experts
 from layerbudget.decisions.ranks.apply import add_ranks
 from layerbudget.errors import BadModel, NotFound
-from layerbudget.finetuning.adapters import adapt, classifier_loader, load_adapter
+from layerbudget.finetuning.adapters import adapt, classifier_loader, load_adapter, started
 from layerbudget.finetuning.protocol import Protocol
+from layerbudget.finetuning.rows import TextRows
 from layerbudget.models.experts import cut_experts, find_experts
 
 
@@ -98,8 +101,125 @@ def test_what_does_not_fit_is_refused(saved, tmp_path):
     with pytest.raises(BadModel, match="have no place"):
         load_adapter(zoo.adaptable(), place)
     (place / "adapter_model.safetensors").write_bytes(b"no tensors")
-    with pytest.raises(BadModel, match="does not fit"):
+    with pytest.raises(BadModel, match="cannot be read"):
         load_adapter(zoo.adaptable(), place)
+
+
+def test_weights_in_a_pickle_are_read_and_one_that_runs_code_is_not(saved):
+    folder, expected = saved
+    place = folder / "ranks"
+    torch.save(load_file(place / "adapter_model.safetensors"), place / "adapter_model.bin")
+    (place / "adapter_model.safetensors").unlink()
+    with torch.no_grad():
+        logits = load_adapter(zoo.adaptable().double(), place).double()(input_ids=ids()).logits
+    assert torch.allclose(logits, expected["ranks"], atol=1e-12)
+    torch.save({"a": pathlib.PurePosixPath}, place / "adapter_model.bin")
+    with pytest.raises(BadModel, match="cannot be read"):
+        load_adapter(zoo.adaptable(), place)
+    (place / "adapter_model.bin").unlink()
+    with pytest.raises(NotFound, match=r"neither adapter_model\.safetensors nor"):
+        load_adapter(zoo.adaptable(), place)
+
+
+@pytest.mark.parametrize("tokens", [57, 64])
+@pytest.mark.parametrize(
+    ("tied", "how"),
+    [
+        (False, {}),
+        (True, {}),
+        (False, {"modules_to_save": ["embed_tokens", "lm_head"]}),
+        (True, {"target_modules": ["embed_tokens"]}),  # PEFT leaves out the head of a base that does not share it
+    ],
+)
+def test_a_vocabulary_of_another_size_is_that_of_the_adapter(tmp_path, caplog, tokens, tied, how):
+    other = zoo.adaptable(1, tie_word_embeddings=tied)
+    other.resize_token_embeddings(tokens)
+    model = get_peft_model(other, LoraConfig(**{"r": 2, "target_modules": ["q_proj"], **how})).eval()
+    zoo.perturb(model)
+    model.save_pretrained(tmp_path, save_embedding_layers=True)
+    loaded = load_adapter(zoo.adaptable(1, tie_word_embeddings=tied), tmp_path)
+    rows = torch.arange(3, tokens)[None]
+    with torch.no_grad():
+        assert torch.allclose(loaded(input_ids=rows).logits, model(input_ids=rows).logits, atol=1e-6)
+    assert loaded.config.vocab_size == tokens and f"from 61 to {tokens} tokens" in caplog.text
+
+
+def test_a_vocabulary_whose_embeddings_are_not_in_the_file_is_refused(tmp_path):
+    other = zoo.adaptable(1)
+    other.resize_token_embeddings(64)
+    model = get_peft_model(other, LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
+    model.save_pretrained(tmp_path, save_embedding_layers=False)
+    with pytest.raises(BadModel, match=r"64 tokens, the base has 61.*save_embedding_layers=True"):
+        load_adapter(zoo.adaptable(1), tmp_path)
+
+
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig, PromptEncoderConfig])
+def test_trained_prompts_are_refused_by_their_type(tmp_path, kind, merge):
+    get_peft_model(zoo.adaptable(1), kind(num_virtual_tokens=2, task_type="CAUSAL_LM")).save_pretrained(tmp_path)
+    with pytest.raises(BadModel, match=r"of the type (PROMPT|PREFIX|P)_TUNING\."):
+        load_adapter(zoo.adaptable(1), tmp_path, merge=merge)
+
+
+@pytest.mark.parametrize("name", ["name", "checkpoint-7", "deep/name"])
+def test_an_adapter_in_a_folder_below_is_named(saved, tmp_path, name):
+    (tmp_path / "run" / name).parent.mkdir(parents=True)
+    (saved[0] / "ranks").rename(tmp_path / "run" / name)
+    with pytest.raises(NotFound, match=f"Point to .*run/{name}"):
+        load_adapter(zoo.adaptable(), tmp_path / "run")
+
+
+def test_an_adapter_of_another_base_of_the_same_shapes_is_said(saved, caplog):
+    place = saved[0] / "ranks"
+    record = json.loads((place / "adapter_config.json").read_text())
+    for named, base, said in (
+        ("org/Model-1B", "/models/model-1b/", False),
+        ("/cache/models--org--model-1b/snapshots/0123", "model-1b", False),
+        ("org/model-1b", "", False),
+        ("org/model-1b-instruct", "/models/model-1b", True),
+    ):
+        caplog.clear()
+        (place / "adapter_config.json").write_text(json.dumps({**record, "base_model_name_or_path": named, "revision": "x"}))
+        model = zoo.adaptable()
+        model.config._name_or_path = base
+        load_adapter(model, place)
+        assert ("was trained on" in caplog.text) is said, (named, base)
+
+
+@pytest.mark.filterwarnings("ignore:Unexpected keyword arguments")
+def test_a_file_of_another_tool_is_read_or_what_it_lacks_is_said(saved):
+    folder, expected = saved
+    place = folder / "ranks"
+    record = json.loads((place / "adapter_config.json").read_text())
+    record |= {"unsloth_fixed": True, "auto_mapping": {"parent_library": "x"}}
+    (place / "adapter_config.json").write_text(json.dumps(record))
+    tensors = load_file(place / "adapter_model.safetensors")
+    save_file({n: t.float() for n, t in tensors.items()}, place / "adapter_model.safetensors")
+    with torch.no_grad():
+        assert torch.allclose(
+            load_adapter(zoo.adaptable().double(), place)(input_ids=ids()).logits, expected["ranks"], atol=1e-4
+        )
+    save_file(dict(list(tensors.items())[1:]), place / "adapter_model.safetensors")
+    with pytest.raises(BadModel, match="missing adapter keys"):
+        load_adapter(zoo.adaptable(), place)
+
+
+@pytest.mark.parametrize("name", ["bert-classifier", "causal"])
+def test_a_head_with_other_labels_is_said_as_such(tmp_path, name):
+    config = LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")
+    get_peft_model(zoo.classifier(1, num_labels=3), config).save_pretrained(tmp_path)
+    model = zoo.classifier(1) if name == "bert-classifier" else zoo.tiny("bert")
+    with pytest.raises(BadModel, match=r"head for 3 labels, .*num_labels=3"):
+        load_adapter(model, tmp_path)
+
+
+def test_a_pruned_base_is_said_before_it_is_trained_on(caplog, tokenizer):
+    model = zoo.adaptable(1)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight[:, ::2] = 0
+    rows = TextRows(None, tokenizer)
+    started(model, zoo.linears(model, lambda n: 2 if "q_proj" in n else 0), Protocol(), rows, None)
+    assert "50 % of the base's weights that get adapters are zeros" in caplog.text
 
 
 def test_perplexity_with_an_adapter(tmp_path, capsys):

@@ -34,3 +34,13 @@ def test_the_lines_that_load_a_checkpoint_run(tmp_path, monkeypatch):
     found = {}
     exec(loading(type(model).__name__), found)
     assert type(found["model"]) is type(model)
+
+
+def test_an_adapter_for_labels_is_loaded_with_their_number_and_names(tmp_path, monkeypatch):
+    """The base was loaded with its own number of labels, and the block of the card ended in a size mismatch."""
+    monkeypatch.chdir(tmp_path)
+    zoo.tiny("bert-classifier", num_labels=2).save_pretrained(".")
+    found = {}
+    exec(loading("BertForSequenceClassification", labels=("bad", "it's", "good")), found)
+    assert found["model"].config.id2label == {0: "bad", 1: "it's", 2: "good"} and found["model"].num_labels == 3
+    assert "label" not in loading("LlamaForCausalLM", labels=("yes", "no"))

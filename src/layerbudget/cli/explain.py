@@ -146,14 +146,15 @@ def _show_ranks(a: argparse.Namespace, scores: Any, found: RankTable) -> None:
     """Show what every mean rank is expected to bring, beside uniform, and say what is recommended."""
     from ..plans.verdict import share_of_uniform
 
-    head = ("mean rank", "parameters", "per token", "gain, nats", "without noise", "uniform has", "largest rank")
+    most = max(r["gain"] for r in found.rows) or 1.0  # its nats are those of steps without a limit: shares are what they say
+    head = ("mean rank", "parameters", "per token", "gain", "without noise", "uniform has", "largest rank")
     rows = [
         (
             str(r["rank"]),
             r["parameters"],
             f"{r['parameters_per_token']:.2f}",
-            f"{r['gain']:.4g}",
-            f"{r['gain'] - r['floor']:.4g}" if "floor" in r else "-",
+            f"{r['gain'] / most:.1%}",
+            f"{(r['gain'] - r['floor']) / most:.1%}" if "floor" in r else "-",
             "-" if r["uniform_share"] is None else share_of_uniform(r["uniform_share"]),
             f"{r['largest']}{' (all measured)' if r['at_measured'] else ''}",
         )

@@ -269,7 +269,7 @@ def _tool_of(plan: Plan) -> str:
 def _say_what_follows(a: argparse.Namespace, plan: Plan, found: RankTable | None = None) -> str | None:
     """Say and return the command that follows: what is done with a plan of this kind, or the plan that is advised in its place.
 
-    ``found`` says which mean rank the data asks for: another one than that of the plan is explained first.
+    ``found`` says whether the scored rows tell ranks apart; where uniform is advised it has the size that was asked for.
     """
     from ..plans.verdict import advises_uniform
 
@@ -284,9 +284,6 @@ def _say_what_follows(a: argparse.Namespace, plan: Plan, found: RankTable | None
     if found is not None and found.few_rows:
         return say_rank(a, plan, to_jsonable(found), a.out, a.source)
     if plan.kind == "ranks" and advises_uniform(plan):
-        if found is not None and a.mean_rank is not None and found.rank != a.mean_rank:
-            say(a, f"For this data mean rank {found.rank} is recommended; the next command says why.")
-            return say_next(a, "explain", "plan", a.out, "--scores", a.source)
         size = ("--budget", a.budget) if a.mean_rank is None else ("--mean-rank", f"{a.mean_rank:g}")
         return say_next(a, "plan", "ranks", a.source, "--rule", "uniform", *size, "-o", "uniform.json")
     model = str(getattr(a, "model", None) or plan.model.get("id") or "MODEL")

@@ -9,11 +9,14 @@ let it reach exactly that subspace, and the model starts unchanged. EVA (Paische
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,6 +31,7 @@ from ..models.loading import class_for, find_checkpoint, foreign, held_dtype, qu
 from ..plan import Plan
 from ..sensitivity.adapter_space import accumulated_gradients
 from ..storage import reading
+from .merging import REMEDY, merge_adapter, sparse, zeros_of
 from .protocol import DEVICES, Protocol
 from .rows import Rows, TextRows, is_causal
 from .training import shares_weights
@@ -37,6 +41,8 @@ logger = logging.getLogger(__name__)
 Loader = Callable[[int], nn.Module]
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 START_SAMPLES = 128
+_CONFIG = "adapter_config.json"
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +158,7 @@ def started(plain: nn.Module, plan: Plan, protocol: Protocol, rows: Rows | TextR
     The gradient is that of the mean loss over at most ``START_SAMPLES`` training rows, a fixed random sample.
     """
     protocol.check(plan.kind, causal=rows.causal)
+    _say_zeros(plain, plan)
     if protocol.start == "default":
         return adapt(plain, plan, protocol)
     if not rows.causal:
@@ -165,6 +172,33 @@ def started(plain: nn.Module, plan: Plan, protocol: Protocol, rows: Rows | TextR
     model = adapt(plain, plan, protocol)
     initialise_from_gradients(model, gradients, norm=1.0)
     return model
+
+
+def _say_zeros(plain: nn.Module, plan: Plan) -> None:
+    """Say of a pruned base, before it is trained on, what becomes of its zeros."""
+    if plan.kind != "ranks":
+        return
+    modules = dict(plain.named_modules())
+    weights = [
+        cast(Tensor, w)
+        for b in fit_names(plan, plain).blocks
+        if b.count
+        for m in b.modules
+        if (w := _weight(modules, m)) is not None
+    ]
+    zeros, total = sum(map(zeros_of, weights)), sum(w.numel() for w in weights)
+    if sparse(zeros, total):
+        logger.warning(
+            "%.3g %% of the base's weights that get adapters are zeros. They stay while the adapter is beside the base; "
+            "merging it into the weights fills them.",
+            100 * zeros / total,
+        )
+
+
+def _weight(modules: Mapping[str, nn.Module], name: str) -> Any:
+    """The weight of a module, or a stack of experts of that name."""
+    parent, _, last = name.rpartition(".")
+    return getattr(modules[name], "weight", None) if name in modules else getattr(modules.get(parent), last, None)
 
 
 def initialise_from_gradients(
@@ -188,39 +222,159 @@ def initialise_from_gradients(
 def load_adapter(model: nn.Module, folder: Path | str, *, merge: bool = False) -> Any:
     """Return the model with a saved adapter, in evaluation mode; every tensor of the file is in it.
 
-    ``PeftModel.from_pretrained`` only warns where tensors find no place. The folder is what ``save_pretrained`` wrote
-    (``seed-0/adapter`` of a fine-tuning). ``merge`` adds the update to the base's weights and returns the plain model (ranks).
+    The folder is what ``save_pretrained`` of PEFT wrote, here (``seed-0/adapter`` of a fine-tuning) or by another tool. Where
+    the adapter was trained with a larger or smaller vocabulary and its file has the embeddings, the model's are resized.
+    ``merge`` adds the update to the base's weights and returns the plain model, see
+    :func:`~layerbudget.finetuning.merging.merge_adapter`.
 
     Raises:
         NotFound: No adapter is there.
-        BadModel: It does not fit this model, or a mixture should be merged.
+        BadModel: It does not fit this model, is of a type that has no place in a model, or cannot be merged.
     """
-    from peft import PeftModel, get_peft_model_state_dict
-    from safetensors.torch import load_file
+    from peft import PeftModel
 
     from ..decisions.experts import method  # noqa: F401  (registers the mixture with PEFT)
 
     folder = Path(folder)
-    if not (folder / "adapter_config.json").is_file():
-        inside = sorted(str(p.parent) for p in folder.glob("*/adapter/adapter_config.json"))
-        raise NotFound(
-            f"{folder} holds no adapter_config.json.",
-            "An adapter is a folder that save_pretrained wrote.",
-            f"Point to {inside[0]}." if inside else "Check the path.",
-        )
-    kind = reading.read(folder / "adapter_config.json", "adapter", limit=1 << 26, as_type=dict[str, Any]).get("peft_type")
+    config, saved = saved_adapter(folder)
+    kind, base = str(config.get("peft_type")), config.get("base_model_name_or_path")
     if merge and kind == "LORA_EXPERTS":
-        raise BadModel("A mixture of experts cannot be merged.", "Its update depends on the token.", "Keep it as an adapter.")
-    remedy = "Give the base model that it was trained on."
-    with foreign(f"The adapter {folder} does not fit this model", "", remedy), patterns_of_stacks():
-        adapted: Any = PeftModel.from_pretrained(model, str(folder))  # type: ignore[arg-type]
-        saved = load_file(folder / "adapter_model.safetensors")
+        raise BadModel("A mixture of experts cannot be merged.", "Its update depends on the token.", REMEDY)
+    _check_head(model, config, saved)
+    if differs := _another_base(model, base):
+        logger.warning(
+            "The adapter was trained on %s, and this base is %s: nothing in its file shows whether they are equal.", *differs
+        )
+    fit_vocabulary(model, saved)
+    remedy = f"Give the base model that it was trained on{f' ({base})' if base else ''}."
+    with foreign(f"The adapter {folder} does not fit this model", "", remedy), _whole_reason(), patterns_of_stacks():
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        place = str(next(model.parameters()).device)
+        adapted: Any = PeftModel.from_pretrained(model, str(folder), torch_device=place)  # type: ignore[arg-type]
+        report = adapted.load_adapter(str(folder), "default", torch_device=place)  # the same again: PEFT drops its report
         with torch.inference_mode():  # options that PEFT does not check fail in the first forward
-            adapted.eval()(input_ids=torch.tensor([[0, 1]], device=next(model.parameters()).device))
-    embeddings = any("embed" in name or "lm_head" in name for name in saved)  # left to itself, PEFT asks the hub about them
-    present = get_peft_model_state_dict(adapted, save_embedding_layers=embeddings)
-    lost = [k for k, v in saved.items() if k not in present or not torch.equal(present[k].cpu(), v.to(present[k].dtype))]
+            adapted.eval()(input_ids=torch.tensor([[0, 1]], device=place))
+    lost = [name for name in report.unexpected_keys if not _twice(name, saved)]
     if lost:
         what = f"{len(lost)} of the {len(saved)} tensors of {folder} have no place in this model, first {lost[0]}."
         raise BadModel(what, "", remedy)
-    return (adapted.merge_and_unload() if merge else adapted).eval()
+    return merge_adapter(adapted) if merge else adapted.eval()
+
+
+# What stands in a saved adapter, read before PEFT does.
+
+
+def saved_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the configuration and the tensors of a saved adapter; errors as of :func:`load_adapter`."""
+    from peft import PeftConfig, PromptLearningConfig, load_peft_weights
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    if not (folder / _CONFIG).is_file():
+        inside = sorted({str(p.parent) for depth in ("*", "*/*") for p in folder.glob(f"{depth}/{_CONFIG}")})
+        remedy = f"Point to {' or '.join(inside[:4])}." if inside else "Check the path; download an adapter of the hub first."
+        raise NotFound(f"{folder} holds no {_CONFIG}.", "An adapter is a folder that save_pretrained wrote.", remedy)
+    config: dict[str, Any] = reading.read(folder / _CONFIG, "adapter", limit=1 << 26, as_type=dict[str, Any])
+    kind = str(config.get("peft_type"))
+    if issubclass(PEFT_TYPE_TO_CONFIG_MAPPING.get(cast(Any, kind), PeftConfig), PromptLearningConfig):
+        raise BadModel(
+            f"{folder} holds an adapter of the type {kind}.",
+            "It trains tokens before the text, not weights: LoRA and other types that change weights are read.",
+            "Load it by PeftModel.from_pretrained.",
+        )
+    if not any((folder / name).is_file() for name in _WEIGHTS):
+        raise NotFound(f"{folder} holds neither {' nor '.join(_WEIGHTS)}.", "", "Save the adapter again by save_pretrained.")
+    with foreign(f"The weights of the adapter {folder} cannot be read", "", "Save them again by save_pretrained."):
+        return config, load_peft_weights(str(folder), device="cpu")
+
+
+def _twice(name: str, saved: Mapping[str, Tensor]) -> bool:
+    """Whether PEFT saved a trained embedding under two names, as it does where both were asked for."""
+    tensor, other = saved.get(name), saved.get(name.replace(".modules_to_save.", ".").replace(".original_module.", "."))
+    return tensor is not None and other is not None and tensor is not other and torch.equal(tensor, other)
+
+
+@contextlib.contextmanager
+def _whole_reason() -> Iterator[None]:
+    """Inside, an error of several lines says its first reason: torch puts it behind a line without one."""
+    try:
+        yield
+    except RuntimeError as error:
+        lines = str(error).splitlines()
+        raise (RuntimeError(lines[1].strip()) if len(lines) > 1 else error) from error
+
+
+def _another_base(model: Any, base: Any) -> tuple[str, str] | None:
+    """The names of the base of an adapter and of a model, where both are known and are not the same."""
+    names = [str(base or ""), str(getattr(model.config, "_name_or_path", "") or "")]
+    short = [_short(name) for name in names]
+    return (names[0], names[1]) if all(short) and short[0] != short[1] else None
+
+
+def _short(name: str) -> str:
+    """The last part of a model's name, also where that is the hub's folder of downloads."""
+    parts = name.replace("--", "/").removesuffix("/").split("/")
+    return (parts[-3] if len(parts) > 2 and parts[-2] == "snapshots" else parts[-1]).casefold()
+
+
+def _plain(name: str) -> str:
+    """The module of a saved tensor, as the plain model has it."""
+    name = name.removeprefix("base_model.model.").rpartition(".")[0]
+    return re.sub(r"[.](base_layer|lora_[AB]|modules_to_save|original_module|token_adapter)$", "", name)
+
+
+def _check_head(model: Any, config: Mapping[str, Any], saved: Mapping[str, Tensor]) -> None:
+    """Refuse an adapter whose head for labels is another one than the model's, or that the model lacks."""
+    if config.get("task_type") not in ("SEQ_CLS", "TOKEN_CLS"):
+        return
+    modules: dict[str, Any] = dict(model.named_modules())
+    heads = {_plain(n): t.shape[0] for n, t in saved.items() if n.endswith(".weight") and "lora_" not in n}
+    head = next((n for n in heads if n.rpartition(".")[0] == "" or n.endswith(("out_proj", "score", "classifier"))), None)
+    if head is None:
+        return
+    labels, outputs = heads[head], getattr(modules.get(head), "out_features", None)
+    if outputs != labels and getattr(model.config, "num_labels", None) != labels or head not in modules:
+        kind = "TokenClassification" if config["task_type"] == "TOKEN_CLS" else "SequenceClassification"
+        has = f"this model's has {outputs}" if head in modules else f"a {type(model).__name__} has none"
+        raise BadModel(
+            f"The adapter has a head for {labels} labels, and {has}.",
+            "",
+            f"Load the base by transformers.AutoModelFor{kind}.from_pretrained(BASE, num_labels={labels}).",
+        )
+
+
+def fit_vocabulary(model: Any, saved: Mapping[str, Tensor]) -> None:
+    """Resize the embeddings of a model to those in the file of an adapter that was trained with another vocabulary.
+
+    Raises:
+        BadModel: The file has another number of tokens, and not all embeddings.
+    """
+    sides = {id(m): m for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None}
+    names = {n: m for n, m in model.named_modules() if id(m) in sides}
+    rows: dict[str, int] = {}
+    whole = set()
+    for key, tensor in saved.items():
+        module = next((m for m in names if m in (_plain(key), _plain(f"{key}.x"))), None)
+        if module is None or tensor.ndim != 2:
+            continue
+        if key.endswith("lora_embedding_A"):
+            rows[key] = tensor.shape[1]
+        elif key.endswith(".lora_B.weight"):
+            rows[key] = tensor.shape[0]
+        elif key.endswith(".weight") and "lora_" not in key:
+            rows[key] = tensor.shape[0]
+            whole.add(module)
+    have = model.get_input_embeddings().weight.shape[0]
+    sizes = set(rows.values()) - {have}
+    if not sizes:
+        return
+    tied = len({id(m.weight) for m in names.values()}) == 1
+    if len(sizes) > 1 or not (whole if tied else whole == set(names)):
+        raise BadModel(
+            f"The adapter was trained with a vocabulary of {max(sizes):,} tokens, the base has {have:,}, and the file of the "
+            "adapter does not have all their embeddings.",
+            "",
+            "Save it again with save_pretrained(folder, save_embedding_layers=True), or give a base with these tokens.",
+        )
+    size = sizes.pop()
+    model.resize_token_embeddings(size)
+    logger.warning("The vocabulary is resized from %s to %s tokens, those of the adapter.", f"{have:,}", f"{size:,}")

@@ -232,7 +232,7 @@ def adapter_card(plan: Plan, task: Task | Texts, record: Mapping[str, Any], arch
     rows |= {
         f"held-out {name} ({split})": f"{value:.4f}" for split, own in record["metrics"].items() for name, value in own.items()
     }
-    load = loading(architecture).replace("'.'", repr(hub_name(plan) or "BASE"))
+    load = loading(architecture, labels=getattr(task, "labels", ())).replace("'.'", repr(hub_name(plan) or "BASE"))
     ranks = f"{load}\nfrom peft import PeftModel\nmodel = PeftModel.from_pretrained(model, '.')"
     use = ranks if plan.kind == "ranks" else "layerbudget evaluate BASE --adapter ."
     what = "left as they are, with an adapter beside them whose size differs from matrix to matrix."

@@ -16,11 +16,14 @@ TASKS = {
     "LMHeadModel": "text-generation",
     "ForMaskedLM": "fill-mask",
     "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
 }
 
 
-def loading(architecture: str, *, alike: bool = True) -> str:
+def loading(architecture: str, *, alike: bool = True, labels: Sequence[str] = ()) -> str:
     """Lines of Python that load a checkpoint of a class, whose layers have as many experts or are not ``alike`` in that.
+
+    With ``labels`` a class of a head for labels gets a new head with their number and names.
 
     >>> loading("LlamaForCausalLM").splitlines()[0]
     'from transformers import AutoModelForCausalLM'
@@ -28,7 +31,11 @@ def loading(architecture: str, *, alike: bool = True) -> str:
     if not alike:
         return "import layerbudget as lb\nmodel = lb.load_model('.')"
     ending = next((ending for ending in TASKS if architecture.endswith(ending)), "")
-    return LOAD.format(auto=f"AutoModel{'ForCausalLM' if ending == 'LMHeadModel' else ending}")
+    load = LOAD.format(auto=f"AutoModel{'ForCausalLM' if ending == 'LMHeadModel' else ending}")
+    if not labels or not ending.endswith("Classification"):
+        return load
+    options = f"num_labels={len(labels)}, ignore_mismatched_sizes=True, id2label={dict(enumerate(map(str, labels)))}"
+    return load.replace("'.')", f"'.', {options})")
 
 
 def hub_name(plan: Plan) -> str | None:

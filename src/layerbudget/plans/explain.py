@@ -219,7 +219,7 @@ def _on_decision(plan: Plan) -> list[str]:
             "spent."
         )
     share = e.get("uniform_share")
-    if share is not None:
+    if share is not None and "scored_rows" not in e:  # of few rows the verdict says it all
         told, noise = beside_uniform(share, e.get("noise_share")), e.get("noise_share")
         said += [f"{told[0].upper()}{told[1:]}."]
         said += [of_noise(noise)] if noise is not None and noise <= MOSTLY_NOISE else []

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..decisions.ranks.plan import TAKE_UNIFORM, increments_of, plan_ranks
+from ..decisions.ranks.plan import FEW, TAKE_UNIFORM, increments_of, plan_ranks
 from ..errors import InfeasibleBudget, InvalidInput
 from ..plan import Plan
 from ..planning.costs import rank_parameters
@@ -16,7 +16,6 @@ from .verdict import MOSTLY_NOISE, beside_uniform
 
 _ENOUGH = 0.05  # of the gain without its noise: what the next row must add
 _FAR = 10.0  # parameters per completion token from which on they are far more than one
-_FEW = 64  # scored rows below which gains by rank are those of these rows
 _TERMS = ("min_rank", "max_rank", "multiple", "fixed", "damping")  # of a plan by-rank
 
 
@@ -25,7 +24,7 @@ class RankTable(Result):
     """Rows by mean rank: parameters, their number per token, gain of the plan, its noise floor, uniform's share of the gain.
 
     ``at_measured`` of a row counts the blocks that have all ranks whose gains were measured; ``left_out`` says why mean ranks
-    have no row. With ``few_rows`` the scored rows do not tell ranks apart, and the smallest rank is recommended.
+    have no row. With ``few_rows`` the scored rows do not tell ranks apart, and a uniform rank is recommended.
     """
 
     tokens: int
@@ -86,22 +85,25 @@ def rank_table(
     if not rows:
         what = f"No mean rank of {', '.join(map(str, ranks))} can be planned: {next(iter(left_out.values()))}"
         raise InvalidInput(what, "", "Score with --set largest=64, or allow other ranks.")
-    scored = scores.data.get("samples", _FEW)
-    few = scored < _FEW and rows[0]["parameters"] > tokens
-    told = _smallest(rows[0], scored, tokens) if few else _recommended(rows, tokens)
+    scored = scores.data.get("samples", FEW)
+    few = scored < FEW
+    covers = next((row for row in rows if row["parameters"] >= tokens), rows[-1])
+    told = _smallest(covers, scored, tokens) if few else _recommended(rows, tokens)
     return RankTable(tokens=tokens, rows=rows, left_out=left_out, few_rows=few, **told)
 
 
 def _smallest(row: Mapping[str, Any], scored: int, tokens: int) -> dict[str, Any]:
-    """The smallest rank, where a few rows have fewer tokens than it has parameters: larger ones fit these rows alone."""
+    """The smallest rank with a parameter for every token, everywhere: gains of a few rows are of these rows alone."""
     each = f"its {row['parameters']:,} parameters are {_number(row['parameters'] / tokens)} per completion token"
     told = f"Use uniform rank {row['rank']}: {scored} scored rows do not tell ranks apart, and {each}."
-    more = f"The gains are those of these rows alone; score {_FEW} rows or more before a larger rank, or ranks that differ."
+    more = f"Fewer than {FEW} rows were scored; score more before a larger rank, or ranks that differ."
     return {"rank": int(row["rank"]), "uniform": True, "recommendation": f"{told} {more}"}
 
 
 def _recommended(rows: Sequence[Mapping[str, Any]], tokens: int) -> dict[str, Any]:
     """The smallest rank with as many parameters as tokens, or the one from which on the gain hardly grows; why, in words.
+
+    With more than ``_FAR`` parameters per token the gain does not ask for more.
 
     Gains that are noise do not decide.
     """
@@ -111,7 +113,8 @@ def _recommended(rows: Sequence[Mapping[str, Any]], tokens: int) -> dict[str, An
     grows = (i for i in range(last) if above[i + 1] - above[i] <= _ENOUGH * max(above[i], 0.0))
     noise = rows[covers].get("noise_share")
     noisy = noise is not None and noise > MOSTLY_NOISE
-    at = covers if noisy else max(covers, next(grows, last))
+    largest = max((i for i, row in enumerate(rows) if row["parameters"] <= _FAR * tokens), default=0)
+    at = covers if noisy else max(covers, min(next(grows, last), largest))
     chosen, share, noise = rows[at], rows[at]["uniform_share"], rows[at].get("noise_share")
     uniform = noisy or (share is not None and share >= TAKE_UNIFORM)
     enough = chosen["parameters"] >= tokens
@@ -124,8 +127,7 @@ def _recommended(rows: Sequence[Mapping[str, Any]], tokens: int) -> dict[str, An
     elif not noisy and last and enough:
         told += ", and the gain still grows at the end of the table"
     said = "" if share is None else beside_uniform(share, noise)
-    many = f" {by_rule_of_thumb(chosen['parameters'], tokens)}" if chosen["parameters"] > _FAR * tokens else ""
-    told = f"{told}.{said and f' {said[0].upper()}{said[1:]}.'}{many}"
+    told = f"{told}.{said and f' {said[0].upper()}{said[1:]}.'}"
     return {"rank": int(chosen["rank"]), "uniform": uniform, "recommendation": told}
 
 

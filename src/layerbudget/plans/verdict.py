@@ -11,7 +11,7 @@ from ..compressors.formats import GGUF
 from ..decisions.bits.mixes import MIXES
 from ..decisions.bits.program import PEER
 from ..decisions.fit.smaller import of_rule
-from ..decisions.ranks.plan import TAKE_UNIFORM
+from ..decisions.ranks.plan import FEW, TAKE_UNIFORM
 from ..decisions.shapes.program import layers_differ
 from ..kinds import KINDS
 from ..plan import Plan
@@ -73,7 +73,8 @@ def noise_alone(*shares: float) -> str:
 def advises_uniform(plan: Plan) -> bool:
     """Whether the words on a plan of uneven ranks end in taking uniform."""
     share, noise = plan.extra.get("uniform_share"), plan.extra.get("noise_share") or 0.0
-    return share is not None and (share >= TAKE_UNIFORM or noise > MOSTLY_NOISE) and len(set(plan.counts.tolist())) > 1
+    advised = share is not None and (share >= TAKE_UNIFORM or noise > MOSTLY_NOISE or "scored_rows" in plan.extra)
+    return advised and len(set(plan.counts.tolist())) > 1
 
 
 def of_noise(noise: float) -> str:
@@ -344,6 +345,8 @@ def _on_ranks(plan: Plan) -> str:
         return f"{told}. This is a control on shuffled scores: train it and the plan, and pair them by finetune --against."
     if share is None:
         return f"{told}. The scores do not say what uniform would gain: train both plans, and pair them by finetune --against."
+    if scored := plan.extra.get("scored_rows"):
+        return f"{told}; {scored} scored rows, fewer than {FEW}, do not tell ranks apart: take uniform, or score more rows."
     return f"{told}; {beside_uniform(share, plan.extra.get('noise_share'))}."
 
 

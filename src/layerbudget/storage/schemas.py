@@ -48,6 +48,7 @@ class Extra(TypedDict, total=False):
     rounding: _Rounding | None
     uniform_share: float | None
     noise_share: float | None
+    scored_rows: reading.Count
     at_measured: dict[str, reading.Count]
     flat_scores: float
     convexified: dict[str, float] | None

@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 import transformers
-from peft import PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from tests import zoo
 from torch import nn
 
@@ -103,6 +103,56 @@ def test_padded_ranks_are_one_and_change_nothing(policy, tmp_path):
     for again in (model, loaded):
         with torch.no_grad():
             assert torch.allclose(again(input_ids=ids()).logits, expected, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:.*save_embedding_layers")
+@pytest.mark.parametrize("change", [fold_scales, pad_ranks])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["q_proj", "embed_tokens"], "rank_pattern": {"q_proj": 5}},
+        {"target_modules": ["q_proj", "embed_tokens", "lm_head"], "use_rslora": True, "use_dora": True},
+        {"target_modules": ["q_proj", "down_proj"], "alpha_pattern": {"down_proj": 5}, "rank_pattern": {"down_proj": 2}},
+        {"target_modules": ["q_proj"], "lora_bias": True, "use_rslora": True},
+    ],
+)
+def test_embeddings_biases_and_patterns_are_folded_too(change, options, tmp_path):
+    """An embedding kept its scale while the configuration lost it; an older pattern came before those that were added."""
+
+    def make():
+        return zoo.tiny("llama", attention_bias=True).double()
+
+    model = get_peft_model(make(), LoraConfig(r=3, lora_alpha=7, **options)).double().eval()
+    zoo.perturb(model)
+    row = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        expected = model(input_ids=row).logits
+        change(model)
+        model.save_pretrained(tmp_path)
+        again = PeftModel.from_pretrained(make(), tmp_path).double().eval()
+        for found in (model, again):
+            assert torch.allclose(found(input_ids=row).logits, expected, atol=1e-10)
+    scales = {m.scaling["default"] for m in again.modules() if isinstance(getattr(m, "scaling", None), dict)}
+    assert scales == {2.0}
+
+
+@pytest.mark.parametrize("change", [fold_scales, pad_ranks])
+def test_adapters_whose_scale_cannot_move_are_refused(change):
+    def model(config, **changes):
+        return get_peft_model(zoo.tiny("llama", **changes), config)
+
+    one = model(LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(InvalidInput, match=r"no adapter 'other'.*adapters are default"):
+        change(one, adapter_name="other")
+    with pytest.raises(InvalidInput, match="is no PeftModel"):
+        change(zoo.tiny("llama"))
+    with pytest.raises(InvalidInput, match="of the type IA3"):
+        change(model(IA3Config(target_modules=["v_proj"], feedforward_modules=[])))
+    with pytest.raises(InvalidInput, match="ALoraLinear"):
+        change(model(LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[5], task_type="CAUSAL_LM")))
+    shared = LoraConfig(target_modules=["embed_tokens"], ensure_weight_tying=True)
+    with pytest.raises(InvalidInput, match="share the tensors"):
+        change(model(shared, tie_word_embeddings=True))
 
 
 def test_llama_cpp_applies_padded_ranks_as_peft_does(tmp_path):

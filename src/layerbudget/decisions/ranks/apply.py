@@ -49,7 +49,7 @@ def to_lora_config(
         alpha_policy: ``constant-ratio``, ``constant-alpha`` or ``rslora`` (see the module's text).
         ratio: Scale of a module of mean rank; of every module under ``constant-ratio``.
         dropout: LoRA dropout.
-        options: Passed on to ``LoraConfig`` (``task_type``, ``modules_to_save``, ``init_lora_weights``, ...).
+        options: Passed on to ``LoraConfig`` (``task_type``, by default ``CAUSAL_LM``, ``modules_to_save``, ...).
 
     Returns:
         The configuration. ``r`` is the largest rank, so that a server which reads it alone reserves enough.
@@ -73,6 +73,7 @@ def to_lora_config(
     common = ratio * (math.sqrt(mean) if alpha_policy == "rslora" else mean)
     scale = (lambda r: ratio * r) if alpha_policy == "constant-ratio" else (lambda r: common)
     settings = {
+        "task_type": "CAUSAL_LM",
         "r": largest,
         "lora_alpha": scale(largest),
         "lora_dropout": dropout,
@@ -94,7 +95,7 @@ def add_ranks(
         adapter_name: Name of the adapter in PEFT.
         config: A configuration of one's own; by default :func:`to_lora_config` makes it from ``options``.
         validate: Refuse a model whose content digest is not the plan's.
-        options: Passed to :func:`to_lora_config`.
+        options: Passed to :func:`to_lora_config`; a model that does not generate has no ``task_type`` by default.
 
     Raises:
         ModelMismatch: The plan was made for another model.
@@ -103,6 +104,8 @@ def add_ranks(
     """
     ranks = counts_by_module(plan, "ranks")
     check_modules(model, plan, ranks, validate=validate)
+    if not hasattr(model, "prepare_inputs_for_generation"):
+        options = {"task_type": None, **options}
     return attach(model, config or to_lora_config(plan, **options), ranks, adapted_ranks, "rank", adapter_name)
 
 
@@ -133,13 +136,12 @@ def fold_scales(model: nn.Module, ratio: float = 2.0, adapter_name: str = "defau
     rank for all modules applies correctly.
 
     Raises:
-        InvalidInput: A ratio that is not positive.
+        InvalidInput: A ratio that is not positive, no LoRA adapter of that name, or a variant whose update is no product.
     """
-    _check_ratio(ratio)
-    config = adapter_config(model, adapter_name)
-    for name, module in lora_layers(model, adapter_name).items():
+    config, layers = _foldable(model, ratio, adapter_name)
+    for module in layers.values():
         _scale(module, ratio, ratio * module.r[adapter_name], adapter_name)
-        config.alpha_pattern[pattern(name)] = ratio * module.r[adapter_name]
+    config.alpha_pattern = {pattern(name): ratio * module.r[adapter_name] for name, module in layers.items()}
     config.use_rslora, config.lora_alpha = False, ratio * config.r
 
 
@@ -154,34 +156,77 @@ def pad_ranks(model: nn.Module, ratio: float = 2.0, adapter_name: str = "default
         The rank that every module has now.
 
     Raises:
-        InvalidInput: A ratio that is not positive.
+        InvalidInput: A ratio that is not positive, no LoRA adapter of that name, or a variant whose update is no product.
     """
-    _check_ratio(ratio)
-    config, layers = adapter_config(model, adapter_name), lora_layers(model, adapter_name)
+    config, layers = _foldable(model, ratio, adapter_name)
     rank = max(module.r[adapter_name] for module in layers.values())
     for module in layers.values():
         _scale(module, ratio, ratio * rank, adapter_name)
-        missing = rank - module.r[adapter_name]
-        a, b, copies = module.lora_A[adapter_name], module.lora_B[adapter_name], _copies(module)
-        rows, columns = a.weight.detach().unflatten(0, (copies, -1)), b.weight.detach().unflatten(1, (-1, copies))
-        a.weight = nn.Parameter(nn.functional.pad(rows, (0, 0, 0, missing)).flatten(0, 1), a.weight.requires_grad)
-        b.weight = nn.Parameter(nn.functional.pad(columns, (0, 0, 0, missing)).flatten(1, 2), b.weight.requires_grad)
-        a.out_features = b.in_features = rank * copies
+        missing, copies = rank - module.r[adapter_name], _copies(module)
+        a, b = _factors(module, adapter_name)
+        rows, columns = a.detach().unflatten(0, (copies, -1)), b.detach().unflatten(1, (-1, copies))
+        a.data = nn.functional.pad(rows, (0, 0, 0, missing)).flatten(0, 1)
+        b.data = nn.functional.pad(columns, (0, 0, 0, missing)).flatten(1, 2)
+        a.grad = b.grad = None
+        if adapter_name in module.lora_A:
+            module.lora_A[adapter_name].out_features = module.lora_B[adapter_name].in_features = rank * copies
         module.r[adapter_name] = rank
     config.use_rslora, config.r, config.lora_alpha = False, rank, ratio * rank
     config.rank_pattern, config.alpha_pattern = {}, {}
     return rank
 
 
-def _check_ratio(ratio: float) -> None:
+def _foldable(model: nn.Module, ratio: float, adapter_name: str) -> tuple[Any, dict[str, Any]]:
+    """The configuration and the layers of a LoRA adapter, those of embeddings too, whose scale can move into B."""
+    from peft.tuners.lora import LoraLayer
+
     if not 0 < ratio < math.inf:
         raise InvalidInput(f"ratio is {ratio}.", "It must be positive.", "")
+    names = list(getattr(model, "peft_config", {}))
+    if adapter_name not in names:
+        there = f"Its adapters are {', '.join(names)}." if names else "It is no PeftModel."
+        raise InvalidInput(f"The model has no adapter {adapter_name!r}.", there, "Give the name of one of its adapters.")
+    config = adapter_config(model, adapter_name)
+    layers = lora_layers(model, adapter_name)
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer) and adapter_name in module.lora_embedding_A:
+            layers[base_name(name)] = module
+    if not layers:
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        raise InvalidInput(f"The adapter {adapter_name!r} is of the type {kind}.", "Ranks and scales are those of LoRA.", "")
+    for name, module in layers.items():
+        variant = module.lora_variant.get(adapter_name)
+        kind = type(module.get_base_layer()).__name__ if variant is None else type(variant).__name__.removesuffix("Variant")
+        if (variant is not None and not kind.startswith("Dora")) or _factors(module, adapter_name)[0].ndim != 2:
+            raise InvalidInput(
+                f"{name} has a {kind} adapter, whose update is more than scale times B times A.",
+                "LoRA and DoRA of matrices and embeddings can be folded and padded.",
+                "Serve this adapter as it was trained.",
+            )
+    owners = [t.data_ptr() for m in layers.values() for t in _factors(m, adapter_name)]
+    if len(set(owners)) < len(owners):
+        raise InvalidInput(
+            "Embedding and head share the tensors of their adapter (ensure_weight_tying): one scale cannot move into both.",
+            "",
+            "Merge the adapter (load_adapter with merge=True).",
+        )
+    return config, layers
+
+
+def _factors(module: Any, adapter_name: str) -> tuple[nn.Parameter, nn.Parameter]:
+    """A and B of a LoRA layer, ``(rank, d_in)`` and ``(d_out, rank)``."""
+    if adapter_name in module.lora_A:
+        return module.lora_A[adapter_name].weight, module.lora_B[adapter_name].weight
+    return module.lora_embedding_A[adapter_name], module.lora_embedding_B[adapter_name]
 
 
 def _scale(module: Any, ratio: float, alpha: float, adapter_name: str) -> None:
-    """Move what the scale of a module differs from ``ratio`` into its B."""
+    """Move what the scale of a module differs from ``ratio`` into its B, and into the bias of B where it has one."""
+    bias = getattr(module.lora_B[adapter_name], "bias", None) if adapter_name in module.lora_B else None
     with torch.no_grad():
-        module.lora_B[adapter_name].weight.mul_(module.scaling[adapter_name] / ratio)
+        for tensor in (_factors(module, adapter_name)[1], bias):
+            if tensor is not None:
+                tensor.mul_(module.scaling[adapter_name] / ratio)
     module.scaling[adapter_name], module.lora_alpha[adapter_name] = ratio, alpha
     module.use_rslora[adapter_name] = False
 

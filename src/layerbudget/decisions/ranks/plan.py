@@ -22,6 +22,7 @@ from ...storage import reading
 ALPHA_POLICIES = ("constant-ratio", "constant-alpha", "rslora")
 SERVED_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM accepts as max_lora_rank
 KEEPS = 0.95  # of the gain, under a lower cap that is named
+FEW = 64  # scored rows below which gains by rank are those of these rows alone
 TAKE_UNIFORM = 0.95  # share of the gain from which on uniform ranks are advised
 
 
@@ -129,6 +130,8 @@ def _by_rank(problem: Problem, *, damping: float | None = None) -> Decision:
     extra["smaller_reserve"] = _smaller_reserve(problem, rows, rounded) if problem.order is None else None
     if ends:
         extra["at_measured"] = ends
+    if (scored := problem.need_scores().data.get("samples", FEW)) < FEW:
+        extra["scored_rows"] = scored
     return Decision(value=rounded.counts.astype(float), counts=rounded.counts, extra=extra)
 
 
