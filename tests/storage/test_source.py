@@ -1,4 +1,4 @@
-"""A written folder has all of its source that no decision touched: fields, files, bytes, precision, layers that are not loaded."""
+"""A written folder has all of its source that no decision touched: fields, files, bytes, precision, unloaded layers."""
 
 import json
 import shutil
@@ -29,13 +29,27 @@ THREE = {
     "original_max_position_embeddings": 64,
 }
 SIDE = {
-    "chat_template.jinja": "{{ messages }}", "preprocessor_config.json": '{"size":  3}', "added_tokens.json": '{"<x>": 95}',
-    "special_tokens_map.json": '{"bos_token":  "<s>"}', "modeling_own.py": "x = 1\n", "words/list.txt": "one\n", "LICENSE": "free",
-}  # fmt: skip
+    "chat_template.jinja": "{{ messages }}",
+    "preprocessor_config.json": '{"size":  3}',
+    "added_tokens.json": '{"<x>": 95}',
+    "special_tokens_map.json": '{"bos_token":  "<s>"}',
+    "modeling_own.py": "x = 1\n",
+    "words/list.txt": "one\n",
+    "LICENSE": "free",
+}
 NEVER = {
-    "pytorch_model.bin": "x", "consolidated.00.pth": "x", "quantize_config.json": "{}", "hf_quant_config.json": "{}", "plan.json": "{}",
-    "onnx/model.onnx": "x", ".cache/x": "x", "optimizer.pt": "x", "tf_model.h5": "x", "params.json": "{}", "README.md": "theirs",
-}  # fmt: skip
+    "pytorch_model.bin": "x",
+    "consolidated.00.pth": "x",
+    "quantize_config.json": "{}",
+    "hf_quant_config.json": "{}",
+    "plan.json": "{}",
+    "onnx/model.onnx": "x",
+    ".cache/x": "x",
+    "optimizer.pt": "x",
+    "tf_model.h5": "x",
+    "params.json": "{}",
+    "README.md": "theirs",
+}
 WIDE = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 96}
 CHANGES = {"llama": WIDE, "qwen2": WIDE, "glm4-moe": {**WIDE, "moe_intermediate_size": 32}, "gpt2": {"vocab_size": 96}}
 MTP = "num_nextn_predict_layers"
@@ -110,9 +124,17 @@ OTHERWISE = {  # fields that a verb is asked to change
 }
 REFITTED = (by_shapes, by_uneven_shapes)  # in the precision that the model was loaded in
 CASES = [
-    (by_sparsity, "llama"), (by_sparsity, "glm4-moe"), (by_sparsity, "gpt2"), (by_bits, "llama"), (by_bits, "glm4-moe"),
-    (by_experts, "glm4-moe"), (by_shapes, "llama"), (by_shapes, "qwen2"), (by_uneven_shapes, "llama"), (by_uneven_shapes, "qwen2"),
-]  # fmt: skip
+    (by_sparsity, "llama"),
+    (by_sparsity, "glm4-moe"),
+    (by_sparsity, "gpt2"),
+    (by_bits, "llama"),
+    (by_bits, "glm4-moe"),
+    (by_experts, "glm4-moe"),
+    (by_shapes, "llama"),
+    (by_shapes, "qwen2"),
+    (by_uneven_shapes, "llama"),
+    (by_uneven_shapes, "qwen2"),
+]
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32"])

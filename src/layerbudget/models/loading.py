@@ -69,7 +69,7 @@ def check_id(name: str, kind: str, *, file: str | None = None, revision: str | N
 
 
 def check_adapter(name: str | Path) -> None:
-    """Refuse a local folder that holds an adapter, alone or beside a model: transformers puts it on whatever it loads there."""
+    """Refuse a local folder that holds an adapter, alone or beside a model: transformers puts it on what it loads there."""
     file = Path(name).expanduser() / "adapter_config.json"
     if not file.is_file():
         return
@@ -81,7 +81,7 @@ def check_adapter(name: str | Path) -> None:
         raise BadModel(
             f"{name} holds the weights of a model and an adapter of {base} beside them.",
             "transformers would add the adapter to these weights, which may hold it already.",
-            "If it was merged into them, move adapter_config.json and adapter_model.safetensors to another folder. If not, move "
+            "If it was merged into them, move adapter_config.json and adapter_model.safetensors elsewhere. If not, move "
             "the adapter too, and give its folder with --adapter.",
         )
     raise BadModel(

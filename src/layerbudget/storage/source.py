@@ -1,7 +1,7 @@
 """What a written model folder owes to the checkpoint that it came from: all that no decision touched.
 
-:func:`complete` makes a folder that transformers wrote like its source again: fields of ``config.json`` under the names that the
-source has for them, the tokenizer's files and all others beside the weights, the precision of tensors whose values are those of
+:func:`complete` makes a folder that transformers wrote like its source again: fields of ``config.json`` under the names that it
+has for them, the tokenizer's files and all others beside the weights, the precision of tensors whose values are those of
 the source, and tensors that transformers does not load.
 """
 
@@ -38,10 +38,8 @@ _WEIGHTS = (
 )
 _STALE = ("adapter_config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json", "params.json")
 # What this package writes beside a model: a folder that was written from another has its own.
-_OURS = (
-    "manifest.json", "plan.json", "receipt.json", "README.md", "tensor-types.txt", "autoround-layer_config.json", "cache.json",
-    "cache.txt", "experts.json", "shapes.json",
-)  # fmt: skip
+_OURS = ("manifest.json", "plan.json", "receipt.json", "README.md", "tensor-types.txt", "autoround-layer_config.json")
+_OURS += ("cache.json", "cache.txt", "experts.json", "shapes.json")
 # What turns images, sound and templates into a model's inputs, beside the tokenizer's own files.
 PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json")
 # Fields that a decision does not set, or that say how weights are stored and not which there are.
@@ -354,7 +352,7 @@ def _in_source_precision(name: str, made: Any, stored: Stored, *, halved: bool) 
     kind = stored.dtype(name)
     if kind in (None, made.dtype) or not made.is_floating_point():
         return None
-    if halved and made.ndim > 1 and made.dtype == torch.bfloat16 and kind == torch.float32 == stored.most:
+    if halved and made.dtype == torch.bfloat16 and kind == torch.float32 == stored.most:
         return None  # a checkpoint of float32 that is written in 16 bits
     tensor = stored.tensor(name)
     if tensor.shape == made.shape and torch.equal(tensor.to(made.dtype), made):
@@ -368,7 +366,7 @@ def restore_tensors(
 ) -> bool:
     """Give tensors of a folder the precision that the source has them in, and add ``more`` of its tensors.
 
-    Return whether all tensors have that precision now. Tensors in ``keep`` stay as they are; with ``halved`` so do matrices of
+    Return whether all tensors have that precision now. Tensors in ``keep`` stay as they are; with ``halved`` so do those of
     16 bits where most of the source has 32.
     """
     from safetensors import safe_open
