@@ -7,14 +7,13 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from ..decisions.bits.memory import check_positions, read_context
+from ..decisions.bits.memory import read_context
 from ..decisions.bits.program import read_bytes
 from ..records import unit_of
-from ..storage import reading
 from .display import announce, say, show_table
+from .files import refuse_long
 from .options import add, add_place, add_verb, load, refuse, split_revision
 
-_DEMO = Path(__file__).parents[1] / "demo" / "model"
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "bold red"}
 
 
@@ -42,7 +41,7 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     if a.context and not a.card:
         raise InvalidInput("--context needs a memory.", "The cache lies in it.", "Give --card '8 GiB'.")
     if a.context:
-        _refuse_long(a.model, a.context)  # at once: PyTorch and transformers take seconds to load
+        refuse_long(a.model, a.context)  # at once: PyTorch and transformers take seconds to load
     from rich.table import Table
     from rich.text import Text as Words
 
@@ -76,16 +75,6 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     return {**result, "refused": refused, "forecast": _priced(a, place, where, refused)}
 
 
-def _refuse_long(name: str, context: str) -> None:
-    """Refuse a context that a local configuration says to be too long; others are refused once they are loaded."""
-    tokens, path = read_context(context), Path(name).expanduser()
-    file = path if path.suffix == ".json" else (_DEMO if name == "demo" else path) / "config.json"
-    record = reading.read(file, "configuration", limit=1 << 26) if file.is_file() else None
-    record = record.get("text_config") or record if isinstance(record, dict) else {}
-    most = record.get("max_position_embeddings")
-    check_positions(tokens, most if isinstance(most, int) else 0)
-
-
 def _reached(a: argparse.Namespace, model: Any, data: Any) -> list[dict[str, Any]]:
     """Show what of the model every verb reaches."""
     from rich.table import Table
@@ -110,7 +99,11 @@ def _has_weights(name: str) -> bool:
     """Whether there is more than a configuration; what is no local folder is left to the loader."""
     path = Path(name).expanduser()
     endings = (".safetensors", ".bin", ".index.json", ".pt", ".gguf")
-    return not path.is_file() and (not path.is_dir() or any(f.name.endswith(endings) for f in path.iterdir()))
+    return (
+        path.suffix == ".gguf"
+        or not path.is_file()
+        and (not path.is_dir() or any(f.name.endswith(endings) for f in path.iterdir()))
+    )
 
 
 def _unloaded(a: argparse.Namespace) -> dict[str, Any]:
@@ -165,7 +158,7 @@ def _configuration(a: argparse.Namespace) -> Any:
 
     name, revision = split_revision(a.model)
     path = Path(name).expanduser()
-    where = str(path) if path.is_file() else resolve(name, revision)
+    where = str(path) if path.suffix == ".json" and path.is_file() else resolve(name, revision)
     with foreign(f"{a.model} is no configuration", "It is a transformers config.json.", "Point to a model folder."):
         return AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=False)
 

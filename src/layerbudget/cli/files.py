@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from ..decisions.bits.memory import check_positions, read_context
 from ..errors import CorruptFile, InvalidInput, NotFound
 from ..plan import Plan
 from ..records import Block
@@ -19,6 +20,7 @@ from ..sensitivity.importing import scores_with_shapes
 from ..storage import reading
 
 SMALL = 1 << 25  # bytes of a file that is read twice
+_DEMO = Path(__file__).parents[1] / "demo" / "model"
 LARGEST = 1e100  # of a measured number: squares and sums of such are still numbers
 
 
@@ -70,6 +72,16 @@ def read_curves(path: str) -> tuple[dict[str, tuple[list[float], list[float]]], 
 def read_latency(path: str) -> dict[str, float]:
     """Return seconds per unit of capacity ``{block: seconds}``."""
     return _read(path, "latencies", dict[str, float], "{block: seconds}")[0]
+
+
+def refuse_long(name: str, context: str | int) -> None:
+    """Refuse a context that a local configuration says to be too long; others are refused once they are loaded."""
+    tokens, path = read_context(context), Path(name).expanduser()
+    file = path if path.suffix == ".json" else (_DEMO if name == "demo" else path) / "config.json"
+    record = reading.read(file, "configuration", limit=1 << 26) if file.is_file() else None
+    record = record.get("text_config") or record if isinstance(record, dict) else {}
+    most = record.get("max_position_embeddings")
+    check_positions(tokens, most if isinstance(most, int) else 0)
 
 
 def check_rows(source: str | None) -> None:

@@ -15,7 +15,7 @@ from ..plan import Plan
 from ..records import check_output, rounded_up, unit_of
 from ..registry import Option
 from .display import expect, on_check, progress_bar, show_table, text_of, words_of
-from .files import need_scores
+from .files import need_scores, refuse_long
 from .measured import has_no_file, load_parted, save
 from .options import DATA, PLACE, add_data, add_set, add_verb, batch_of, check_measured, given, options_for, refuse, settings
 from .options import add as add_option
@@ -56,6 +56,8 @@ def plan(a: argparse.Namespace) -> Plan:
     """Return the plan that a command asks for, written where it names a file."""
     a.context = read_context(a.context)
     a.formats = a.formats.split(",") if a.formats else None
+    if not a.source.endswith(".json"):
+        refuse_long(a.source, a.context)  # at once: nothing is loaded before
     if a.memory is None:
         refuse(a, ("method", "save_scores", "resume"), "the cache alone")
         return _cache(a)

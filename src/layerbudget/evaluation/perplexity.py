@@ -27,7 +27,7 @@ from ..data.text import calibration
 from ..errors import BadModel, InvalidInput
 from ..execution.divergence import next_tokens, sequence_losses
 from ..execution.loss import head_of
-from ..execution.modes import inference
+from ..execution.modes import inference, overflowed
 from ..execution.processes import process_group, shard
 from ..progress import Progress, Steps
 
@@ -121,7 +121,7 @@ def perplexity(
     sums[own] = np.concatenate(losses)
     rows = group.sum(sums) / np.maximum(counts, 1)
     if not np.isfinite(rows).all():
-        raise BadModel("The model's loss is not finite on this text.", "", "Check the weights (layerbudget doctor).")
+        raise overflowed("The model's losses on this text", next(model.parameters()).dtype)
     mean = float(sums.sum() / counts.sum())
     rest = (sums - mean * counts) / counts.mean()  # of a ratio of sums; with equal windows, of a mean
     spread = float(rest.std(ddof=1) / math.sqrt(len(rest))) if len(rest) > 1 else 0.0

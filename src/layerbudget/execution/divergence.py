@@ -14,7 +14,7 @@ from ..data.calibration import CalibrationSet
 from ..models.offload import mapped
 from .inputs import InputStatistics
 from .loss import IGNORE, compared, pad_right
-from .modes import inference
+from .modes import inference, overflowed
 from .processes import process_group, shard
 from .walk import Walk
 
@@ -80,6 +80,9 @@ class Reference:
             self.walk = Walk(model, shard(self.data), batch_size=batch_size)
             self.walk.capture()
             self.final = self.walk.finals() if listen is None else listen.finals(self.walk)
+        for hidden in self.final:
+            if not bool(torch.isfinite(hidden).all()):
+                raise overflowed("The hidden states of the model", hidden.dtype)
         self.counted = (compared(model, self.walk.data) != IGNORE).to(self.walk.device).split(batch_size)
         self._clean: dict[int, torch.Tensor] = {}
 

@@ -18,6 +18,7 @@ from ..models.blocks import reader_of, transposed, weight_of
 from ..models.machine import zeros_in_file
 from ..records import Module
 from .loss import Batch
+from .modes import overflowed
 from .processes import process_group
 from .replay import StopForward
 from .sites import Site
@@ -54,7 +55,7 @@ class InputMoments:
             apart = self.kind == "gram" and x.device.type == "cpu"
             value = zeros_in_file(shape, self.folder) if apart else torch.zeros(shape, dtype=torch.float32, device=x.device)
             self.value = value
-        x = x.detach().to(torch.float32)
+        kind, x = x.dtype, x.detach().to(torch.float32)
         with torch.autocast(x.device.type, enabled=False):  # forwards may run in half precision, sums never
             if self.parity:
                 self._add_running(value, x)
@@ -64,6 +65,8 @@ class InputMoments:
                 for a in range(0, x.shape[1], PANEL):
                     b = min(a + PANEL, x.shape[1])
                     value[a:b, a:].addmm_(x[:, a:b].T, x[:, a:])
+        if not bool(torch.isfinite(value if self.kind == "diagonal" else value.diagonal()).all()):
+            raise overflowed("Inputs of a matrix", kind)
         self.rows += x.shape[0]
         self.sequences += 1
 

@@ -10,7 +10,19 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..errors import BadModel
 from ..models.blocks import pretrained
+
+
+def overflowed(what: str, dtype: torch.dtype | str) -> BadModel:
+    """Return the error of activations that are not finite in a model that computes in a precision."""
+    kind = str(dtype).removeprefix("torch.")
+    remedy = "Look for the layer where they begin, and at the sequences of the text."
+    return BadModel(
+        f"{what} are not finite in {kind}.",
+        "Measuring and pruning need finite activations.",
+        "Use float32 or bfloat16 (--dtype): the model overflows float16." if kind == "float16" else remedy,
+    )
 
 
 @contextlib.contextmanager

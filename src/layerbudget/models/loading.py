@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import logging
 import os
 import re
 import socket
@@ -19,10 +20,14 @@ from torch import nn
 from ..errors import BadModel, CorruptFile, InvalidInput, LayerbudgetError, MissingDependency, NotFound, UnknownStructure
 from ..records import Block
 from ..storage import reading
+from ..storage.checkpoint import weight_files
+from ..storage.source import told
 from .blocks import check_finite, partition, pretrained, text_config
 from .experts import EXPERTS_KEPT, uneven
 from .machine import SHARE, free_bytes
 from .offload import load_mapped, mapped
+
+logger = logging.getLogger(__name__)
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo" / "model"
 HEADS = ["classifier", "score", r".*pooler", "pre_classifier", "lm_head", "embed_out"]
@@ -63,9 +68,33 @@ def check_id(name: str, kind: str, *, file: str | None = None, revision: str | N
         ) from error
 
 
+def check_adapter(name: str | Path) -> None:
+    """Refuse a local folder that holds an adapter, alone or beside a model: transformers puts it on what it loads there."""
+    file = Path(name).expanduser() / "adapter_config.json"
+    if not file.is_file():
+        return
+    record = reading.read(
+        file, "adapter configuration", limit=1 << 26, as_type=dict[str, Any], remedy="Save the adapter again."
+    )
+    base = record.get("base_model_name_or_path") or "its base"
+    if weight_files(file.parent):
+        raise BadModel(
+            f"{name} holds the weights of a model and an adapter of {base} beside them.",
+            "transformers would add the adapter to these weights, which may hold it already.",
+            "If it was merged into them, move adapter_config.json and adapter_model.safetensors elsewhere. If not, move "
+            "the adapter too, and give its folder with --adapter.",
+        )
+    raise BadModel(
+        f"{name} is an adapter of {base} and no model.",
+        "MODEL is the model that it was trained for.",
+        f"Give {base} as MODEL, and the adapter to a command that reads one: layerbudget evaluate {base} --adapter {name}.",
+    )
+
+
 def resolve(name: str, revision: str | None = None) -> str:
     """The packaged folder for ``demo``, a local folder that was checked, or the hub id as it is."""
     path = Path(name).expanduser()
+    check_adapter(name)
     if revision is not None and (name == "demo" or path.is_dir()):
         raise InvalidInput(f"{name} has no revision {revision!r}.", "Hub repositories have revisions.", "Leave it out.")
     if name == "demo":
@@ -132,6 +161,8 @@ def blocks_from_config(config: Mapping[str, Any] | Path | str, *, by: str = "lay
     from transformers import AutoConfig
 
     if not isinstance(config, Mapping):
+        if not (Path(config) / "config.json").is_file():
+            check_adapter(config)
         config = _read_config(Path(config) / "config.json" if Path(config).is_dir() else Path(config))
     kind = config.get("model_type") or ("mixtral" if config.get("num_local_experts") else "llama")
     with foreign("The configuration does not read", "It is a transformers config.json.", "Point to a model folder."):
@@ -322,6 +353,33 @@ def _rounds_weights_alone(module: nn.Module) -> bool:
     return "weight_packed" in module._parameters or (scheme is not None and scheme.input_activations is None)
 
 
+def _as_numbers(config: Any) -> dict[str, Any]:
+    """Options of ``from_pretrained`` that make plain numbers of the floats of few bits that a checkpoint holds (fp8, mxfp4).
+
+    Where the device computes with them, transformers would leave them as they are, and there would be no matrices to look at.
+    """
+    held = getattr(config, "quantization_config", None)
+    if not isinstance(held, dict) or held.get("quant_method") not in ("fp8", "mxfp4"):
+        return {}
+    config.quantization_config = {**held, "dequantize": True}
+    return {"config": config}
+
+
+def in_one_precision(model: Any, config: Any) -> None:
+    """Give a model whose packed matrices became numbers one precision, and let it be saved as these.
+
+    transformers converts these matrices to the precision that was asked for and leaves all others as they are stored.
+    """
+    if getattr(config, "quantization_config", None) is None or getattr(model, "hf_quantizer", None) is not None:
+        return
+    strict = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not any(part in name for part in strict):
+            parameter.data = parameter.data.to(model.config.dtype)
+    if hasattr(model, "_weight_conversions"):
+        del model._weight_conversions  # they would pack what is saved again
+
+
 def check_quantised(name: str, config: Any, stream: bool | None, four_bit: bool) -> None:
     """Refuse to stream, or to hold in 4 bits, a checkpoint whose matrices are packed already."""
     if getattr(config, "quantization_config", None) and (stream or four_bit):
@@ -382,6 +440,7 @@ def load_model(
     device: str = "cpu",
     four_bit: bool = False,
     stream: bool | None = False,
+    quiet: bool = False,
 ) -> nn.Module:
     """A model in evaluation mode with finite weights.
 
@@ -397,6 +456,7 @@ def load_model(
         four_bit: Hold its matrices in 4 bits, for scores that read activations and gradients, and for adapters.
         stream: Leave the weights in their files and bring one layer at a time; with None where they
             would take more than half of the free memory.
+        quiet: Do not say which tensors of the checkpoint are not loaded.
 
     Raises:
         NotFound: No such folder.
@@ -420,8 +480,14 @@ def load_model(
             model, report = load_mapped(auto, config, where, dtype=DTYPES.get(dtype), device=place)
         else:
             model, report = auto.from_pretrained(
-                where, revision=revision, dtype=DTYPES.get(dtype, "auto"), output_loading_info=True, **nf4
+                where,
+                revision=revision,
+                dtype=DTYPES.get(dtype, "auto"),
+                output_loading_info=True,
+                **_as_numbers(config),
+                **nf4,
             )
+            in_one_precision(model, config)
     missing = sorted(k for k in report["missing_keys"] if "pooler" not in k)  # of the pooler nothing here depends
     if missing:
         raise BadModel(
@@ -432,6 +498,9 @@ def load_model(
     model = pretrained(unpacked(model if four_bit or streamed else model.to(place)).eval())
     check_finite(model, once=bool(streamed))
     model.config._name_or_path = name
+    model._read_from, model._unread = where, tuple(report["unexpected_keys"])
+    if not quiet and (sentence := told(model)):
+        logger.warning("%s: %s", name, sentence)
     return model
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from ..errors import CoverageError, InvalidInput, UnknownStructure
 from ..execution.divergence import sequence_losses
 from ..execution.loss import IGNORE, Batch, Data, batches, logits_of
-from ..execution.modes import inference
+from ..execution.modes import inference, overflowed
 from ..execution.replay import Replay, recorded
 from ..models.blocks import is_conv1d, weight_of
 from ..progress import Progress, Steps
@@ -120,6 +120,9 @@ def block_influence(
             with recorded([stack[b.name] for b in blocks]) as states:
                 logits_of(model, batch)
             pairs = [states[k] for k in range(len(blocks))]
+            for state in (state for pair in pairs for state in pair):
+                if not bool(torch.isfinite(state).all()):
+                    raise overflowed("The hidden states of the model", state.dtype)
             distance = torch.stack([1.0 - F.cosine_similarity(a.double(), b.double(), dim=-1) for a, b in pairs])
             mask = batch.kwargs.get("attention_mask", torch.ones_like(distance[0]))
             sums.append((distance * mask).sum(2).cpu().numpy())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,6 +21,7 @@ from typing import Any
 
 from ..errors import AlreadyExists
 from . import reading
+from .source import complete, save_weights
 from .writing import (
     SUFFIX,
     check_writable,
@@ -34,10 +36,10 @@ from .writing import (
     write_text,
 )
 
+logger = logging.getLogger(__name__)
+
 MANIFEST = "manifest.json"
 COMMIT = ".commit" + SUFFIX
-# What turns images, sound and templates into a model's inputs, beside the tokenizer's own files.
-PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json")
 
 
 def checksum(path: Path, key: bytes = b"") -> str:
@@ -160,48 +162,20 @@ def write_model(
     overwrite: bool = False,
     **options: Any,
 ) -> Path:
-    """Write what ``save_pretrained`` of a model and its tokenizer (where there is one) writes, its processors, and other files.
+    """Write the weights of a model and all that its checkpoint has beside them, its tokenizer, and other files.
+
+    What no decision touched is as it came: see :func:`~layerbudget.storage.source.complete`.
 
     ``beside`` has by name what writes such a file; ``options`` go to the model's ``save_pretrained``. The folder is that of
     :func:`new_folder`, and is returned.
     """
     with new_folder(out_dir, overwrite=overwrite) as folder:
-        model.save_pretrained(folder, **options)
-        write_readers(model, tokenizer, folder)
+        save_weights(model, folder, **options)
+        for note in complete(model, tokenizer, folder):
+            logger.warning(note)
         for name, write in beside.items():
             write(folder / name)
     return Path(out_dir)
-
-
-def write_readers(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write what makes a model's inputs: its tokenizer (where there is one), and processors as files of where it came from."""
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    for name in PROCESSORS:
-        file = _origin(model.config, name)
-        if file is not None and not (folder / name).exists():
-            shutil.copyfile(file, folder / name)
-
-
-def _origin(config: Any, name: str) -> Path | None:
-    """A file of the folder or hub repository that a model was loaded from; None where it has none."""
-    source = str(getattr(config, "_name_or_path", ""))
-    if Path(source).is_dir():
-        file = Path(source) / name
-        return file if file.is_file() else None
-    if source.count("/") != 1 or config.get_text_config() is config:  # what reads text alone has no other processor
-        return None
-    from transformers.utils import cached_file
-
-    found = cached_file(
-        source,
-        name,
-        revision=getattr(config, "_commit_hash", None),
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    return None if found is None else Path(found)
 
 
 def _rename(temporary: Path, out: Path) -> bool:

@@ -31,8 +31,9 @@ from ...models.offload import mapped
 from ...plan import Plan
 from ...progress import Progress, Steps
 from ...records import Record, stacks, write_text
-from ...storage.folders import check_folder, new_folder, write_readers
+from ...storage.folders import check_folder, new_folder
 from ...storage.parts import Parts
+from ...storage.source import complete, write_readers
 from .blocks import check_writable, layers_of, modules_by_name, peaks
 from .card import model_card
 from .export import auto_round, llama_cpp
@@ -335,6 +336,11 @@ def _finish(
     """Finish the files, count their bytes again, and write what lies beside the weights."""
     formats, gguf = formats_of_plan(plan), isinstance(writer, GgufWriter)
     notes = [*rounding.notes, *writer.close(), *_kept(plan)]
+    if gguf:
+        write_readers(rounding.model, tokenizer, folder)
+    else:
+        planned = [name for names in writer.names().values() for name in names]
+        notes += complete(rounding.model, tokenizer, folder, keep=planned, halved=True, precision=False)
     found = recount_gguf(folder / GGUF_FILE) if gguf else recount_safetensors(folder)
     counted = {n: sum(found.get(k, 0) for k in keys) for n, keys in writer.names().items()}
     for block in plan.blocks:
@@ -348,7 +354,6 @@ def _finish(
             write_imatrix(folder / IMATRIX_FILE, rounding.sums, rounding.data.describe())
     elif not (stacks(formats) or any(find_format(f).floating for f in formats.values())):
         write_text(folder / "autoround-layer_config.json", auto_round(plan))
-    write_readers(rounding.model, tokenizer, folder)
     if not gguf and UNREAD.isdisjoint(notes):
         notes += check_loads(folder, str(plan.extra["runtime"]))
     total = sum(counted.values())

@@ -33,7 +33,7 @@ from .gguf import check_even, fixed_bytes, in_file
 from .gguf_names import ACROSS, LATENT, ROUTERS, find_architecture, find_names, split_stacks
 from .memory import cache_of, layer_configs
 from .mixes import LlamaModel
-from .saved_names import experts_of
+from .saved_names import experts_of, halved
 from .table import Table, signature_at
 
 UNWRITTEN = ("refuse", "16-bit", "plan")
@@ -211,14 +211,15 @@ def _fixed_bytes(model: nn.Module, blocks: Iterable[Block], family: str) -> int:
         except InvalidInput:
             pass  # another tool writes the file: about as many
     seen, total = {id(weight_of(model, name)[1]) for name in names}, 0
+    state = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+    sizes = {id(t): 2 if halved(model, n, t) else t.element_size() for n, t in state.items()}
     for parameter in model.parameters():
         if id(parameter) not in seen:
             seen.add(id(parameter))
-            exact = parameter.numel() * (4 if family == GGUF and parameter.ndim == 1 else 2)
+            exact = parameter.numel() * (4 if family == GGUF and parameter.ndim == 1 else sizes[id(parameter)])
             total += -(-exact // ALIGNMENT) * ALIGNMENT if family == GGUF else exact
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    buffers = [t for name, t in model.state_dict().items() if name not in known and isinstance(t, torch.Tensor)]
-    return total + sum(b.numel() * (2 if b.is_floating_point() else b.element_size()) for b in buffers)
+    return total + sum(t.numel() * sizes[id(t)] for n, t in state.items() if n not in known)
 
 
 # ---- matrices that no file holds in fewer than 16 bits

@@ -19,7 +19,8 @@ from ...models.blocks import config_of, layers, pretrained, weight_of
 from ...models.loading import load_model, silent
 from ...models.machine import SHARE, free_bytes
 from ...records import Block
-from .saved_names import Part, as_saved, experts_of, names_of, pattern
+from ...storage.source import save_weights
+from .saved_names import Part, as_saved, experts_of, halved, names_of, pattern
 
 SHARD = 1 << 29  # bytes of one file; one tensor may be larger
 ENTRY = 128  # bytes of a tensor in a file's header beside the name of its matrix, at most
@@ -33,7 +34,8 @@ class PackedWriter:
     """Writes an ordinary transformers checkpoint into an empty folder, layer after layer, in files of limited size.
 
     Weights are read when their layer is asked for. What is no plain Linear has 16 bits, but for stacks of experts in a folder
-    for vLLM: it reads every expert by itself (:func:`~layerbudget.decisions.bits.blocks.check_writable` refuses the rest).
+    for vLLM: it reads every expert by itself (:func:`~layerbudget.decisions.bits.blocks.check_writable` refuses the rest); and
+    but for what :func:`~layerbudget.decisions.bits.saved_names.halved` names.
     """
 
     def __init__(self, model: nn.Module, formats: Mapping[str, str], folder: Path, runtime: str = "transformers") -> None:
@@ -58,7 +60,7 @@ class PackedWriter:
         self.total = 0
         self.config = json.loads(config_of(model).to_json_string(use_diff=False))  # infinite numbers in words that are JSON
         with silent():
-            pretrained(model).save_pretrained(folder, state_dict={})  # what belongs to a model beside its weights
+            save_weights(model, folder, state_dict={})  # what belongs to a model beside its weights
         for file in folder.glob("*.safetensors*"):
             file.unlink()
 
@@ -73,7 +75,7 @@ class PackedWriter:
         state = {n: t for n, t in pretrained(self.model).state_dict().items() if n not in left and inside(n)}
         found = as_saved(self.model, {n: t for n, t in state.items() if n not in fused})
         found |= {n: t.detach().clone() for n, t in state.items() if n in fused}
-        found = {n: t.to(torch.bfloat16) if t.is_floating_point() else t for n, t in found.items()}
+        found = {n: t.to(torch.bfloat16) if halved(self.model, n, t) else t for n, t in found.items()}
         for name, form in packed.items():
             weights = matrices(*weight_of(self.model, name))
             for part in self._parts(name):
@@ -215,7 +217,7 @@ def check_loads(folder: Path, runtime: str) -> list[str]:
     if size > SHARE * free:
         return [f"It was not loaded again: {size / 2**30:.3g} GiB of {free / 2**30:.3g} free are more than is risked."]
     try:
-        load_model(str(folder), dtype="auto")
+        load_model(str(folder), dtype="auto", quiet=True)
     except BadModel as error:
         said = error.what.split(": ", 1)[-1].rstrip(".")
         if runtime == "vllm":

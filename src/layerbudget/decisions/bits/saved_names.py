@@ -87,6 +87,12 @@ def pattern(module: str) -> str:
     return f"re:^{re.escape(module)}$" if expert is None else rf"re:^{re.escape(expert[1])}\.\d+\.{expert[2]}$"
 
 
+def halved(model: nn.Module, name: str, tensor: torch.Tensor) -> bool:
+    """Whether a tensor that is not planned has 16 bits in a folder; biases of routers stay in float32."""
+    strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return tensor.is_floating_point() and not (tensor.dtype == torch.float32 and any(part in name for part in strict))
+
+
 def as_saved(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return tensors under the names, and in the shapes, that transformers saves them with."""
     from safetensors.torch import load_file

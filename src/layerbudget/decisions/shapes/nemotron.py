@@ -20,6 +20,7 @@ from ...errors import InvalidInput
 from ...models.blocks import config_of, describe, pretrained
 from ...plan import Plan
 from ...records import dumps, write_text
+from ...storage import reading
 from ...storage.folders import write_model
 from ..bits.gguf_names import head_width, window_of
 from .save import beside_model, left_parts
@@ -112,9 +113,17 @@ def save_nemotron(
     """
     use = f"vllm serve {out_dir} --trust-remote-code"
     beside = beside_model(plan, record, model, use, ("nemotron-nas", "pruned"))
-    beside |= {"config.json": partial(write_text, text=dumps(nemotron_config(model)), overwrite=True)}
+    beside |= {"config.json": partial(_write_config, config=nemotron_config(model))}
     beside |= {f"{_MODULE}.py": partial(write_text, text=_CODE)}
     return write_model(pretrained(model), tokenizer, out_dir, beside, overwrite=overwrite)
+
+
+def _write_config(path: Path, config: Mapping[str, Any]) -> None:
+    """Write the configuration over one that has the fields of the source, which stay, as does the precision that it says."""
+    fields = reading.read(path, "configuration", limit=1 << 26, as_type=dict[str, Any])
+    stays = {name: fields[name] for name in ("dtype", "torch_dtype", "transformers_version") if name in fields}
+    precision = fields.get("dtype") or fields.get("torch_dtype") or config["dtype"]
+    write_text(path, dumps({**fields, **config, "dtype": precision, **stays}), overwrite=True)
 
 
 def nemotron_config(model: nn.Module) -> dict[str, Any]:

@@ -1,0 +1,474 @@
+"""What a written model folder owes to the checkpoint that it came from: all that no decision touched.
+
+:func:`complete` makes a folder that transformers wrote like its source again: fields of ``config.json`` under the names that it
+has for them, the tokenizer's files and all others beside the weights, the precision of tensors whose values are those of
+the source, and tensors that transformers does not load.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from . import reading
+from .checkpoint import INDEX, Stored, weight_files
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+# Weights under any name, and the files that say what other programs made of them.
+_WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".ot",
+    ".onnx",
+    ".gguf",
+    ".npz",
+    ".pkl",
+    ".index.json",
+)
+_STALE = ("adapter_config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json", "params.json")
+# What this package writes beside a model: a folder that was written from another has its own.
+_OURS = ("manifest.json", "plan.json", "receipt.json", "README.md", "tensor-types.txt", "autoround-layer_config.json")
+_OURS += ("cache.json", "cache.txt", "experts.json", "shapes.json")
+# What turns images, sound and templates into a model's inputs, beside the tokenizer's own files.
+PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json")
+# Fields that a decision does not set, or that say how weights are stored and not which there are.
+_STORAGE = (
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    "architectures",
+    "transformers_version",
+    "_name_or_path",
+    "use_cache",
+)
+_AHEAD = re.compile(r"(^|\.)\w*(mtp|nextn)", re.IGNORECASE)  # multi-token prediction, in names of tensors and of fields
+_LAYER = re.compile(r"(.*?\blayers\.)(\d+)\.")
+_BUFFERS = re.compile(r"(rotary_emb\.inv_freq|position_ids|masked_bias|\.attn\.bias)$")  # older versions stored them
+_FIELDS_OF_TOKENIZERS = ("name_or_path", "tokenizer_file", "is_local", "local_files_only", "transformers_version")
+
+
+def source_of(model: Any) -> Path | None:
+    """The folder that a model was loaded from, of a hub id the one in the cache; None where it is not known."""
+    name = str(getattr(model, "_read_from", None) or getattr(model.config, "_name_or_path", ""))
+    if Path(name).is_dir():
+        return Path(name) if (Path(name) / CONFIG).is_file() else None
+    if name.count("/") != 1:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    file = try_to_load_from_cache(name, CONFIG, revision=getattr(model.config, "_commit_hash", None))
+    return Path(file).parent if isinstance(file, str) else None
+
+
+# --- tensors that transformers does not load ---------------------------------------------------------------------------------
+
+
+def unread(model: Any) -> tuple[str, ...]:
+    """Names of the tensors of a model's checkpoint that transformers does not load, such as layers for tokens further on."""
+    source = source_of(model)
+    if source is None:
+        return ()
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    pattern = re.compile("|".join(f"({p})" for p in ignored)) if ignored else None
+    loaded, known = _loaded(model), set(getattr(model, "_unread", ()))
+    names = [n for n in Stored(source).names if n not in loaded and not _BUFFERS.search(n)]
+    further = set(ahead(names, model))
+    return tuple(n for n in names if n in known or n in further or (pattern is not None and pattern.search(n)))
+
+
+def _loaded(model: Any) -> set[str]:
+    return {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+
+
+def ahead(names: Collection[str], model: Any) -> list[str]:
+    """Those of the names that belong to layers which predict a token further on: their name says so, or their number."""
+    loaded, depth = _loaded(model), dict[str, int]()
+    for m in filter(None, map(_LAYER.match, loaded)):
+        depth[m[1]] = max(depth.get(m[1], 0), int(m[2]) + 1)
+    source = source_of(model)  # its layers, of which a plan may have taken some
+    fields = {} if source is None else reading.read(source / CONFIG, "configuration", limit=1 << 26, as_type=dict[str, Any])
+    count = (fields.get("text_config") or fields).get("num_hidden_layers") or 0
+    named = not any(_AHEAD.search(n) for n in loaded)  # else the model computes with them
+
+    def beyond(name: str) -> bool:
+        m = _LAYER.match(name)
+        return m is not None and m[1] in depth and int(m[2]) >= max(depth[m[1]], count)
+
+    return [n for n in names if (named and _AHEAD.search(n)) or beyond(n)]
+
+
+def told(model: Any) -> str:
+    """One sentence on the tensors that no verb reads; empty where every tensor is read."""
+    names = unread(model)
+    if not names:
+        return ""
+    further = ahead(names, model)
+    what = "of a layer that predicts a token further on (multi-token prediction, MTP)" if further else f"such as {names[0]}"
+    if further and len(further) < len(names):
+        what += f", and others such as {next(n for n in names if n not in further)}"
+    follows = "a plan that keeps all shapes copies them as they are"
+    follows += ", any other leaves that layer out and sets its number in config.json to 0." if further else "."
+    return f"{len(names)} tensors of the checkpoint are not loaded by transformers, {what}: no verb reads them; {follows}"
+
+
+# --- configuration -----------------------------------------------------------------------------------------------------------
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """All fields of a configuration, as JSON has them."""
+    found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return found
+
+
+def _spellings(config: Any, field: str) -> set[str]:
+    """The names that a field of a configuration has or had."""
+    same = getattr(type(config), "attribute_map", {}) if config is not None else {}
+    named = {field, *(old for old, new in same.items() if new == field), *([same[field]] if field in same else [])}
+    return named | ({"dtype", "torch_dtype"} if field == "dtype" else set())
+
+
+def _merged(source: Mapping[str, Any], base: Mapping[str, Any], now: Mapping[str, Any], config: Any) -> tuple[dict, set[str]]:
+    """The source's fields with those that are otherwise now than in ``base``, which was read from it; and their names."""
+    fields, changed = dict(source), set[str]()
+    for field in base.keys() | now.keys():
+        if base.get(field) == now.get(field) and (field in base) == (field in now):
+            continue
+        if all(isinstance(part.get(field), dict) for part in (source, base, now)) and field.endswith("_config"):
+            fields[field], below = _merged(source[field], base[field], now[field], getattr(config, field, None))
+            changed |= below
+            continue
+        changed.add(field)
+        names = _spellings(config, field) & set(fields)
+        if field == "rope_parameters":
+            names |= {"rope_theta", "rope_scaling"} & set(fields)
+        for name in names:
+            fields.pop(name)
+        if field in now:
+            same = names - {"rope_theta", "rope_scaling"} or {field}
+            fields |= dict.fromkeys(same, now[field])
+    return fields, changed
+
+
+def _restore_config(folder: Path, source: Path, model: Any, *, narrow: bool) -> tuple[dict[str, Any], set[str]]:
+    """Give ``config.json`` the fields of the source; return the fields, and the names of those that a decision changed.
+
+    Where the result does not read as the model's own configuration, it is what transformers wrote, with the fields of the
+    source that this lacks. ``narrow`` says that all tensors have the source's precision.
+    """
+    from transformers import AutoConfig
+
+    own = reading.read(source / CONFIG, "configuration", limit=1 << 26, as_type=dict[str, Any])
+    written = reading.read(folder / CONFIG, "configuration", limit=1 << 26, as_type=dict[str, Any])
+    read = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    base, now = _plain(read), {**_plain(model.config), **written}
+    base["architectures"] = own.get("architectures", now.get("architectures"))
+    for name in ("transformers_version", "_name_or_path"):
+        base[name] = now[name] = None
+    if narrow:
+        now = _with_precision(now, base)
+    fields, changed = _merged(own, base, now, read)
+    alike = written.get("model_type") == own.get("model_type")
+    if alike and _reads_as(fields, now):
+        return fields, changed
+    left = {k: v for k, v in own.items() if k not in written and not (k in base and k not in now) and k != "torch_dtype"}
+    return {**left, **written}, changed
+
+
+def _with_precision(now: dict[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a configuration with the precision that others have, also those of its parts."""
+    fields = {
+        n: _with_precision(v, base[n]) if isinstance(v, dict) and isinstance(base.get(n), dict) else v for n, v in now.items()
+    }
+    return {**fields, **({"dtype": base["dtype"]} if "dtype" in fields and "dtype" in base else {})}
+
+
+def _reads_as(fields: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether transformers reads the same configuration from the fields."""
+    from transformers import AutoConfig
+
+    with tempfile.TemporaryDirectory(prefix="layerbudget-") as place:
+        Path(place, CONFIG).write_text(json.dumps(fields), encoding="utf-8")
+        again = _plain(AutoConfig.from_pretrained(place, trust_remote_code=False))
+    aside = {*_STORAGE, "auto_map"}
+    return all(_alike(again.get(n), v) for n, v in now.items() if n not in aside)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two fields are equal, up to what says how weights are stored."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return all(_alike(one.get(n), other.get(n)) for n in (one.keys() | other.keys()) - set(_STORAGE))
+    return bool(one == other)
+
+
+def _without_ahead(fields: Any, gone: list[str]) -> Any:
+    """The fields with a count of zero of layers that predict further on; their names are added to ``gone``."""
+    if not isinstance(fields, dict):
+        return fields
+    made = {}
+    for name, value in fields.items():
+        counts = isinstance(value, int) and not isinstance(value, bool) and ("num" in name or "layers" in name)
+        if counts and value and _AHEAD.search(name):
+            gone.append(name)
+            value = 0
+        made[name] = _without_ahead(value, gone)
+    return made
+
+
+# --- files -------------------------------------------------------------------------------------------------------------------
+
+
+def _side_files(source: Path) -> Iterator[str]:
+    """Names of the source's files that are neither weights nor this package's, with those of folders that hold no weights."""
+    modules = source / "modules.json"  # of sentence-transformers: the folders of its further layers belong to the model
+    parts = {str(row.get("path")) for row in json.loads(modules.read_bytes())} if modules.is_file() else set()
+    for path in sorted(source.iterdir()):
+        if path.name.startswith((".", "checkpoint-")) or path.name in (*_OURS, *_STALE, CONFIG):
+            continue
+        if path.is_dir():
+            inside = [f for f in sorted(path.rglob("*")) if f.is_file()]
+            if path.name in parts or not any(f.name.endswith(_WEIGHTS) for f in inside):
+                yield from (f.relative_to(source).as_posix() for f in inside if "__pycache__" not in f.parts)
+        elif not path.name.endswith(_WEIGHTS) and not path.name.startswith(("adapter_model", "events.out.")):
+            yield path.name
+
+
+def save_weights(model: Any, folder: Path, **options: Any) -> None:
+    """Write weights and configuration of a model as ``save_pretrained`` does, which refuses some settings of generation.
+
+    Those of the source are copied as they are, and a model without source has no others than its configuration has.
+    """
+    held = getattr(model, "generation_config", None)
+    if held is not None and source_of(model) is not None:
+        model.generation_config = type(held)()
+    try:
+        model.save_pretrained(folder, **options)
+    finally:
+        if held is not None:
+            model.generation_config = held
+
+
+def write_readers(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write what makes a model's inputs: its tokenizer (where there is one), and processors as files of where it came from."""
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    source = source_of(model)
+    for name in PROCESSORS:
+        file = _origin(model.config, name) if source is None or not (source / name).is_file() else source / name
+        if file is not None and not (folder / name).exists():
+            shutil.copyfile(file, folder / name)
+
+
+def _origin(config: Any, name: str) -> Path | None:
+    """A file of the hub repository that a model was loaded from; None where it has none."""
+    source = str(getattr(config, "_name_or_path", ""))
+    if source.count("/") != 1 or Path(source).is_dir() or config.get_text_config() is config:  # that of texts has no processor
+        return None
+    from transformers.utils import cached_file
+
+    found = cached_file(
+        source,
+        name,
+        revision=getattr(config, "_commit_hash", None),
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if found is None else Path(found)
+
+
+def copy_files(source: Path, folder: Path, *, leave: Collection[str] = ()) -> None:
+    """Copy what lies beside the weights of a source and is not in the folder yet."""
+    for name in _side_files(source):
+        target = folder / name
+        if name not in leave and not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, target)
+
+
+def write_tokenizer(tokenizer: Any, folder: Path, source: Path | None) -> set[str]:
+    """Write a tokenizer (where there is one); return names that the source's own files are not copied under.
+
+    One that is as it was read from the source is left to the source's files, which older programs read too.
+    """
+    if tokenizer is None:
+        return set()
+    before = {f.name for f in folder.iterdir()}
+    tokenizer.save_pretrained(folder)
+    made = {f.name for f in folder.iterdir()} - before
+    if source is not None and _as_read(tokenizer, folder, made, source):
+        for name in made:
+            path = folder / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return set()
+    names = {"special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json", "merges.txt"}
+    return (
+        names | {"tokenizer.json", "tokenizer.model", "vocab.json"} | set(getattr(tokenizer, "vocab_files_names", {}).values())
+    )
+
+
+def _as_read(tokenizer: Any, folder: Path, made: Collection[str], source: Path) -> bool:
+    """Whether a tokenizer, saved under these names, is the one that the source's files make."""
+    from transformers import AutoTokenizer
+
+    try:
+        again = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the source has none that transformers reads
+        return False
+    with tempfile.TemporaryDirectory(prefix="layerbudget-") as place:
+        again.save_pretrained(place)
+        files = {f.name for f in Path(place).iterdir()}
+        return type(again) is type(tokenizer) and files == set(made) and all(_same(folder / n, Path(place) / n) for n in files)
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Whether two files of a tokenizer say the same, up to where they came from and how its last call cut and padded."""
+    if one.is_dir() or one.suffix != ".json":
+        return one.is_dir() == other.is_dir() and (one.is_dir() or one.read_bytes() == other.read_bytes())
+    aside = ("truncation", "padding") if one.name == "tokenizer.json" else _FIELDS_OF_TOKENIZERS
+    records = [json.loads(file.read_bytes()) for file in (one, other)]
+    if all(isinstance(record, dict) for record in records):
+        records = [{k: v for k, v in record.items() if k not in aside} for record in records]
+    return bool(records[0] == records[1])
+
+
+# --- tensors -----------------------------------------------------------------------------------------------------------------
+
+
+def _in_source_precision(name: str, made: Any, stored: Stored, *, halved: bool) -> Any:
+    """A tensor as the source has it, or in its precision, where nothing is lost by that; None where it stays as it is."""
+    import torch
+
+    kind = stored.dtype(name)
+    if kind in (None, made.dtype) or not made.is_floating_point():
+        return None
+    if halved and made.dtype == torch.bfloat16 and kind == torch.float32 == stored.most:
+        return None  # a checkpoint of float32 that is written in 16 bits
+    tensor = stored.tensor(name)
+    if tensor.shape == made.shape and torch.equal(tensor.to(made.dtype), made):
+        return tensor
+    narrow = made.to(kind)
+    return narrow if kind.itemsize <= made.dtype.itemsize and torch.equal(narrow.to(made.dtype), made) else None
+
+
+def restore_tensors(
+    folder: Path, stored: Stored, *, keep: Collection[str] = (), more: Collection[str] = (), halved: bool = False
+) -> bool:
+    """Give tensors of a folder the precision that the source has them in, and add ``more`` of its tensors.
+
+    Return whether all tensors have that precision now. Tensors in ``keep`` stay as they are; with ``halved`` so do those of
+    16 bits where most of the source has 32.
+    """
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    files, alike = weight_files(folder), True
+    for file in files:
+        changed = {}
+        with safe_open(file, "pt") as handle:
+            names = list(handle.keys())
+            for name in names:
+                if name in stored.names and name not in keep:
+                    made = handle.get_tensor(name)
+                    if (found := _in_source_precision(name, made, stored, halved=halved)) is not None:
+                        changed[name] = found.contiguous()
+                    alike = alike and (found is not None or stored.dtype(name) in (None, made.dtype))
+            if len(files) == 1 and more:
+                changed |= {name: stored.tensor(name).contiguous() for name in more}
+            if changed:
+                whole = {name: changed[name] if name in changed else handle.get_tensor(name) for name in {*names, *changed}}
+                save_file(whole, new := file.with_suffix(".new"), metadata=handle.metadata() or {"format": "pt"})
+        if changed:
+            os.replace(new, file)
+    if len(files) > 1 and more:
+        save_file({n: stored.tensor(n).contiguous() for n in more}, folder / "model-not-loaded.safetensors", {"format": "pt"})
+    if len(files) > 1:
+        _count_again(folder, more)
+    return alike
+
+
+def _count_again(folder: Path, more: Collection[str]) -> None:
+    """Bring an index up to date."""
+    index = json.loads((folder / INDEX).read_bytes())
+    index["weight_map"] = dict(sorted({**index["weight_map"], **dict.fromkeys(more, "model-not-loaded.safetensors")}.items()))
+    (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+    stored = Stored(folder)
+    index.setdefault("metadata", {})["total_size"] = sum(stored.bytes(name) for name in index["weight_map"])
+    (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+# --- all of it ---------------------------------------------------------------------------------------------------------------
+
+
+def complete(
+    model: Any, tokenizer: Any, folder: Path, *, keep: Collection[str] = (), halved: bool = False, precision: bool = True
+) -> list[str]:
+    """Make a folder with configuration and weights like the source of its model in all that no decision touched; return notes.
+
+    Args:
+        model: What was written, as it was loaded and then changed.
+        tokenizer: Written too, where it is not None.
+        folder: Holds ``config.json`` and safetensors files.
+        keep: Names of tensors that stay as they were written.
+        halved: See :func:`restore_tensors`.
+        precision: Whether ``config.json`` says the source's precision again where all tensors have it.
+    """
+    source = source_of(model)
+    if source is None:
+        write_tokenizer(tokenizer, folder, None)
+        return []
+    own = reading.read(source / CONFIG, "configuration", limit=1 << 26, as_type=dict[str, Any])
+    if own.get("model_type") != model.config.model_type:  # a part of what the source holds, as a model of its own
+        write_tokenizer(tokenizer, folder, source)
+        return []
+    stored = Stored(source)
+    alike = restore_tensors(folder, stored, keep=keep, halved=halved)
+    fields, changed = _restore_config(folder, source, model, narrow=alike and precision)
+    more, notes = unread(model), list[str]()
+    further = ahead(more, model)
+    if own.get("quantization_config") or changed - set(_STORAGE):
+        layers = tuple(m[1] for n, _ in model.named_parameters() if (m := _LAYER.match(n)))
+        more = () if own.get("quantization_config") else tuple(n for n in more if n not in further and not n.startswith(layers))
+    if not set(further) & set(more):
+        gone = list[str]()
+        fields = _without_ahead(fields, gone)
+        if gone:
+            what = (
+                f"its {len(further)} tensors do not fit what was planned" if further else "the checkpoint holds no tensor of it"
+            )
+            notes.append(
+                f"The layer that predicts a token further on (multi-token prediction, MTP) is not in the folder: {what}. "
+                f"{' and '.join(dict.fromkeys(gone))} of config.json is 0."
+            )
+    if more:
+        restore_tensors(folder, stored, keep=stored.names, more=more)
+        _ignored(fields, more)
+    (folder / CONFIG).write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if (folder / GENERATION).is_file():  # of the source it is copied as it is
+        (folder / GENERATION).unlink()
+    leave = write_tokenizer(tokenizer, folder, source)
+    copy_files(source, folder, leave=leave)
+    write_readers(model, None, folder)
+    return notes
+
+
+def _ignored(fields: dict[str, Any], more: Collection[str]) -> None:
+    """Have a reader of packed weights take the added tensors for what they are: plain numbers."""
+    packed = fields.get("quantization_config")
+    if packed is None:
+        return
+    names = {n.removesuffix(".weight") for n in more}
+    names |= {
+        f"re:^{re.escape(m[0])}.*" for n in more if (m := re.match(r"(.*?\w*(?:mtp|nextn)\w*\.)|(.*?\blayers\.\d+\.)", n))
+    }
+    packed["ignore"] = sorted({*packed.get("ignore", ()), *names})
