@@ -115,7 +115,8 @@ def perplexity(
             tick(len(logits))
     sums = np.zeros(data.samples)
     sums[own] = np.concatenate(losses)
-    rows = group.sum(sums) / np.maximum(counts, 1)
+    sums = group.sum(sums)
+    rows = sums / np.maximum(counts, 1)
     if not np.isfinite(rows).all():
         raise BadModel("The model's loss is not finite on this text.", "", "Check the weights (layerbudget doctor).")
     mean = float(sums.sum() / counts.sum())
