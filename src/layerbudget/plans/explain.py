@@ -13,6 +13,7 @@ import numpy as np
 
 from ..compressors.formats import GGUF
 from ..decisions.bits.reasons import reasons, types_of_blocks
+from ..decisions.cache.export import llama_build
 from ..decisions.fit.parts import sentences as of_fit
 from ..decisions.fit.parts import shares
 from ..decisions.joint.recipe import sentences as of_recipe
@@ -296,6 +297,7 @@ def _on_formats(plan: Plan) -> list[str]:
     others = f" Predicted of choices without a program, within the same limit: {', '.join(rows)}." if rows else ""
     if plan.kind == "cache":
         told = f"bits per number at {e['context']:,} tokens x {e['batch']}, for {e['runtime']}."
+        told += llama_build(plan) if e["runtime"] == "llama.cpp" else ""
     else:
         told = "bits per weight: the bytes of the planned matrices over their weights."
     said.append(
