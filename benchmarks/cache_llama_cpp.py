@@ -112,7 +112,9 @@ class Llama:
         code = self.library.llama_decode(context, batch)
         if code:
             raise RuntimeError(f"llama.cpp does not compute the tokens ({code})")
-        rows = [np.ctypeslib.as_array(self.library.llama_get_logits_ith(context, i), (self.size,)).copy() for i in range(len(ids))]
+        rows = [
+            np.ctypeslib.as_array(self.library.llama_get_logits_ith(context, i), (self.size,)).copy() for i in range(len(ids))
+        ]
         self.library.llama_batch_free(batch)
         self.library.llama_free(context)
         return np.stack(rows)

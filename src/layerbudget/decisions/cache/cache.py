@@ -8,6 +8,7 @@ A packed cache (:mod:`layerbudget.decisions.cache.hqq`) saves it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -74,9 +75,13 @@ def _by_llama(x: torch.Tensor, form: CacheFormat, part: int) -> torch.Tensor:
     def rotated(y: torch.Tensor) -> torch.Tensor:
         return y if matrix is None else (y.unflatten(-1, (-1, size)) @ matrix).flatten(-2)
 
-    rows = rotated(x.detach().float()).reshape(-1, x.shape[-1])
-    read = torch.from_numpy(written(rows.cpu().numpy(), form.name)).to(x.device)
-    return rotated(read).reshape(x.shape).to(x.dtype)
+    neighbours = form.interleaved and part == 0
+    own = x.detach().float()
+    own = own.unflatten(-1, (2, -1)).mT.flatten(-2) if neighbours else own
+    rows = rotated(own).reshape(-1, x.shape[-1])
+    read = rotated(torch.from_numpy(written(rows.cpu().numpy(), form.name)).to(x.device))
+    read = read.unflatten(-1, (-1, 2)).mT.flatten(-2) if neighbours else read
+    return read.reshape(x.shape).to(x.dtype)
 
 
 def rounding(formats: Mapping[int, tuple[CacheFormat, CacheFormat]]) -> Change:
@@ -158,6 +163,6 @@ def layer_formats(model: nn.Module, plan: Plan) -> dict[int, tuple[CacheFormat, 
     runtime, formats = find_cache(str(plan.extra["runtime"])), plan.extra["formats"]
     names, group = sorted(set(formats.values())), plan.extra["group"]
     chosen = runtime.formats([k.channels for k in held], names, group, plan.extra.get("rotated", False))
-    known = {f.name: f for f in chosen}
+    known = {f.name: dataclasses.replace(f, interleaved=bool(plan.extra.get("interleaved"))) for f in chosen}
     found = {(k.layer, k.part): known[formats[k.module]] for k in held}
     return {k.layer: (found[k.layer, 0], found[k.layer, 1]) for k in held}

@@ -4,7 +4,8 @@ A key or value of a token is ``heads x channels`` numbers. All formats round gro
 
 * ``int2`` to ``int8`` (transformers): whole numbers over the range of a group, which keeps its step and minimum in 16 bits.
   ``int4-g32`` has groups of 32, which cost half a bit more than those of 64. :mod:`layerbudget.decisions.cache.hqq` packs them.
-* ``Q4_0`` ... ``Q8_0``, ``IQ4_NL`` (llama.cpp): blocks of 32, rotated and rounded as :mod:`layerbudget.decisions.cache.llama` says.
+* ``Q4_0`` ... ``Q8_0``, ``IQ4_NL`` (llama.cpp): blocks of 32, rotated and rounded as llama.cpp does
+  (:mod:`layerbudget.decisions.cache.llama`).
 * ``fp8`` (vLLM): e4m3 without a scale.
 
 What a runtime may tell apart is what is decided: transformers layers, and keys from values; vLLM layers; llama.cpp keys from
@@ -39,6 +40,7 @@ class CacheFormat:
         group: Channels that share a scale.
         bytes: Of a group.
         rotated: Whether the runtime rotates keys and values before it rounds them (:mod:`layerbudget.decisions.cache.llama`).
+        interleaved: Whether its keys have the halves of a head as neighbours.
     """
 
     name: str
@@ -46,6 +48,7 @@ class CacheFormat:
     group: int
     bytes: int
     rotated: bool = False
+    interleaved: bool = False
 
     @property
     def plain(self) -> bool:
@@ -62,6 +65,7 @@ class Kept:
         part: 0 for keys, 1 for values.
         heads, channels: Of a token.
         window: Most tokens that are read; None for all.
+        interleaved: Whether the runtime has the halves of a head of keys as neighbours, as its file has them.
     """
 
     layer: int
@@ -70,6 +74,7 @@ class Kept:
     heads: int
     channels: int
     window: int | None
+    interleaved: bool = False
 
     @property
     def module(self) -> str:

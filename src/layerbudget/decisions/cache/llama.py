@@ -1,9 +1,10 @@
 """How llama.cpp writes a quantised cache: rotated by a Hadamard matrix, and rounded without a search. No torch.
 
-Since April 2026 (pull request 21038) keys and values are rotated before they are rounded, wherever 64 divides the channels of a head;
-queries and the output of attention are rotated alike, so that nothing else changes. Keys are rotated in pieces as wide as the largest
-power of two that divides the head, values in pieces of 64. ``LLAMA_ATTN_ROT_DISABLE=1`` turns it off. What the installed
-library does is read from it: it has the name of that variable.
+Since April 2026 (pull request 21038) keys and values are rotated before they are rounded, wherever 64 divides the channels of a
+head; queries and the output of attention are rotated alike, so that nothing else changes. Keys are rotated in pieces as wide
+as the largest power of two that divides the head, values in pieces of 64. Keys of architectures whose files have the halves of
+a head as neighbours (Llama's) are rotated and rounded in that order. ``LLAMA_ATTN_ROT_DISABLE=1`` turns it off. What the
+installed library does is read from it: it has the name of that variable.
 """
 
 from __future__ import annotations

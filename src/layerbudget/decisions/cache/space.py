@@ -51,6 +51,7 @@ class CacheSpace:
             what = f"A cache of {batch:,} sequences of {context:,} tokens has {numel:,} numbers, too many to be counted."
             raise InvalidInput(what, f"At most {LARGEST:,} are.", "Give a smaller batch or context.")
         chosen = target.formats(sorted({k.channels for k in held}), formats, group, rotated)
+        chosen = [dataclasses.replace(f, interleaved=any(k.interleaved for k in held)) for f in chosen]
         return cls(runtime=target, formats=chosen, members=list(groups.values()), blocks=blocks, context=context, batch=batch)
 
     def at(self, context: int, batch: int) -> CacheSpace:
@@ -92,9 +93,9 @@ class CacheSpace:
         return any(f.rotated for f in self.formats)
 
     def terms(self, group: int | None) -> dict[str, Any]:
-        """Return what a plan says of it; ``rotated`` is of llama.cpp alone."""
-        rotated = {"rotated": self.rotated} if self.runtime.name == "llama.cpp" else {}
-        return {"runtime": self.runtime.name, "context": self.context, "batch": self.batch, "group": group, **rotated}
+        """Return what a plan says of it; ``rotated`` and ``interleaved`` are of llama.cpp alone."""
+        own = {"rotated": self.rotated, "interleaved": self.formats[0].interleaved} if self.runtime.name == "llama.cpp" else {}
+        return {"runtime": self.runtime.name, "context": self.context, "batch": self.batch, "group": group, **own}
 
     def record(self) -> dict[str, Any]:
         """Return what a score record holds of it, for other contexts."""

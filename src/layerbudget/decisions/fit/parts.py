@@ -29,7 +29,7 @@ def split_fit(plan: Plan) -> tuple[Plan, Plan]:
         said |= {k: e["parts"][name][k] for k in ("bits", "predicted")}
         said |= {"whole": {"predicted": e["predicted"], "measured": measured}}
         names = (
-            ("runtime", "context", "batch", "group", *(n for n in ("rotated", "utilization") if n in e))
+            ("runtime", "context", "batch", "group", *(n for n in ("rotated", "interleaved", "utilization") if n in e))
             if own
             else ("runtime", "family", "method", "fixed_bytes", "head_bytes", "signature")
         )
