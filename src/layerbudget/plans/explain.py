@@ -129,6 +129,10 @@ def _on_budget(plan: Plan) -> list[str]:
     of = f"{spoken_amount(float(spent))} of {spoken_amount(float(limit))} {'units' if unit in (None, 'count') else unit}"
     of += f" of {what.bytes_of}" if what.bytes_of else ""
     told = f"The rule {plan.rule} decides {what.decides} for {len(name)} blocks and uses {of}."
+    if plan.kind == "kept-experts":
+        whole = sum(round(n / share) for n, share in zip(plan.counts, value, strict=True))
+        kept = f"{int(plan.counts.sum())} of {whole} experts"
+        told = f"The rule {plan.rule} decides {what.decides} for {len(name)} layers and keeps {kept}."
     if plan.kind == "shapes":
         of = f"{spoken_amount(float(spent))} {unit}; at least {spoken_amount(float(limit))} were to go"
         told = f"The rule {plan.rule} decides {what.decides} for {len(name)} blocks and saves {of}."

@@ -110,5 +110,5 @@ class CacheSpace:
     @classmethod
     def read(cls, record: Mapping[str, Any], context: int, batch: int) -> CacheSpace:
         """Return the space of a record at a context."""
-        own = {k: record[k] for k in ("runtime", "formats", "group", "rotated")}
+        own = {**{k: record[k] for k in ("runtime", "formats", "group")}, "rotated": record.get("rotated", False)}
         return cls.of([Kept(**k) for k in record["kept"]], context, batch, **own)
