@@ -19,7 +19,7 @@ import yaml
 
 from .decisions.bits.export import auto_round, llama_cpp, mlx
 from .decisions.bits.reasons import reasons
-from .decisions.cache.export import llama_cache, modelopt_cache, vllm_cache, vllm_options
+from .decisions.cache.export import llama_build, llama_cache, modelopt_cache, vllm_cache, vllm_options
 from .decisions.fit.parts import parts_of
 from .errors import InvalidInput, MissingDependency, NotFound
 from .plan import Plan
@@ -44,7 +44,7 @@ class Export:
     def sentence(self, plan: Plan, path: object) -> str:
         """Return how the file is used."""
         part, parts = self._part(plan), parts_of(plan)
-        options = "" if self.options is None else self.options(part).strip()
+        options = "" if self.options is None else self.options(part).rstrip()
         said = self.use.format(file=path, options=options).strip()
         if part.kind == "bits" and {"kept-experts", "shapes"} & set(parts):
             held = plan.extra.get("experts")
@@ -277,5 +277,6 @@ export(
     kinds=("cache",),
     file="cache.txt",
     summary="llama.cpp's types of keys and values",
-    use="llama-server -m MODEL.gguf $(cat {file}) keeps them so.",
+    use="llama-server -m MODEL.gguf $(cat {file}) keeps them so.{options}",
+    options=llama_build,
 )(llama_cache)

@@ -101,7 +101,8 @@ def test_diff_explain_sweep_transfer(files):
     assert len(result["rows"]) == 4 and {r["exponent"] for r in front} == {1.0}
     result, shown = run("explain", "sweep", files / "a.json", "--kind", "experts", "--budgets", 16, 40)
     few, many = (r["value"] for r in result["rows"])
-    told = f"Verdict: at 40 the value is {many:.3g}, at 16 {few:.3g}, {few / many:.0%} of it."
+    worth = "the utility (mean of log(1 + experts), weighted by the scores)"
+    told = f"Verdict: at 40 experts in all {worth} is {many:.3g}, at 16 experts in all {few:.3g}, {few / many:.0%} of it."
     assert " ".join(shown.split()).endswith(told)
     assert [r["spent"] for r in result["rows"]] == [16, 40]
     for program, own in (("sparsity", ()), ("experts", ("--budget", "40 experts"))):

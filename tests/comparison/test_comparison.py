@@ -19,6 +19,8 @@ from layerbudget.data.calibration import CalibrationSet
 from layerbudget.errors import InvalidInput
 from layerbudget.evaluation import statistics
 from layerbudget.planning.rule import shuffled
+from layerbudget.records import Block, Module
+from layerbudget.scores import Scores
 from layerbudget.storage.parts import standing_of
 
 
@@ -105,7 +107,7 @@ def test_permuted_keeps_values_and_a_constant_score_is_not_called_ignored():
     with pytest.raises(InvalidInput, match="No rule here reads width"):
         grid.make_grid("sparsity", {"a": scores}, ["mdl"], 0.5, options={"width": 0.1})
     with pytest.raises(InvalidInput, match="No score makes a plan"):
-        grid.make_grid("ranks", {"a": scores}, ["by-rank"], 4)
+        grid.make_grid("ranks", {"a": scores}, ["by-rank"], 4)  # one number per block
 
 
 def test_difference_counts_seeds_and_items(rng):
@@ -313,3 +315,18 @@ def test_intervals_are_corrected_as_their_p_values_are():
     assert statistics.corrected(test, test["p"], times)["low"] == pytest.approx(test["low"])
     for holm in (0.049, 0.051):
         assert (statistics.corrected(test, holm, times)["low"] > 0) == (holm < 0.05)
+
+
+def test_plans_by_every_further_rank_are_compared_with_their_own_control():
+    blocks = [Block(name=f"l.{i}", modules=(Module(name=f"l.{i}", d_in=64, d_out=64),)) for i in range(6)]
+    rows = [[(6.0 - i) / (r + 1) for r in range(16)] for i in range(6)]
+    extra = {"increments": [rows], "increments_floor": [[[0.01] * 16] * 6]}
+    scores = Scores.from_values(blocks, [sum(r) for r in rows], estimator="rank-gain", extra=extra)
+    made = grid.make_grid("ranks", {"g": scores}, ["by-rank", "mdl"], 4, seed=3)
+    found = {e.name: e.plan for e in made.entries}
+    assert not made.impossible and not made.ignoring
+    for name, rule, options in (("by-rank(g)", "by-rank", {}), ("by-rank(g, permuted)", "by-rank-permuted", {"seed": 3})):
+        assert found[name].counts.tolist() == lb.plan_ranks(scores, mean_rank=4, rule=rule, **options).counts.tolist()
+    assert found["by-rank(g)"].counts.tolist() != found["by-rank(g, permuted)"].counts.tolist()
+    flat = dataclasses.replace(scores, extra={"increments": [[rows[0]] * 6]})
+    assert grid.make_grid("ranks", {"g": flat}, ["by-rank"], 4).ignoring == ("by-rank",)

@@ -140,3 +140,39 @@ def test_two_seeds_with_the_same_difference_prove_nothing():
         assert found.p == 0.5 and "cannot be told from" in found.sentence("a", "b")
     assert statistics.paired_t([0.9] * 6, [0.8] * 6).p == 2.0**-5
     assert statistics.paired_t([0.5, 0.5], [0.5, 0.5]).p == 1.0
+
+
+def test_an_interval_of_mcnemar_holds_zero_where_its_p_says_so():
+    """The margin was one of the values of the null distribution, rounded, and could end just short of the very difference."""
+    for n in (*range(6, 40, 3), 75):
+        for moved in range(6, min(n, 24)):
+            for plus in range(moved + 1):
+                a, b = np.zeros(n), np.zeros(n)
+                a[:plus], b[plus:moved] = 1, 1
+                found = statistics.mcnemar((a, b))
+                assert (found.low <= 0 <= found.high) == (found.p >= 0.05), (n, moved, plus, found)
+
+
+def test_equal_differences_have_an_interval_that_agrees_with_their_p():
+    few, many = statistics.paired_t([0.9] * 5, [0.8] * 5), statistics.paired_t([0.9] * 6, [0.8] * 6)
+    assert few.p >= 0.05 and few.low < 0 < few.high and "no interval" in few.size("a", "b")
+    assert many.p < 0.05 and many.low == many.high == pytest.approx(0.1)
+    one = statistics.difference(np.array([[2.0]]), np.array([[1.0]]))
+    assert one["p"] == 1 and one["low"] < 0 < one["high"]
+    assert statistics.corrected(one, 1.0, 3)["low"] < 0
+    same = statistics.difference(np.ones((2, 3)), np.ones((2, 3)))
+    assert same["low"] == same["high"] == 0 and same["p"] == 1
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_holms_p_and_its_interval_decide_the_same(seeds):
+    generator, seen = np.random.default_rng(seeds), set()
+    for _ in range(60):
+        shift = generator.normal(size=(6, 1, 1)) * 0.6
+        each = [statistics.difference(generator.normal(size=(seeds, 9)) + s, np.zeros((seeds, 9))) for s in shift]
+        for test, p in zip(each, statistics.holm([t["p"] for t in each]), strict=True):
+            found = statistics.corrected(test, p, len(each))
+            assert (found["low"] <= 0 <= found["high"]) == (found["holm"] >= 0.05)
+            assert (test["low"] <= 0 <= test["high"]) == (test["p"] >= 0.05)
+            seen.add(found["holm"] < 0.05)
+    assert seen == {True, False}

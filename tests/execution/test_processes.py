@@ -2,6 +2,7 @@
 
 import csv
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from layerbudget.decisions.sparsity.apply import prune
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import LayerbudgetError
 from layerbudget.evaluation.perplexity import perplexity
+from layerbudget.execution import processes
 from layerbudget.models.blocks import partition
 from layerbudget.sensitivity.gain import score
 
@@ -158,3 +160,32 @@ def test_what_cannot_be_shared_refuses_in_a_sentence(runs):
     assert 0 not in codes[3:] and "Traceback (most recent call last):\n  File" not in done.stdout
     assert "plan bits runs in one process" in done.stderr and "cannot be shared between 2 processes" in done.stderr
     assert not (root / "bits.json").exists() and not (root / "s.json").exists()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_sum_is_a_new_array_on_every_device(monkeypatch, size):
+    monkeypatch.setattr(processes.dist, "all_reduce", lambda tensor: tensor.mul_(2))
+    monkeypatch.setattr(processes.ProcessGroup, "device", torch.device("cpu"))
+    own = np.array([1.0, 2.0])
+    found = processes.ProcessGroup(0, size).sum(own)
+    assert found.tolist() == [size, 2 * size] and own.tolist() == [1, 2]
+    found += 1
+    assert own.tolist() == [1, 2]
+
+
+def test_perplexity_divides_the_loss_of_all_processes_by_the_tokens_of_all(monkeypatch):
+    """Where a sum lies in other memory than its terms, as on a GPU."""
+    model, data = zoo.build("llama-tied").eval(), zoo.tokens(6)
+    alone = perplexity(model, data)
+    whole = np.array(alone.nll) * np.array(alone.counts)
+
+    class First(processes.ProcessGroup):
+        def sum(self, values):
+            assert (values[1::2] == 0).all() and (values[::2] > 0).all()
+            return whole.copy()
+
+    for module in (processes, sys.modules["layerbudget.evaluation.perplexity"]):
+        monkeypatch.setattr(module, "process_group", lambda: First(0, 2))
+    found = perplexity(model, data)
+    assert found.value == pytest.approx(alone.value, rel=1e-9) and found.nll == pytest.approx(alone.nll)
+    assert found.standard_error == pytest.approx(alone.standard_error, rel=1e-9)

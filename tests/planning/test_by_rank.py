@@ -41,6 +41,28 @@ def test_the_plan_says_what_uniform_ranks_would_have(scores):
     assert plan_ranks(scores, mean_rank=6, rule="by-rank-permuted", seed=1).extra["uniform_share"] is None
 
 
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {"fixed": {"layers.0.self_attn": 0}, "min_rank": 0},
+        {"fixed": {"layers.1.mlp": 20}, "min_rank": 0},
+        {"max_rank": 9},
+        {"min_rank": [1] * 7 + [8] * 7},
+        {"max_rank": [32] * 7 + [2] * 7, "multiple": 2},
+    ],
+)
+def test_uniform_ranks_are_those_of_the_rule_uniform_under_the_same_terms(scores, terms):
+    """What blocks that are fixed or capped do not take goes to the others, and what floors take is paid by them."""
+    plan, uniform = (plan_ranks(scores, mean_rank=6, rule=rule, **terms) for rule in ("by-rank", "uniform"))
+    curves = np.array(scores.extra["increments"][0])
+    had = sum(c[:n].sum() for c, n in zip(curves, uniform.counts, strict=True))
+    assert abs(uniform.budget["spent"] / plan.budget["spent"] - 1) < 0.02
+    assert plan.extra["uniform_share"] == pytest.approx(had / plan.extra["rounding"]["value"], rel=0.02)
+    alike = dataclasses.replace(scores, extra={"increments": [[[1.0 / (r + 1) for r in range(32)]] * len(scores.names)]})
+    even = plan_ranks(alike, mean_rank=6, rule="by-rank", **terms)
+    assert even.extra["uniform_share"] > 0.97, "a plan that is uniform has what uniform has"
+
+
 def test_verdicts_stand_at_their_thresholds(scores):
     """Nearly equal curves: uniform is recommended; a cap that keeps 95 % of the gain is named with what it keeps."""
     level = np.exp(-np.arange(32) / 8.0)

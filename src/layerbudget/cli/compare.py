@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -131,7 +132,9 @@ def _row(r: dict[str, Any]) -> tuple[str, ...]:
     places, first = f"{r['rank_low']:.0f}-{r['rank_high']:.0f}", f"{r['first']:.0%}"
     if r["difference"] is None:
         return r["name"], f"{r['mean']:.4f}", "-", "-", "-", places, first
-    interval, holm = f"[{r['low']:+.4f}, {r['high']:+.4f}]", "-" if r["holm"] is None else f"{r['holm']:.3f}"
+    bounded = r["low"] is not None and r["low"] > -math.inf
+    interval = f"[{r['low']:+.4f}, {r['high']:+.4f}]" if bounded else "-"
+    holm = "-" if r["holm"] is None else f"{r['holm']:.3f}"
     return r["name"], f"{r['mean']:.4f}", f"{r['difference']:+.4f}", interval, holm, places, first
 
 

@@ -236,7 +236,7 @@ def run_sweep(a: argparse.Namespace) -> dict[str, Any]:
     found = [n for n in names if any(r.get(n) is not None for r in result["rows"])]
     shown = {"front": lambda v: "yes" if v else "no"} | dict.fromkeys(("uniform_share", "noise_share"), _share)
     rows = [[shown.get(n, lambda v: v)(r[n]) if n in r else "-" for n in found] for r in result["rows"]]
-    show_table(a, f"{a.kind}: predicted value by budget", [names[n] for n in found], rows)
+    show_table(a, f"{a.kind}: {_worth(a.kind, solved)} by budget", [names[n] for n in found], rows)
     say(a, *unsolved, *_on_noise(solved))
     say(a, _on_sweep(a.kind, solved))
     return to_jsonable(result)
@@ -347,8 +347,23 @@ def _on_sweep(kind: str, rows: Sequence[Mapping[str, Any]]) -> str:
         for end in (at(rows, key=lambda r: r["spent"]) for at in (min, max))
     )
     share = f", {few / many:.0%} of it" if many > 0 and not costs else ""
-    value = "predicted damage" if costs else "value"
-    return f"Verdict: at {_named(high)} the {value} is {many:.3g}, at {_named(low)} {few:.3g}{share}."
+    at_high, at_low = (_ASKED.get(kind, "{}").format(_named(budget)) for budget in (high, low))
+    return f"Verdict: at {at_high} the {_worth(kind, rows)} is {many:.3g}, at {at_low} {few:.3g}{share}."
+
+
+_ASKED = {"sparsity": "sparsity {}", "ranks": "mean rank {}", "experts": "{} experts in all"}
+
+
+def _worth(kind: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """What the value of a row is, with its unit."""
+    what = KINDS.find(kind)
+    if what.predicts:
+        return "predicted damage (nats per token)"
+    if what.harms:
+        return "penalty (mean of the squared sparsities, weighted by the scores)"
+    if all("uniform_share" in r for r in rows):
+        return "gain of the ranks that are bought (nats, by the quadratic model)"
+    return f"utility (mean of log(1 + {what.decides}), weighted by the scores)"
 
 
 def _named(budget: float | str) -> str:

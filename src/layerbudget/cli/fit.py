@@ -88,23 +88,25 @@ def _fit(a: argparse.Namespace) -> Plan:
     from ..decisions.bits.blocks import formats_table
     from ..decisions.bits.sensitivity import rounding_damage
     from ..decisions.fit.cutting import EACH, LOOK, SAVINGS
-    from ..decisions.fit.plan import plan_fit, prepare
+    from ..decisions.fit.plan import check_needed, plan_fit, prepare, share_of
     from ..decisions.fit.removal import STEPS
     from ..doctor.cost import Part, choosing
 
     a.model, a.out, a.runtime = a.source, a.out or "plan.json", a.runtime or "llama.cpp"
     check_output(a.out, overwrite=a.overwrite)
     own = options_for(a, plan_fit, rounding_damage, formats_table, _CHECK)
-    terms = Terms(
-        **{k: own[k] for k in ("memory", "context", "batch", "forbid", "keep", "cache", "experts", "shapes") if k in own}
-    )
+    given_terms = ("memory", "context", "batch", "forbid", "keep", "cache", "experts", "shapes")
+    share = share_of(a.runtime, own.get("utilization"))
+    terms = Terms(**{k: own[k] for k in given_terms if k in own}, utilization=share)
     terms.check(own.get("rule", "choices"))
     for name in a.formats or ():
         RUNTIMES[a.runtime].check(find_format(name, RUNTIMES[a.runtime].family))
     model, tokenizer, data, check = load_parted(a, own.pop("check", 8))
     options = {k: v for k, v in own.items() if k in ("formats", "by", "group", "method", "unwritten", "imatrix")}
     options |= {"runtime": a.runtime, "family": RUNTIMES[a.runtime].family}
-    prepare(model, terms, tokenizer, options, own.get("multiple"))
+    ready = prepare(model, terms, tokenizer, options, own.get("multiple"))
+    if a.save_scores is None:
+        check_needed(ready, terms)
     draws = own.get("draws", 4)
     ggml = a.runtime == "llama.cpp"
     parts = choosing(text_of(data, a), None if check is None else text_of(check, a), draws=draws, ggml=ggml)

@@ -17,6 +17,7 @@ from ..records import Block, digest
 from ..scores import Scores
 
 UNIFORM = "uniform"
+_BY_BLOCK = ("increments", "increments_floor")  # of a score's extra: tables with an entry per block, which rules read
 _BOUNDS = ("max_sparsity", "min_sparsity", "max_rank", "min_rank", "multiple", "max_experts", "min_experts", "expert_rank")
 
 
@@ -61,12 +62,13 @@ class Grid:
 
 
 def moved(scores: Scores, order: np.ndarray) -> Scores:
-    """The same numbers on other blocks: block k gets those of block ``order[k]``."""
+    """The same numbers on other blocks: block k gets those of block ``order[k]``, with its gains of every further rank."""
     tables: dict[str, Any] = {
         name: tuple(tuple(row[i] for i in order) for row in getattr(scores, name))
         for name in ("gain", "status", "standard_error", "noise_floor")
     }
-    return dataclasses.replace(scores, **tables, extra={})
+    by_rank = {n: [[row[i] for i in order] for row in scores.extra[n]] for n in _BY_BLOCK if n in scores.extra}
+    return dataclasses.replace(scores, **tables, extra=by_rank)
 
 
 def planned(kind: str, scores: Scores | Sequence[Block], rule: str | Any, budget: float, options: Mapping[str, Any]) -> Plan:

@@ -119,7 +119,8 @@ def perplexity(
             tick(len(logits))
     sums = np.zeros(data.samples)
     sums[own] = np.concatenate(losses)
-    rows = group.sum(sums) / np.maximum(counts, 1)
+    sums = group.sum(sums)
+    rows = sums / np.maximum(counts, 1)
     if not np.isfinite(rows).all():
         raise overflowed("The model's losses on this text", next(model.parameters()).dtype)
     mean = float(sums.sum() / counts.sum())

@@ -19,6 +19,7 @@ from ..errors import InvalidInput, ModelMismatch
 
 Labels = Sequence[int] | np.ndarray
 _LEVEL = 0.05
+_SAME = 1e-9  # mean differences of answers that are this near are one value
 
 
 def accuracy(labels: Labels, predictions: Labels) -> float:
@@ -89,7 +90,7 @@ class Comparison:
         """
         unit, width = f" {unit}" if unit else "", self.high - self.low
         digits = max(4, 1 - math.floor(math.log10(width))) if 0 < width < math.inf else 4
-        interval = f"95 % {self.low:+.{digits}f} to {self.high:+.{digits}f}"
+        interval = f"95 % {self.low:+.{digits}f} to {self.high:+.{digits}f}" if width < math.inf else "no interval"
         return f"{a} - {b} = {self.difference:+.{digits}f}{unit} ({interval}, p = {self.p:.2g}, n = {self.n})"
 
     def outcome(self, a: str, b: str, *, lower_is_better: bool = False) -> str:
@@ -126,17 +127,20 @@ def mcnemar(*answers: tuple[Labels, Labels]) -> Comparison:
     difference = float(np.mean([d.mean() for d in apart]))
     groups = [(size / len(d) / many, int((abs(d) == size).sum())) for d in apart for size in np.unique(abs(d[d != 0]))]
     value, chance = _by_chance(groups)
-    margin, blind = float(value[np.cumsum(chance) > _LEVEL + 1e-12].max()), chance[0] > _LEVEL
+    margin, blind = float(value[np.cumsum(chance) >= _LEVEL].max()), chance[0] >= _LEVEL
     if blind:  # whatever the signs, nothing would be rejected
         moved = [(int((d != 0).sum()), len(d)) for d in apart]
         most = [float(stats.beta.ppf(1 - _LEVEL / 2, k + 1, n - k)) if k < n else 1.0 for k, n in moved]
         margin = max(margin, float(np.linalg.norm(most)) / many)
+    p = float(min(1.0, chance[value >= abs(difference) - _SAME].sum()))
+    if p >= _LEVEL:  # the margin may be the very difference, but for its last digits
+        margin = max(margin, abs(difference))
     return Comparison(
         test="McNemar, exact",
         difference=difference,
         low=max(-1.0, difference - margin),
         high=min(1.0, difference + margin),
-        p=float(min(1.0, chance[value >= abs(difference) - 1e-9].sum())),
+        p=p,
         n=sum(sizes),
         detectable=None if blind else (1.959964 + 0.841621) * math.sqrt(sum(k * step**2 for step, k in groups)),
     )
@@ -167,7 +171,7 @@ def paired_t(a: Sequence[float], b: Sequence[float], weights: Sequence[float] | 
     rows that really count, ``(sum w)^2 / sum w^2 - 1`` (one at least). Equal weights give the plain test.
 
     Differences that are all equal (metrics of few questions often are) have no variance to test against; the exact sign test
-    then says what so many seeds can, ``p = 2^(1 - n)``.
+    then says what so many seeds can, ``p = 2^(1 - n)``. Up to five of them reject nothing, and the interval has no end.
     """
     first, second = (np.asarray(v, dtype=float) for v in (a, b))
     w = np.ones(first.shape) if weights is None else np.asarray(weights, dtype=float)
@@ -182,9 +186,14 @@ def paired_t(a: Sequence[float], b: Sequence[float], weights: Sequence[float] | 
     n = len(d)
     if error <= 1e-9 * abs(mean):
         p = 2.0 ** (1 - n) if mean else 1.0
-        return Comparison(test="sign, exact", difference=mean, low=mean, high=mean, p=p, n=n, detectable=None)
+        return Comparison(test="sign, exact", difference=mean, **_only(mean, p), p=p, n=n, detectable=None)
     detectable = detectable_difference(error * math.sqrt(df + 1), df + 1)
     return Comparison(test="paired t", difference=mean, **_t_test(mean, error, df), n=n, detectable=detectable)
+
+
+def _only(mean: float, p: float) -> dict[str, float]:
+    """95 % interval of differences that are all equal: a test that does not reject zero rejects no other value either."""
+    return {"low": mean, "high": mean} if p < _LEVEL or not mean else {"low": -math.inf, "high": math.inf}
 
 
 def _t_test(mean: float, error: float, df: float) -> dict[str, float]:
@@ -255,7 +264,8 @@ def difference(a: np.ndarray, b: np.ndarray, weights: np.ndarray | None = None) 
     Both are ``(seeds, items)``; ``weights`` are tokens of the items, equal ones by default.
 
     Returns:
-        ``{difference, low, high, p, error, df, seeds, items}``; two-sided p, 95 % interval.
+        ``{difference, low, high, p, error, df, seeds, items}``; two-sided p, 95 % interval, which has no end where there is
+        one seed and one item.
 
     >>> round(difference(np.array([[2.0, 3.0, 4.0]]), np.array([[1.0, 2.5, 3.0]]))["difference"], 4)
     0.8333
@@ -270,7 +280,7 @@ def difference(a: np.ndarray, b: np.ndarray, weights: np.ndarray | None = None) 
     variance = sum(v for v, _ in parts)
     record = {"seeds": d.shape[0], "items": d.shape[1]}
     if variance <= (1e-12 * abs(mean)) ** 2:  # equal plans, or one item
-        return {"difference": mean, "low": mean, "high": mean, "p": 1.0, "error": 0.0, "df": None, **record}
+        return {"difference": mean, **_only(mean, 1.0), "p": 1.0, "error": 0.0, "df": None, **record}
     error = math.sqrt(variance)
     df = round(variance**2 / sum(v**2 / n for v, n in parts if v > 0), 9)
     return {"difference": mean, **_t_test(mean, error, df), "error": error, "df": df, **record}

@@ -59,10 +59,10 @@ class ProcessGroup:
                 t.copy_(part.view_as(t))
 
     def sum(self, values: np.ndarray) -> np.ndarray:
-        """Sum of an array over all processes."""
+        """Sum of an array over all processes, a new array: ``values`` stay this process's own on every device."""
         if self.size == 1:
-            return values
-        tensor = torch.as_tensor(np.ascontiguousarray(values, dtype=np.float64)).to(self.device)
+            return np.array(values)
+        tensor = torch.tensor(np.asarray(values, dtype=np.float64)).to(self.device)
         dist.all_reduce(tensor)
         return tensor.cpu().numpy()
 

@@ -151,6 +151,16 @@ class ExpertLayer:
         return torch.zeros(len(x), self.count, device=x.device).scatter_add_(1, index, weights.float())
 
     @torch.no_grad()
+    def odds(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Weights ``(T, E)`` of all experts for tokens ``(T, d)`` that are given all; None where the router has no such."""
+        try:
+            with self._choosing_all():
+                found = self.gates(x)
+        except (RuntimeError, ValueError, IndexError, AssertionError):  # it chooses a number of its own
+            return None
+        return found if bool(found.isfinite().all() and (found >= 0).all()) else None
+
+    @torch.no_grad()
     def outputs(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
         """Return what every expert alone makes of the tokens with weight one, ``(T, d)`` each, in their order."""
         arguments, keywords = self.call(x)
@@ -166,10 +176,15 @@ class ExpertLayer:
 
     def _scaled(self, x: torch.Tensor) -> torch.Tensor:
         """Every token as every expert would be given it, ``(E T, d)``: the router chooses all."""
+        with self._choosing_all():
+            return cast(torch.Tensor, self.call(x)[0][0])
+
+    @contextlib.contextmanager
+    def _choosing_all(self) -> Iterator[None]:
         router, held = cast(Any, self.router), cast(Any, self.router).top_k
         router.top_k = self.count
         try:
-            return cast(torch.Tensor, self.call(x)[0][0])
+            yield
         finally:
             router.top_k = held
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..compressors.formats import GGUF
 from ..decisions.bits.reasons import reasons, types_of_blocks
+from ..decisions.cache.export import llama_build
 from ..decisions.fit.parts import sentences as of_fit
 from ..decisions.fit.parts import shares
 from ..decisions.joint.recipe import sentences as of_recipe
@@ -128,6 +129,10 @@ def _on_budget(plan: Plan) -> list[str]:
     of = f"{spoken_amount(float(spent))} of {spoken_amount(float(limit))} {'units' if unit in (None, 'count') else unit}"
     of += f" of {what.bytes_of}" if what.bytes_of else ""
     told = f"The rule {plan.rule} decides {what.decides} for {len(name)} blocks and uses {of}."
+    if plan.kind == "kept-experts":
+        whole = sum(round(n / share) for n, share in zip(plan.counts, value, strict=True))
+        kept = f"{int(plan.counts.sum())} of {whole} experts"
+        told = f"The rule {plan.rule} decides {what.decides} for {len(name)} layers and keeps {kept}."
     if plan.kind == "shapes":
         of = f"{spoken_amount(float(spent))} {unit}; at least {spoken_amount(float(limit))} were to go"
         told = f"The rule {plan.rule} decides {what.decides} for {len(name)} blocks and saves {of}."
@@ -296,6 +301,7 @@ def _on_formats(plan: Plan) -> list[str]:
     others = f" Predicted of choices without a program, within the same limit: {', '.join(rows)}." if rows else ""
     if plan.kind == "cache":
         told = f"bits per number at {e['context']:,} tokens x {e['batch']}, for {e['runtime']}."
+        told += llama_build(plan) if e["runtime"] == "llama.cpp" else ""
     else:
         told = "bits per weight: the bytes of the planned matrices over their weights."
     said.append(

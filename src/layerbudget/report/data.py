@@ -234,7 +234,7 @@ def _paired(found: Found) -> dict[str, Any] | None:
         unit = found.tuned["metric"]
         for split, tests in (found.tuned.get("against") or {}).items():
             for name in ("seeds", "samples"):
-                if t := tests.get(name):
+                if (t := tests.get(name)) and t["low"] is not None:
                     interval = {"value": t["difference"], "low": t["low"], "high": t["high"], "sentence": t["sentence"]}
                     items.append(
                         {"label": f"{split.replace('_', '-')} rows, over {name}", **interval, "detail": name != "seeds"}
@@ -243,7 +243,7 @@ def _paired(found: Found) -> dict[str, Any] | None:
         unit, many = f"{record['unit']}, against uniform", len(record["budgets"]) > 1
         for b in record["budgets"]:
             for r in b["rows"]:
-                if (u := r["versus_uniform"]) and not r["control"]:
+                if (u := r["versus_uniform"]) and not r["control"] and u["low"] is not None:
                     label = f"{r['name']} at {b['budget']:g}" if many else r["name"]
                     items.append({"label": label, "value": u["difference"], "low": u["low"], "high": u["high"]})
     else:

@@ -23,7 +23,8 @@ from layerbudget.decisions.bits.memory import cache_of
 from layerbudget.decisions.bits.plan import check_record
 from layerbudget.decisions.bits.sensitivity import DenseOutput, mean_and_error
 from layerbudget.decisions.cache.cache import caching, layer_formats, rounding
-from layerbudget.decisions.fit.parts import split_fit
+from layerbudget.decisions.cache.export import vllm_options
+from layerbudget.decisions.fit.parts import parts_of, sentences, split_fit
 from layerbudget.decisions.fit.plan import joint_rows, plan_fit, settled, write_fit
 from layerbudget.decisions.fit.program import GIB, MIX, RULES, UNIFORM, Fitted, Terms, fits_of
 from layerbudget.errors import CorruptFile, CoverageError, InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
@@ -356,7 +357,7 @@ def test_a_check_is_not_kept_for_other_formats_in_the_same_places(tmp_path):
 def test_a_cache_differs_by_layer_where_the_runtime_lets_it(tmp_path):
     model, data = zoo.build("llama", **WIDE), zoo.tokens(2, 16, vocabulary=96)
     memory = f"{zoo.buffers(batch=8, inner=48) + 200000} bytes"
-    plan = plan_fit(model, data, memory=memory, context=64, batch=8, runtime="vllm", draws=1,
+    plan = plan_fit(model, data, memory=memory, context=64, batch=8, runtime="vllm", draws=1, utilization=1,
                     formats=["w4-g32", "w8-g32"])  # fmt: skip
     names = [n for n in plan.names if n.count(".") == 2]
     assert names == ["model.layers.0", "model.layers.1"] and plan.extra["runtime"] == "vllm"
@@ -439,7 +440,7 @@ def test_a_rule_that_has_no_plan_is_refused():
 def test_the_remedy_for_narrow_heads_works_for_a_fit():
     """It named the group size of the cache alone, which a fit does not read."""
     model, data = zoo.build("llama", **WIDE | {"head_dim": 24}), zoo.tokens(2, 8, vocabulary=96)
-    own = {"memory": "10 MiB", "context": 8, "runtime": "transformers", "formats": ["w8-g16"], "draws": 1}
+    own = {"memory": "0.82 MiB", "context": 8, "runtime": "transformers", "formats": ["w8-g16"], "draws": 1}
     with pytest.raises(InvalidInput, match="24 channels, which int2.*plan cache: --set group=8.*plan fit: --set cache=bf16"):
         plan_fit(model, data, **own)
     assert plan_fit(model, data, **own, cache=["bf16"]).extra["parts"]["cache"]["bits"] == 16
@@ -473,7 +474,8 @@ def test_the_longest_context_is_counted_as_the_runtime_allocates():
     model, data = zoo.build("llama", **WIDE), zoo.tokens(2, 8, vocabulary=96)
     for runtime, longest in (("vllm", 48), ("transformers", 50)):
         own = {"batch": 64, "runtime": runtime, "formats": ["w4-g32", "w8-g32"]}
-        room = f"{plan_fit_least(model, 50 if runtime == 'transformers' else 48, **own) + 100} bytes"
+        share = 0.9 if runtime == "vllm" else 1  # of a card, what vLLM takes
+        room = f"{(plan_fit_least(model, longest, **own) + 100) / share:.0f} bytes"
         with pytest.raises(InfeasibleBudget, match=f"At most {longest} tokens fit"):
             plan_fit(model, data, memory=room, context=64, **own)
 
@@ -481,7 +483,7 @@ def test_the_longest_context_is_counted_as_the_runtime_allocates():
 def test_a_cache_of_sixteen_bits_alone_is_not_measured(recwarn):
     model, data = zoo.build("llama", **WIDE), zoo.tokens(2, 8, vocabulary=96)
     own = {"context": 64, "draws": 1, "formats": ["Q4_0", "Q8_0"]}
-    plan = plan_fit(model, data, memory="1 GiB", cache=["F16"], **own)
+    plan = plan_fit(model, data, memory="930000 bytes", cache=["F16"], **own)
     assert set(plan.extra["cache_formats"].values()) == {"F16"} and plan.extra["parts"]["cache"]["predicted"] == 0
     assert not [each for each in recwarn if issubclass(each.category, RuntimeWarning)]
 
@@ -567,3 +569,38 @@ def test_the_difference_of_two_fits_counts_what_lies_beside_their_blocks(folder,
     more, blocks = plans[1].budget["spent"] - plans[0].budget["spent"], plans[1].counts.sum() - plans[0].counts.sum()
     assert more > blocks > 0
     assert f"takes {more:,} bytes of file, cache and buffers more" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_memory_in_which_everything_fits_in_sixteen_bits_is_said_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr("layerbudget.decisions.bits.plan.rounding_damage", lambda *a, **k: pytest.fail("measured"))
+    model, data = zoo.build("llama", **WIDE), zoo.tokens(2, 8, vocabulary=96)
+    for runtime in ("llama.cpp", "transformers", "vllm"):
+        with pytest.raises(InvalidInput, match=r"Everything fits in 16 bits.*nothing to plan") as refused:
+            plan_fit(model, data, memory="1 GiB", context=8, runtime=runtime)
+        below = re.search(r"needed below (\S+ \w+),", str(refused.value))[1]
+        with pytest.raises(InvalidInput, match="Everything fits"):
+            plan_fit(model, data, memory=below, context=8, runtime=runtime)
+    with pytest.raises(pytest.fail.Exception, match="measured"):  # for other memories it is measured all the same
+        plan_fit(model, data, memory="1 GiB", context=8, save_scores=tmp_path / "scores.json")
+
+
+def test_of_a_card_vllm_takes_the_share_that_is_counted_and_said():
+    scores = zoo.fit_scores(3)
+    cache = {**scores.extra["cache"], "runtime": "vllm", "formats": ["fp8", "bf16"], "group": None}
+    for name in ("damage", "rest"):
+        cache[name] = [[row[0], row[2]] for row in cache[name][::2]]  # a block for every layer
+    scores = dataclasses.replace(scores, extra={**scores.extra, "cache": cache})
+    plan, whole = (plan_fit(scores, memory="1100000 bytes", context=64, **more) for more in ({}, {"utilization": 1}))
+    assert plan.budget["limit"] == 990_000 and whole.budget["limit"] == 1_100_000
+    assert "vllm takes 0.9 of the memory given, 990,000 bytes" in " ".join(sentences(plan))
+    assert "of the memory given" not in " ".join(sentences(whole))
+    assert "--gpu-memory-utilization 0.9" in vllm_options(parts_of(plan)["cache"])
+    assert "utilization" not in vllm_options(parts_of(whole)["cache"])
+    with pytest.raises(InfeasibleBudget, match="0.9 of the memory given") as refused:
+        plan_fit(scores, memory="1 KB", context=64)
+    assert plan_fit(scores, memory=re.search(r"Raise the memory \(to (.*?)\)", str(refused.value))[1], context=64)
+    for share in (0.0, 1.5):
+        with pytest.raises(InvalidInput, match="at most 1"):
+            plan_fit(scores, memory="1 GiB", context=64, utilization=share)
+    with pytest.raises(InvalidInput, match="no meaning for transformers"):
+        plan_fit(zoo.fit_scores(3), memory="1 GiB", context=64, utilization=0.9)

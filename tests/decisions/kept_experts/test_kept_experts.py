@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, DeepseekV2Config
 
 import layerbudget as lb
 from layerbudget.cli import main
+from layerbudget.decisions.kept_experts import sensitivity
 from layerbudget.decisions.kept_experts.plan import plan_kept_experts
 from layerbudget.decisions.kept_experts.program import Fold, KeptProgram, Removal, bend, beside, per_token
 from layerbudget.decisions.kept_experts.sensitivity import expert_removals
@@ -176,6 +177,53 @@ def oracle(model, data, layer, kept, draws, seed):
         sums.append(np.mean(each))
         tokens.append(int((batch.targets != -100).sum()))
     return sum(sums) / (2 * sum(tokens)), np.array(sums) / 2 / sum(tokens)
+
+
+WAYS = {**dict.fromkeys(FAMILIES, "given"), "qwen2-moe": "softmax", "olmoe": "softmax", "qwen3-moe, as it is": "softmax",
+        "deepseek-v2": "softmax", **dict.fromkeys(("phimoe", "ernie-moe", "deepseek-v3"), "any")}  # fmt: skip
+
+
+def routed(name):
+    """A mixture whose tokens are routed with nearer calls than those of new weights."""
+    if name == "deepseek-v2":
+        own = {"topk_method": "greedy", "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+               "qk_nope_head_dim": 8, "v_head_dim": 8}  # fmt: skip
+        torch.manual_seed(0)
+        config = DeepseekV2Config(**{**zoo.PLAIN, **zoo.EIGHT, **zoo.SHARED, **own}, experts_implementation="eager")
+        model = AutoModelForCausalLM.from_config(config).eval()
+    else:
+        more = {"norm_topk_prob": False} if name == "qwen3-moe, as it is" else {}
+        model = mixture(name.partition(",")[0], experts_implementation="eager", **more)
+    with torch.no_grad():
+        for n, p in model.named_parameters():
+            if p.ndim > 1:
+                p.normal_(0, 0.2, generator=torch.Generator().manual_seed(len(n)))
+    return model.double()
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_experts_that_go_matter_to_every_token_that_their_router_makes_depend_on_them(name):
+    """Weights that are not normalised again, and choices that depend on the softmax, change for tokens of other experts too."""
+    model, data = routed(name), zoo.tokens(4, 12)
+    layer = find_experts(model)[-1]
+    (removals, *_), _ = expert_removals(model, [layer], data, draws=2, seed=3, batch_size=4)
+    r, everyone = removals["directional"][0], range(layer.count)
+    for one in (0, layer.count // 2, layer.count - 1):
+        wanted = oracle(model, data, layer, [e for e in everyone if e != one], 2, 3)[0]
+        assert r.single[one] == pytest.approx(wanted, rel=1e-3, abs=1e-9)
+    for step in range(1, len(r.after)):
+        gone = r.order[: r.after[step]]
+        wanted = oracle(model, data, layer, [e for e in everyone if e not in gone], 2, 3)[0]
+        assert r.damage[step] == pytest.approx(wanted, rel=1e-3, abs=1e-9)
+    x = torch.randn(512, layer.d, generator=torch.Generator().manual_seed(2)).double()
+    assert sensitivity._way(layer, x) == WAYS[name]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "qwen2-moe", "qwen3-moe, as it is"])
+def test_how_far_a_router_reaches_is_found_in_sixteen_bits_too(name):
+    model = routed(name).bfloat16()
+    x = torch.randn(4096, 32, generator=torch.Generator().manual_seed(2)).bfloat16()
+    assert sensitivity._way(find_experts(model)[-1], x) == WAYS[name]
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3", "llama4"])
@@ -364,7 +412,7 @@ def test_plans_keep_to_budgets_and_predict_what_masks_measure():
     with torch.no_grad():
         p, q = (m(**next(data.batches(8))).logits.log_softmax(-1) for m in (model, smaller))
     assert float((p.exp() * (p - q)).sum(-1).mean()) == pytest.approx(measured, rel=1e-3)
-    assert any("14 of 14 experts" in s for s in lb.explain_plan(by_share).sentences)
+    assert any("14 of 16 experts" in s for s in lb.explain_plan(by_share).sentences)
     even = plan_kept_experts(model, data, 0.6, even=True)
     assert set(even.counts) == {4} and "All layers keep as many" in lb.explain_plan(even).sentences[-1]
     with pytest.raises(ModelMismatch):

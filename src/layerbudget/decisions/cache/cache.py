@@ -8,6 +8,7 @@ A packed cache (:mod:`layerbudget.decisions.cache.hqq`) saves it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -15,7 +16,6 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from ...compressors.base import Level, find_quantiser
 from ...errors import InvalidInput
 from ...execution.loss import head_of
 from ...execution.modes import inference
@@ -24,6 +24,7 @@ from ...models.blocks import config_of, describe, layers
 from ...plan import Plan
 from .formats import CacheFormat, Kept, find_cache
 from .hqq import off_grid, on_grid, packed_layers
+from .llama import hadamard, piece, written
 
 Change = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 _LARGEST = 448.0  # of e4m3
@@ -55,16 +56,32 @@ def caching(model: nn.Module, change: Change) -> Iterator[None]:
         handle.remove()
 
 
-def rounded(x: torch.Tensor, form: CacheFormat) -> torch.Tensor:
-    """Return what a runtime reads back of keys or values ``(..., channels)``."""
+def rounded(x: torch.Tensor, form: CacheFormat, part: int = 0) -> torch.Tensor:
+    """Return what a runtime reads back of keys (part 0) or values (1), ``(..., channels)``."""
     if form.plain:
         return x
     if form.name == "fp8":
         return x.clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).to(x.dtype)
     if not form.name.startswith("int"):
-        rows = x.reshape(-1, x.shape[-1])
-        return find_quantiser("rtn").apply(rows, None, Level(format=form.name)).reshape(x.shape)
+        return _by_llama(x, form, part)
     return off_grid(*on_grid(x, form)).to(x.dtype)
+
+
+def _by_llama(x: torch.Tensor, form: CacheFormat, part: int) -> torch.Tensor:
+    """Keys or values as llama.cpp writes them, rotated back: queries and outputs are rotated as they are."""
+    size = piece(x.shape[-1], part) if form.rotated else 0
+    matrix = torch.from_numpy(hadamard(size)).to(x.device) if size else None
+
+    def rotated(y: torch.Tensor) -> torch.Tensor:
+        return y if matrix is None else (y.unflatten(-1, (-1, size)) @ matrix).flatten(-2)
+
+    neighbours = form.interleaved and part == 0
+    own = x.detach().float()
+    own = own.unflatten(-1, (2, -1)).mT.flatten(-2) if neighbours else own
+    rows = rotated(own).reshape(-1, x.shape[-1])
+    read = rotated(torch.from_numpy(written(rows.cpu().numpy(), form.name)).to(x.device))
+    read = read.unflatten(-1, (-1, 2)).mT.flatten(-2) if neighbours else read
+    return read.reshape(x.shape).to(x.dtype)
 
 
 def rounding(formats: Mapping[int, tuple[CacheFormat, CacheFormat]]) -> Change:
@@ -73,7 +90,7 @@ def rounding(formats: Mapping[int, tuple[CacheFormat, CacheFormat]]) -> Change:
     def change(layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if layer not in formats:
             return keys, values
-        return rounded(keys, formats[layer][0]), rounded(values, formats[layer][1])
+        return rounded(keys, formats[layer][0], 0), rounded(values, formats[layer][1], 1)
 
     return change
 
@@ -144,7 +161,8 @@ def layer_formats(model: nn.Module, plan: Plan) -> dict[int, tuple[CacheFormat, 
     """Return the formats of keys and values of every layer, by its index."""
     held = kept(model)
     runtime, formats = find_cache(str(plan.extra["runtime"])), plan.extra["formats"]
-    chosen = runtime.formats([k.channels for k in held], sorted(set(formats.values())), plan.extra["group"])
-    known = {f.name: f for f in chosen}
+    names, group = sorted(set(formats.values())), plan.extra["group"]
+    chosen = runtime.formats([k.channels for k in held], names, group, plan.extra.get("rotated", False))
+    known = {f.name: dataclasses.replace(f, interleaved=bool(plan.extra.get("interleaved"))) for f in chosen}
     found = {(k.layer, k.part): known[formats[k.module]] for k in held}
     return {k.layer: (found[k.layer, 0], found[k.layer, 1]) for k in held}

@@ -8,6 +8,7 @@ import re
 from ...errors import InvalidInput
 from ...plan import Plan, PlanBlock
 from .formats import find_cache
+from .llama import LEAST, SWITCH
 
 _LAYER = re.compile(r"\.(\d+)$")
 
@@ -30,7 +31,9 @@ def vllm_options(plan: Plan) -> str:
     batch = int(plan.extra["batch"])
     size = ["--max-model-len", str(plan.extra["context"]), "--max-num-seqs", str(batch)]
     forward = ["--max-num-batched-tokens", str(max(find_cache("vllm").ahead + 1, batch))]
-    return " ".join([*types, *size, *forward]) + "\n"
+    share = plan.extra.get("utilization")
+    memory = ["--gpu-memory-utilization", f"{share:g}"] if share else []
+    return " ".join([*types, *size, *forward, *memory]) + "\n"
 
 
 def modelopt_cache(plan: Plan) -> str:
@@ -46,6 +49,16 @@ def llama_cache(plan: Plan) -> str:
     tokens, batch = int(plan.extra["context"]), int(plan.extra["batch"])
     types = f"--cache-type-k {found['keys']} --cache-type-v {found['values']} --flash-attn on"
     return f"{types} --ctx-size {tokens * batch} --parallel {batch}\n"
+
+
+def llama_build(plan: Plan) -> str:
+    """Return which llama.cpp a plan of the cache was measured for: one that rotates keys and values, or one that does not."""
+    forms = {_format(plan, m) for b in plan.blocks for m in b.modules}
+    if forms == {"F16"}:
+        return ""
+    if plan.extra.get("rotated", False):
+        return f" Damages are those of llama.cpp {LEAST}, which rotates keys and values before it rounds them."
+    return f" Damages are those of llama.cpp without rotated keys and values: set {SWITCH}=1."
 
 
 def _blocks(plan: Plan, runtime: str) -> tuple[PlanBlock, ...]:

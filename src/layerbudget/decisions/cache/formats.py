@@ -4,7 +4,8 @@ A key or value of a token is ``heads x channels`` numbers. All formats round gro
 
 * ``int2`` to ``int8`` (transformers): whole numbers over the range of a group, which keeps its step and minimum in 16 bits.
   ``int4-g32`` has groups of 32, which cost half a bit more than those of 64. :mod:`layerbudget.decisions.cache.hqq` packs them.
-* ``Q4_0`` ... ``Q8_0``, ``IQ4_NL`` (llama.cpp): blocks of 32, rounded by ggml (:mod:`layerbudget.compressors.ggml`).
+* ``Q4_0`` ... ``Q8_0``, ``IQ4_NL`` (llama.cpp): blocks of 32, rotated and rounded as llama.cpp does
+  (:mod:`layerbudget.decisions.cache.llama`).
 * ``fp8`` (vLLM): e4m3 without a scale.
 
 What a runtime may tell apart is what is decided: transformers layers, and keys from values; vLLM layers; llama.cpp keys from
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 
 from ...compressors.formats import find_format
 from ...errors import InvalidInput
+from .llama import rotates
 
 RULES = ("choices", "uniform", "ends")
 PARTS = ("keys", "values")
@@ -37,12 +39,16 @@ class CacheFormat:
         bits: Of one number, without its scale.
         group: Channels that share a scale.
         bytes: Of a group.
+        rotated: Whether the runtime rotates keys and values before it rounds them (:mod:`layerbudget.decisions.cache.llama`).
+        interleaved: Whether its keys have the halves of a head as neighbours.
     """
 
     name: str
     bits: int
     group: int
     bytes: int
+    rotated: bool = False
+    interleaved: bool = False
 
     @property
     def plain(self) -> bool:
@@ -59,6 +65,7 @@ class Kept:
         part: 0 for keys, 1 for values.
         heads, channels: Of a token.
         window: Most tokens that are read; None for all.
+        interleaved: Whether the runtime has the halves of a head of keys as neighbours, as its file has them.
     """
 
     layer: int
@@ -67,6 +74,7 @@ class Kept:
     heads: int
     channels: int
     window: int | None
+    interleaved: bool = False
 
     @property
     def module(self) -> str:
@@ -86,6 +94,7 @@ class CacheRuntime:
         step: Tokens that are allocated at a time.
         ahead: Tokens beside a sliding window that are kept while they are computed.
         spare: Further tokens of a sliding window.
+        share: Of a card's memory, what it takes by default.
     """
 
     name: str
@@ -95,19 +104,27 @@ class CacheRuntime:
     step: int = 1
     ahead: int = 0
     spare: int = 0
+    share: float = 1.0
 
     def tokens(self, context: int, window: int | None) -> int:
         """Return the tokens of a context that a layer has room for."""
         kept = context if window is None else min(context, window + self.ahead)
         return -(-kept // self.step) * self.step + (0 if window is None else self.spare)
 
-    def formats(self, widths: Sequence[int], names: Sequence[str] | None = None, group: int | None = None) -> list[CacheFormat]:
+    def formats(
+        self,
+        widths: Sequence[int],
+        names: Sequence[str] | None = None,
+        group: int | None = None,
+        rotated: bool | None = None,
+    ) -> list[CacheFormat]:
         """Formats to choose among, the smallest first and sixteen bits last.
 
         Args:
             widths: Channels of the heads.
             names: Some of those of the runtime.
             group: Channels of a group of ``int2`` to ``int8``; by default the largest of 64, 32 and 16 that divides all widths.
+            rotated: Whether llama.cpp rotates what it rounds; by default as the installed one does.
 
         Raises:
             InvalidInput: A format that the runtime has not, or a group that does not divide the channels of a head.
@@ -138,7 +155,8 @@ class CacheRuntime:
                     "",
                     f"{ways[0].upper()}{ways[1:]}.",
                 )
-        return found
+        rotated = self.name == "llama.cpp" and (rotates() if rotated is None else rotated)
+        return [dataclasses.replace(f, rotated=rotated and not f.plain) for f in found]
 
 
 def _group(name: str, group: int) -> int:
@@ -166,7 +184,7 @@ CACHES = {
             "bf16",
         ),
     ),
-    "vllm": CacheRuntime(name="vllm", names=("fp8", "bf16"), parts=False, step=16, ahead=511, spare=16),
+    "vllm": CacheRuntime(name="vllm", names=("fp8", "bf16"), parts=False, step=16, ahead=511, spare=16, share=0.9),
     "llama.cpp": CacheRuntime(
         name="llama.cpp",
         names=("Q4_0", "IQ4_NL", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16"),

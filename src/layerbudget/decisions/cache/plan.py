@@ -24,7 +24,7 @@ from ...models.blocks import config_of, describe
 from ...models.offload import mapped
 from ...plan import Plan
 from ...progress import Progress, say
-from ..bits.gguf_names import computes_windows
+from ..bits.gguf_names import ARCHITECTURES, computes_windows
 from ..bits.memory import check_positions
 from ..bits.plan import check_record
 from ..bits.program import BASELINES, Decision, Limits, plan_blocks
@@ -56,6 +56,8 @@ def cache_space(
     held = kept(model)
     if runtime == "llama.cpp" and not computes_windows(text):
         held = [dataclasses.replace(k, window=None) for k in held]
+    if runtime == "llama.cpp" and (known := ARCHITECTURES.get(text.model_type)) and known.permuted:
+        held = [dataclasses.replace(k, interleaved=True) for k in held]
     return CacheSpace.of(held, context, batch, runtime, formats, group)
 
 

@@ -64,7 +64,7 @@ def cache_damage(
                 for j, form in enumerate(space.formats):
                     if form.plain:
                         continue
-                    delta = rounded(x, form) - x
+                    delta = rounded(x, form, place[1]) - x
                     norm[i, j] += float(delta.square().sum())
                     for draw, each in enumerate(gradients):
                         if each[n] is not None:

@@ -35,6 +35,7 @@ class CacheSpace:
         runtime: str = "transformers",
         formats: Sequence[str] | None = None,
         group: int | None = None,
+        rotated: bool | None = None,
     ) -> CacheSpace:
         """Return what may be decided about what a model keeps; arguments as of :func:`~.plan.plan_cache`."""
         target, groups = find_cache(runtime), dict[str, list[Kept]]()
@@ -49,13 +50,15 @@ class CacheSpace:
         if (numel := sum(b.numel for b in blocks)) > LARGEST:
             what = f"A cache of {batch:,} sequences of {context:,} tokens has {numel:,} numbers, too many to be counted."
             raise InvalidInput(what, f"At most {LARGEST:,} are.", "Give a smaller batch or context.")
-        chosen = target.formats(sorted({k.channels for k in held}), formats, group)
+        chosen = target.formats(sorted({k.channels for k in held}), formats, group, rotated)
+        chosen = [dataclasses.replace(f, interleaved=any(k.interleaved for k in held)) for f in chosen]
         return cls(runtime=target, formats=chosen, members=list(groups.values()), blocks=blocks, context=context, batch=batch)
 
     def at(self, context: int, batch: int) -> CacheSpace:
         """Return the same decisions at another context."""
         held = [k for each in self.members for k in each]
-        return CacheSpace.of(held, context, batch, self.runtime.name, [f.name for f in self.formats], self._group())
+        names = [f.name for f in self.formats]
+        return CacheSpace.of(held, context, batch, self.runtime.name, names, self._group(), self.rotated)
 
     def table(self, damage: np.ndarray | None = None, rest: np.ndarray | None = None) -> Table:
         """Return bytes and damages of every block in every format; without damages they are zero."""
@@ -84,14 +87,21 @@ class CacheSpace:
         found = {(k.layer, k.part): self.formats[j] for each, j in zip(self.members, chosen, strict=True) for k in each}
         return {layer: (found[layer, 0], found[layer, 1]) for layer, part in found if part == 0}
 
+    @property
+    def rotated(self) -> bool:
+        """Whether the runtime rotates what it rounds."""
+        return any(f.rotated for f in self.formats)
+
     def terms(self, group: int | None) -> dict[str, Any]:
-        """Return what a plan says of it."""
-        return {"runtime": self.runtime.name, "context": self.context, "batch": self.batch, "group": group}
+        """Return what a plan says of it; ``rotated`` and ``interleaved`` are of llama.cpp alone."""
+        own = {"rotated": self.rotated, "interleaved": self.formats[0].interleaved} if self.runtime.name == "llama.cpp" else {}
+        return {"runtime": self.runtime.name, "context": self.context, "batch": self.batch, "group": group, **own}
 
     def record(self) -> dict[str, Any]:
         """Return what a score record holds of it, for other contexts."""
         held = [dataclasses.asdict(k) for each in self.members for k in each]
-        return {"runtime": self.runtime.name, "formats": [f.name for f in self.formats], "group": self._group(), "kept": held}
+        own = {"runtime": self.runtime.name, "formats": [f.name for f in self.formats], "group": self._group()}
+        return {**own, "rotated": self.rotated, "kept": held}
 
     def _group(self) -> int | None:
         """Channels of a group of formats whose names do not say it."""
@@ -100,5 +110,5 @@ class CacheSpace:
     @classmethod
     def read(cls, record: Mapping[str, Any], context: int, batch: int) -> CacheSpace:
         """Return the space of a record at a context."""
-        own = {k: record[k] for k in ("runtime", "formats", "group")}
+        own = {**{k: record[k] for k in ("runtime", "formats", "group")}, "rotated": record.get("rotated", False)}
         return cls.of([Kept(**k) for k in record["kept"]], context, batch, **own)

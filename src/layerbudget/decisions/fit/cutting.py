@@ -260,4 +260,4 @@ def check_fits(
 ) -> None:
     """Refuse a memory in which neither the whole model nor one of those that are cut has a plan."""
     cuts = [Fit.of(*sized(model, Plan.from_dict(row["plan"]), tokenizer, terms, options), terms) for row in rows]
-    smallest([dense, *cuts]).limit(terms.bytes, others)
+    smallest([dense, *cuts]).limit(terms.bytes, others, terms.utilization)

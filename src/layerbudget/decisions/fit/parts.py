@@ -29,7 +29,7 @@ def split_fit(plan: Plan) -> tuple[Plan, Plan]:
         said |= {k: e["parts"][name][k] for k in ("bits", "predicted")}
         said |= {"whole": {"predicted": e["predicted"], "measured": measured}}
         names = (
-            ("runtime", "context", "batch", "group")
+            ("runtime", "context", "batch", "group", *(n for n in ("rotated", "interleaved", "utilization") if n in e))
             if own
             else ("runtime", "family", "method", "fixed_bytes", "head_bytes", "signature")
         )
@@ -62,10 +62,20 @@ def shares(plan: Plan) -> list[str]:
     said = [
         f"For {e['runtime']} at {e['context']} tokens x {e['batch']}: weights {w['bytes']:,.0f} bytes ({w['bits']:.3f} bits "
         f"per weight, {w['predicted']:.4g} nats per token), cache {c['bytes']:,.0f} bytes ({c['bits']:.3f} bits per number, "
-        f"{c['predicted']:.4g} nats), {beside}.",
+        f"{c['predicted']:.4g} nats), {beside}.{_of_memory(plan)}",
         *of_smaller(plan),
     ]
     return [*said, *_on_more(plan)]
+
+
+def _of_memory(plan: Plan) -> str:
+    """The share of the memory that the runtime takes, where it is not all."""
+    if not (share := plan.extra.get("utilization")):
+        return ""
+    return (
+        f" {plan.extra['runtime']} takes {share:g} of the memory given, {plan.budget['limit']:,} bytes; "
+        "--set utilization=1 counts all of it."
+    )
 
 
 def _on_more(plan: Plan) -> list[str]:

@@ -28,7 +28,7 @@ from ...models.experts import find_experts, masked
 from ...models.offload import mapped
 from ...plan import Plan
 from ...progress import Progress, say
-from ...records import check_output, digest, dumps, to_jsonable
+from ...records import check_output, digest, dumps, rounded_up, to_jsonable, unit_of
 from ...scores import Scores
 from ...storage.parts import Parts
 from ..bits.apply import QuantisationReceipt, apply_bits, write_bits
@@ -37,6 +37,7 @@ from ..bits.sensitivity import DenseOutput, mean_and_error
 from ..bits.table import Table
 from ..cache.cache import caching, planned_cache, rounding
 from ..cache.export import llama_cache, vllm_options
+from ..cache.formats import find_cache
 from ..cache.plan import cache_space
 from ..cache.space import CacheSpace
 from ..kept_experts.apply import keep_experts
@@ -67,6 +68,7 @@ def plan_fit(
     experts: bool = False,
     shapes: bool = False,
     multiple: int | None = None,
+    utilization: float | None = None,
     forbid: Sequence[str] = (),
     keep: Mapping[str, str] | None = None,
     tokenizer: Any = None,
@@ -96,6 +98,7 @@ def plan_fit(
         experts: Whether experts may go where that costs less than lower formats; every layer keeps the same number.
         shapes: Whether heads and channels of the MLPs may go where that costs less than lower formats.
         multiple: With ``shapes``, channels of the MLP that go together; by default what suits the formats.
+        utilization: Share of the memory that vLLM takes (its ``--gpu-memory-utilization``); .9 by default.
         forbid: Formats of the weights that are not used, or classes of slow ones: ``slow-cpu``, ``slow-gpu``.
         keep: Formats of some matrices, by regular expressions that are searched in their names.
         tokenizer: The one that goes into a GGUF file: its vocabulary counts.
@@ -120,7 +123,9 @@ def plan_fit(
         UnknownStructure: With ``experts``, a model without them.
     """
     wanted: dict[str, Any] = {"memory": memory, "context": context, "batch": batch, "cache": cache}
-    terms = Terms(**wanted, forbid=forbid, keep=keep or {}, experts=experts, shapes=shapes)
+    held = source.extra.get("cache") if isinstance(source, Scores) else None
+    share = share_of(str(held["runtime"]) if isinstance(held, Mapping) else runtime or "llama.cpp", utilization)
+    terms = Terms(**wanted, forbid=forbid, keep=keep or {}, experts=experts, shapes=shapes, utilization=share)
     terms.check(rule)
     if isinstance(source, Scores):
         refuse_measuring(data, check, resume, save_scores, tokenizer, runtime, options, multiple)
@@ -134,6 +139,8 @@ def plan_fit(
         raise InvalidInput(f"There is no runtime {runtime!r}.", f"There are {', '.join(RUNTIMES)}.", "Choose one of those.")
     options |= {"unwritten": unwritten, "runtime": runtime, "family": RUNTIMES[runtime].family}
     ready = prepare(source, terms, tokenizer, options, multiple)
+    if save_scores is None:
+        check_needed(ready, terms)
     options = dict(ready.options)
     given = {"draws": draws, "seed": seed, "batch_size": batch_size}
     head = next(iter(ready.tables.values())).head
@@ -144,18 +151,34 @@ def plan_fit(
         return cache_record(source, data, ready.space, draws, seed, progress)
 
     space = ready.space.record()
-    held = {"cache": {**space, **parts.json(f"cache-{digest(space)}", measure_cache)}}
+    damages = {"cache": {**space, **parts.json(f"cache-{digest(space)}", measure_cache)}}
     if experts:
         removal = partial(measure_removal, source, data, ready.tables, **given, progress=progress)
-        held["experts"] = parts.json(f"experts-{head}", removal)  # of other bytes of metadata with another tokenizer
+        damages["experts"] = parts.json(f"experts-{head}", removal)  # of other bytes of metadata with another tokenizer
     if ready.cutting is not None:
-        held["shapes"] = _cut(source, data, ready, ready.cutting, terms, tokenizer, parts, given, progress)
-    scores = dataclasses.replace(scores, extra={**scores.extra, **held})
+        damages["shapes"] = _cut(source, data, ready, ready.cutting, terms, tokenizer, parts, given, progress)
+    scores = dataclasses.replace(scores, extra={**scores.extra, **damages})
     scores = Scores.from_dict(to_jsonable(scores.to_dict()))  # as it is read from a file
     if save_scores is not None:
         scores.save(save_scores, overwrite=overwrite)
     found = Fitted.of(scores, terms)
     return found.plan(rule) if check is None else _checked(source, found, rule, data, check, batch_size, parts, progress)
+
+
+def share_of(runtime: str, utilization: float | None) -> float:
+    """Return the share of a memory that a runtime takes.
+
+    Raises:
+        InvalidInput: A share that is none, or one of a runtime that takes all.
+    """
+    own = find_cache(runtime).share
+    if utilization is None:
+        return own
+    if own == 1.0:
+        raise InvalidInput(f"utilization has no meaning for {runtime}.", "It is vLLM's.", "Leave it out, or lower the memory.")
+    if not 0.0 < utilization <= 1.0:
+        raise InvalidInput(f"utilization is {utilization}.", "It is above 0 and at most 1.", "Use 0.9.")
+    return utilization
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,8 +216,27 @@ def prepare(model: nn.Module, terms: Terms, tokenizer: Any, options: Mapping[str
     tables = _tables(model, terms, tokenizer, options)
     others = partial(_other_formats, model, terms, tokenizer, asked)
     if cutting is None:
-        smallest([Fit.of(table, space, terms) for table in tables.values()]).limit(terms.bytes, others)
+        smallest([Fit.of(table, space, terms) for table in tables.values()]).limit(terms.bytes, others, terms.utilization)
     return Ready(tables=tables, space=space, options=options, cutting=cutting, others=others)
+
+
+def check_needed(ready: Ready, terms: Terms) -> None:
+    """Refuse a memory in which everything fits in 16 bits, which no plan can better.
+
+    Raises:
+        InvalidInput: It does.
+    """
+    fit = Fit.of(next(iter(ready.tables.values())), ready.space, terms)
+    if not fit.weights.has[:, -1].all() or terms.keep:
+        return
+    needed = int(fit.weights.size[:, -1].sum() + fit.cache.size[:, -1].sum()) + fit.beside
+    if needed <= terms.bytes:
+        unit, name = unit_of(needed)
+        raise InvalidInput(
+            f"Everything fits in 16 bits: {needed:,} bytes of {terms.bytes:,}. There is nothing to plan.",
+            f"A plan is needed below {rounded_up(needed / terms.utilization / unit)} {name}, or at a longer context.",
+            "Run the model as it is, or give less memory. To measure for other memories, add --save-scores FILE.",
+        )
 
 
 def _tables(model: nn.Module, terms: Terms, tokenizer: Any, options: Mapping[str, Any]) -> dict[int, Table]:

@@ -71,6 +71,7 @@ class Terms:
         cache: Formats of the cache to choose among, besides 16 bits; all that were measured where it is None.
         experts: Whether experts may go, the same number in every layer.
         shapes: Whether heads and channels of the MLPs may go.
+        utilization: Share of the memory that the runtime takes.
     """
 
     memory: str
@@ -81,6 +82,7 @@ class Terms:
     cache: Sequence[str] | None = None
     experts: bool = False
     shapes: bool = False
+    utilization: float = 1.0
 
     @property
     def smaller(self) -> str:
@@ -110,8 +112,8 @@ class Terms:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the memory."""
-        return read_bytes(self.memory, "A memory", "8 GiB")
+        """Bytes of the memory that the runtime takes."""
+        return int(read_bytes(self.memory, "A memory", "8 GiB") * self.utilization)
 
     def check(self, rule: str) -> None:
         """Refuse what no model can make possible."""
@@ -201,24 +203,26 @@ class Fit:
         """Bytes of the smallest plan, everything counted."""
         return int(self.weights.smallest.sum() + self.cache.smallest.sum()) + self.beside
 
-    def limit(self, memory: int, others: Callable[[], Iterable[tuple[str, Fit]]] = tuple) -> int:
+    def limit(self, memory: int, others: Callable[[], Iterable[tuple[str, Fit]]] = tuple, share: float = 1.0) -> int:
         """Return the bytes of a memory that formats may take; one below the smallest plan is refused.
 
         Args:
             memory: Bytes in all.
             others: Asked for where nothing fits: the same with other formats, each with the words that lead to it.
+            share: Of the memory that was given, what these bytes are.
         """
         if memory < self.least:
             tokens, batch = self.space.context, self.space.batch
+            of_it = f" ({share:g} of the memory given)" if share < 1 else ""
             longest = self.known.longest(lambda context: self.at(context).least <= memory, self.space.runtime.step)
             fits = f"At most {longest} tokens fit." if longest else "No context fits."
             file = int(self.weights.smallest.sum()) + self.weights.beside
             rest, (unit, name) = self.state + self.buffers, unit_of(self.least)
-            ways = [f"Raise the memory (to {rounded_up(self.least / unit)} {name})"]
+            ways = [f"Raise the memory (to {rounded_up(self.least / share / unit)} {name})"]
             ways += ["shorten the context"] if longest else []
             ways += [words for words, other in others() if other.least <= memory]
             raise InfeasibleBudget(
-                f"{memory:,} bytes are too few at {tokens} tokens x {batch}.",
+                f"{memory:,} bytes{of_it} are too few at {tokens} tokens x {batch}.",
                 f"The smallest plan takes {self.least:,}: {file:,} of the file, {self.least - file - rest:,} of the cache, "
                 f"{rest:,} of buffers. {fits}",
                 f"{', or '.join(ways)}.",
@@ -430,7 +434,11 @@ class Fitted:
     def of(cls, scores: Scores, terms: Terms) -> Fitted:
         """Return the decision under some terms."""
         fits = fits_of(scores, terms)
-        smallest(fits).limit(terms.bytes, lambda: [(f"leave out {terms.given}", smallest(fits_of(scores, terms.free)))])
+
+        def freed() -> list[tuple[str, Fit]]:
+            return [(f"leave out {terms.given}", smallest(fits_of(scores, terms.free)))]
+
+        smallest(fits).limit(terms.bytes, freed, terms.utilization)
         fit, found = best_of(fits, terms.bytes)
         picks = {"choices": Pick(fit=fit, chosen=found.chosen)}
         if terms.smaller and fits[0].least <= terms.bytes:
@@ -486,6 +494,7 @@ class Fitted:
             **few_tokens(fit.weights, self.scores),
             "formats": formats,
             **fit.space.terms(self.scores.extra["cache"]["group"]),
+            **({"utilization": self.terms.utilization} if self.terms.utilization < 1 else {}),
             "parts": fit.parts(chosen),
             "part_errors": {"weights": fit.weights.error_of(weights), "cache": fit.cache.error_of(cache)},
             "cache_formats": fit.cache.formats_of(cache),

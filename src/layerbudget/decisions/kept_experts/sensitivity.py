@@ -12,6 +12,10 @@ treatment (:mod:`layerbudget.sensitivity.directional.terms`). The table ``p`` is
 the damage of *any* set takes no more than a look at the router. Experts go one after the other, each time the one that leaves
 the least damage *of the whole set*: what one expert loses by another's absence is in it.
 
+Which tokens an absent expert matters to depends on the router, and is found by trying it (:func:`_way`): only those that were
+given it, where weights are normalised; all of them, each by one factor, where weights are a softmax over all experts; or
+any token in any way, where the choice depends on that softmax.
+
 The set that looks cheapest is chosen by the same draws and text that say how cheap it is, and so looks cheaper than it is. So
 the sequences are also dealt into folds (``FOLDS``): what all folds but one choose is judged by that one.
 
@@ -39,6 +43,9 @@ from .program import Removal
 
 FOLDS = 2  # of the sequences, for predictions on text that did not choose
 _ROWS = 8192  # tokens of which a router is asked at a time
+_TRIED = 131_072  # tokens times experts on which it is tried how far an absent expert reaches
+_LEFT_OUT = 1e-4  # share of all changes of weights that may be left out; in 16 bits, where equal logits are common:
+_LEFT_OUT_COARSE = 5e-3
 Removals = dict[str, tuple[Removal, ...]]  # of all layers, by rule
 
 
@@ -138,27 +145,46 @@ class _Sets:
     def __init__(self, layer: ExpertLayer, held: _Held, counts: np.ndarray) -> None:
         self.layer, self.counts, self.tokens = layer, counts, float(counts.sum())
         self.x, self.rows, self.table = torch.cat(held.x), torch.cat(held.rows), torch.cat(held.table, 1)
-        self.dense = self._gates(self.x, range(layer.count))
+        self.dense = _gates(layer, self.x, range(layer.count))
+        self.way = _way(layer, self.x)
+        self.odds = layer.odds(self.x) if self.way == "softmax" else None
         self._begin()
 
     def _begin(self) -> None:
         """Have all experts again."""
-        self.kept, self.gates = list(range(self.layer.count)), self.dense
-        self.sums = torch.zeros(len(self.table), len(self.counts), device=self.x.device)
+        self.kept = list(range(self.layer.count))
+        self._stand(self.dense, torch.zeros(len(self.table), len(self.counts), device=self.x.device))
 
-    def _gates(self, x: torch.Tensor, kept: Sequence[int]) -> torch.Tensor:
-        index = torch.tensor(sorted(kept))
-        found = (self.layer.gates(part, index) for part in x.split(_ROWS) if len(part))
-        return torch.cat([torch.zeros(0, self.layer.count, device=x.device), *found])
+    def _stand(self, gates: torch.Tensor, sums: torch.Tensor) -> None:
+        self.gates, self.sums = gates, sums
+        self.present = None if self.odds is None else (gates * self.table).sum(-1)  # (draws, tokens)
 
-    def without(self, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Sums ``(draws, sequences)`` when one more expert goes, the tokens that it changes, and their new gates."""
-        changed = torch.arange(len(self.x), device=self.x.device)
-        if self.layer.groups == 1:  # else it may also have counted for its group
-            changed = changed[self.gates[:, expert] != 0]
-        gates = self._gates(self.x[changed], [e for e in self.kept if e != expert])
-        along = ((gates - self.gates[changed]) * self.table[:, changed]).sum(-1)
-        return self.sums.index_add(1, self.rows[changed], along.to(self.sums)), changed, gates
+    def _change(self, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """When one more expert goes: tokens that are routed anew, their gates, and the factor of all other tokens' gates."""
+        routed = torch.arange(len(self.x), device=self.x.device)
+        if self.way != "any":
+            routed = routed[self.gates[:, expert] != 0]
+        gates = _gates(self.layer, self.x[routed], [e for e in self.kept if e != expert])
+        if self.odds is None:
+            return routed, gates, None
+        left = self.odds[:, self.kept].sum(1)
+        return routed, gates, (left / (left - self.odds[:, expert])).index_fill(0, routed, 1.0)
+
+    def without(self, expert: int) -> torch.Tensor:
+        """Sums ``(draws, sequences)`` when one more expert goes."""
+        routed, gates, factor = self._change(expert)
+        along = ((gates - self.gates[routed]) * self.table[:, routed]).sum(-1)
+        sums = self.sums.index_add(1, self.rows[routed], along.to(self.sums))
+        if factor is None or self.present is None:
+            return sums
+        return sums.index_add(1, self.rows, ((factor - 1) * self.present).to(sums))
+
+    def drop(self, expert: int) -> None:
+        """Let one more expert go."""
+        routed, gates, factor = self._change(expert)
+        sums, others = self.without(expert), self.gates if factor is None else self.gates * factor[:, None]
+        self.kept.remove(expert)
+        self._stand(others.index_copy(0, routed, gates), sums)
 
     def damage(self, sums: torch.Tensor, choosers: np.ndarray | None = None) -> float:
         """Nats per token of sums ``(draws, sequences)``, of all or of some sequences alone."""
@@ -169,7 +195,7 @@ class _Sets:
         """Damage of every expert alone, ``(E,)``; infinite where the routing needs all of them."""
         if self.layer.count == self.layer.floor:
             return np.full(self.layer.count, np.inf)
-        return np.array([self.damage(self.without(e)[0]) for e in self.kept])
+        return np.array([self.damage(self.without(e)) for e in self.kept])
 
     def remove(self, scores: np.ndarray | None, choosers: np.ndarray) -> tuple[tuple[int, ...], np.ndarray, np.ndarray]:
         """Let experts go one after the other: those of the lowest scores, or by the damage of what is left to some sequences.
@@ -182,20 +208,56 @@ class _Sets:
         for _ in range(size - least):
             for group in range(self.layer.groups):
                 able = [e for e in self.kept if e // size == group]
-                if scores is None:
-                    tried = {e: self.without(e) for e in able}
-                    gone = min(able, key=lambda e: self.damage(tried[e][0], choosers))
-                    found = tried[gone]
-                else:
-                    gone = min(able, key=lambda e: float(scores[e]))
-                    found = self.without(gone)
-                self.sums, changed, gates = found
-                self.gates = self.gates.index_copy(0, changed, gates)
-                self.kept.remove(gone)
+                worth = {e: self.damage(self.without(e), choosers) if scores is None else float(scores[e]) for e in able}
+                gone = min(able, key=worth.__getitem__)
+                self.drop(gone)
                 order.append(gone)
             after.append(len(order))
             sums.append(self.sums)
         return tuple(order), np.array(after), torch.stack(sums).double().square().mean(1).cpu().numpy() / 2
+
+
+def _gates(layer: ExpertLayer, x: torch.Tensor, kept: Sequence[int]) -> torch.Tensor:
+    """Weights ``(T, E)`` of the experts where some may be chosen, a part of the tokens at a time."""
+    index = torch.tensor(sorted(kept))
+    found = (layer.gates(part, index) for part in x.split(_ROWS) if len(part))
+    return torch.cat([torch.zeros(0, layer.count, device=x.device), *found])
+
+
+def _way(layer: ExpertLayer, x: torch.Tensor) -> str:
+    """How far the absence of an expert reaches: ``given`` (tokens that were given it), ``softmax`` (the weights of the others
+    grow by ``z / (z - p)``, with the sum of the present experts' probabilities and that of the absent one) or ``any``.
+
+    Every expert goes alone, and then one after the other in a random order. A way will do if it explains all but a small share
+    of the changes; what two roundings of a weight may do is none.
+    """
+    if layer.groups > 1:  # an expert also counts for its group
+        return "any"
+    draw = torch.Generator().manual_seed(0)
+    x = x[torch.randperm(len(x), generator=draw)[: _TRIED // layer.count].to(x.device)]
+    everyone, odds = list(range(layer.count)), layer.odds(x)
+    dense = gates = _gates(layer, x, everyone)
+    order = torch.randperm(layer.count, generator=draw)[: layer.count - layer.floor].tolist()
+    alone = [([], e) for e in everyone if order]
+    changes, left_out = 0.0, {"given": 0.0, "softmax": np.inf if odds is None else 0.0}
+    for gone, expert in (*alone, *((order[:step], e) for step, e in enumerate(order))):
+        before, kept = gates if gone else dense, [e for e in everyone if e not in gone]
+        gates = _gates(layer, x, [e for e in kept if e != expert])
+        others = before[:, expert] == 0
+        changes += float((gates - before).abs().sum())
+        left_out["given"] += _apart(gates[others], before[others], x.dtype)
+        if odds is not None:
+            left = odds[others][:, kept].sum(1, keepdim=True)
+            grown = before[others] * left / (left - odds[others, expert, None])
+            left_out["softmax"] += _apart(gates[others], grown, x.dtype)
+    most = changes * (_LEFT_OUT if torch.finfo(x.dtype).bits > 16 else _LEFT_OUT_COARSE)
+    return next((way for way, missed in left_out.items() if missed <= most), "any")
+
+
+def _apart(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> float:
+    """Sum of the differences that are more than the rounding of numbers of a type."""
+    difference = (found - expected).abs()
+    return float(difference[difference > 2 * torch.finfo(dtype).eps * expected].sum())
 
 
 def folds_of(counts: np.ndarray) -> list[np.ndarray]:

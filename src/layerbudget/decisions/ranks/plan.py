@@ -124,7 +124,7 @@ def _by_rank(problem: Problem, *, damping: float | None = None) -> Decision:
     rounded = _allocated(problem, rows, problem.high)
     ends = _at_their_end(problem, rows, rounded)
     extra: dict[str, Any] = {"rounding": rounded.to_dict()}
-    extra["uniform_share"] = _uniform_share(problem, rows, rounded.value) if problem.order is None else None
+    extra["uniform_share"] = _uniform_share(problem, rows, rounded.value, problem.high) if problem.order is None else None
     known = None if problem.order is not None else problem.need_scores()
     extra["noise_share"] = None if known is None else noise_share(known, rounded.counts, rounded.value, damping)
     extra["smaller_reserve"] = _smaller_reserve(problem, rows, rounded) if problem.order is None else None
@@ -163,9 +163,17 @@ def _allocated(problem: Problem, rows: Sequence[Sequence[float]], high: Vector) 
     return allocate_increments(rows, problem.amount, problem.target, lower=problem.low, upper=high, multiple=problem.multiple)
 
 
-def _uniform_share(problem: Problem, rows: Sequence[Sequence[float]], value: float) -> float | None:
-    """Gain of the same rank everywhere (up to the caps, a fraction in proportion) over the plan's: what there is to win."""
-    rank: Vector = np.minimum(problem.target / float(np.sum(problem.amount)), problem.high)
+def _uniform_share(problem: Problem, rows: Sequence[Sequence[float]], value: float, high: Vector) -> float | None:
+    """Gain of the same rank everywhere over the plan's: what there is to win.
+
+    The rank is as large as the budget allows within the floors, the caps ``high`` and the fixed ranks, which the others pay for
+    or are left; a fraction of a rank earns in proportion.
+    """
+    step = problem.multiple
+    floor, cap = np.ceil(problem.low / step - 1e-9) * step, np.floor(high / step + 1e-9) * step
+    levels = np.unique(np.concatenate([floor, cap]))  # what is spent is a straight line between these
+    spent = [float(problem.amount @ np.clip(level, floor, cap)) for level in levels]
+    rank: Vector = np.clip(np.interp(problem.target, spent, levels), floor, cap)
     curves = (np.concatenate([[0.0], np.cumsum(row)]) for row in rows)
     worth = sum(float(np.interp(r, np.arange(len(c)), c)) for r, c in zip(rank, curves, strict=True))
     return worth / value if value > 0 else None
@@ -181,8 +189,9 @@ def _smaller_reserve(problem: Problem, rows: Sequence[Sequence[float]], plan: Ro
         return None
     least = problem.multiple * np.ceil(problem.low.max(initial=0.0) / problem.multiple)
     for cap in (r for r in SERVED_RANKS if least <= r < reserved):
-        capped = _allocated(problem, rows, np.minimum(problem.high, cap))
-        share = _uniform_share(problem, rows, capped.value)
+        high = np.minimum(problem.high, cap)
+        capped = _allocated(problem, rows, high)
+        share = _uniform_share(problem, rows, capped.value, high)
         if capped.value >= KEEPS * plan.value and share is not None and share < TAKE_UNIFORM:
             return {"max_rank": cap, "share": capped.value / plan.value, "reserved": reserved}
     return None
