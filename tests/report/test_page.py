@@ -112,7 +112,7 @@ def folders(tmp_path):
     scores.save(tmp_path / "walked" / "scores.json")  # of other blocks than the plan's
     kept().save(tmp_path / "kept" / "plan.json")
     seeds = {"value": 2.1, "stderr": 0.01, "by_seed": [2.0, 2.2]}
-    test = {"difference": -0.1, "low": -0.3, "high": 0.1, "sentence": "a cannot be told from b"}
+    test = {"difference": -0.1, "low": -0.3, "high": 0.1, "sentence": "a is level with b"}
     tuned = {
         "task": "rows.jsonl", "metric": "loss", "kind": "ranks", "rule": "by-rank", "trained_parameters": 100, "seeds": [0, 1],
         "metrics": {"held_out": {"loss": seeds, "loss_before": {**seeds, "value": 2.5}}},
@@ -146,7 +146,7 @@ def test_every_kind_of_folder_has_its_headline(folders, pruned):
         "walked": ("50% sparsity for demo", "50 % less than uniform", "step, from uniform", "<b>0.3 – 0.7</b>",
                    "1 blocks fell and 2 rose as far as one step may", 'data-chart="forecast"'),
         "kept": ("8 experts stay in moe", "<b>0.5</b>", "On other text of this kind: measured 0.008", 'data-chart="forecast"'),
-        "tuned": ("rows.jsonl: ranks, rule by-rank", "Before: 2.5000", "told from", "loss before"),
+        "tuned": ("rows.jsonl: ranks, rule by-rank", "Before: 2.5000", "is level with", "loss before"),
         "compared": ("6 plans of sparsity compared: owl(own) is first", 'data-chart="paired"', "The comparison: made"),
         "other": ("Results of other", "a&lt;b"),
     }  # fmt: skip

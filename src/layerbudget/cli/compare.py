@@ -120,7 +120,9 @@ def _show(a: argparse.Namespace, result: ScoreComparison, *, again: bool) -> dic
     ends = [line for line in result.sentences if line.startswith("At ")]
     details = [line for line in result.sentences if line not in ends]
     done = (
-        f"{a.out} holds this comparison; nothing was measured." if again else f"Written to {a.out}: {', '.join(sorted(files))}."
+        f"{a.out} holds this comparison; nothing was measured."
+        if again
+        else f"Written: {' and '.join(files[end] for end in sorted(files))}."
     )
     say(a, done, *details, f"Verdict: {' '.join(ends)}")
     say_next(a, "report", a.out, "-o", f"{a.out}/report.html")
@@ -131,8 +133,13 @@ def _row(r: dict[str, Any]) -> tuple[str, ...]:
     places, first = f"{r['rank_low']:.0f}-{r['rank_high']:.0f}", f"{r['first']:.0%}"
     if r["difference"] is None:
         return r["name"], f"{r['mean']:.4f}", "-", "-", "-", places, first
-    interval, holm = f"[{r['low']:+.4f}, {r['high']:+.4f}]", "-" if r["holm"] is None else f"{r['holm']:.3f}"
+    interval, holm = f"[{r['low']:+.4f}, {r['high']:+.4f}]", "-" if r["holm"] is None else _p_value(r["holm"])
     return r["name"], f"{r['mean']:.4f}", f"{r['difference']:+.4f}", interval, holm, places, first
+
+
+def _p_value(p: float) -> str:
+    """A p-value in three digits; none is zero."""
+    return f"{p:.3f}" if p >= 0.0005 else "<.001"
 
 
 def _expect(a: argparse.Namespace, bench: Any, kind: str, names: Sequence[str], rules: Sequence[str], controls: bool) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LayerbudgetError
+from ..verdicts import CONVENTION, plus_minus
 from .display import expect, progress_bar, say
 from .options import (
     add,
@@ -125,7 +126,10 @@ def _measured(a: argparse.Namespace, models: float = 1.0) -> dict[str, Any]:
             found = kept.json(f"text-{data.digest}", partial(measure, data, progress))
         result["perplexity"][source] = found
         size = f"{found['tokens']} tokens, {found['windows']} windows of {found['length']}"
-        say(a, f"{a.model}: perplexity on {source} {found['value']:.3f} +- {found['standard_error']:.3f} ({size})")
+        say(
+            a,
+            f"{a.model}: perplexity on {source} {found['value']:.3f}{plus_minus(found['standard_error'], '.3f')} ({CONVENTION}; {size})",
+        )
     if a.names:
         result |= _tasks(a, model, tokenizer, kept)
     kept.clear()
@@ -163,15 +167,22 @@ def _tasks(a: argparse.Namespace, model: Any, tokenizer: Any, kept: Any) -> dict
         for group in [[name] for name in a.names] if a.resume else [a.names]:
             found |= kept.json("tasks-" + "-".join(group), partial(measure, group))
     for name, row in found.items():
-        normed = f", by length (acc_norm) {row['acc_norm']:.4f} +- {row['acc_norm_stderr']:.4f}" if "acc_norm" in row else ""
-        say(a, f"{name}: accuracy (acc) {row['acc']:.4f} +- {row['stderr']:.4f}{normed} ({row['samples']} examples)")
+        normed = (
+            f", by length (acc_norm) {row['acc_norm']:.4f}{plus_minus(row['acc_norm_stderr'], '.4f')}"
+            if "acc_norm" in row
+            else ""
+        )
+        say(
+            a,
+            f"{name}: accuracy (acc) {row['acc']:.4f}{plus_minus(row['stderr'], '.4f')}{normed} ({CONVENTION}; {row['samples']} examples)",
+        )
         if row["one_class"] is not None:
             chosen = f"option {row['one_class'] + 1} was chosen for every question"
             say(a, f"{name}: {chosen}; the accuracy is that option's share.")
     if len(found) < 2:
         return {"tasks": found}
     mean = mean_accuracy(found)
-    say(a, f"mean of {len(found)} tasks: {mean['acc']:.4f} +- {mean['stderr']:.4f}")
+    say(a, f"mean of {len(found)} tasks: {mean['acc']:.4f}{plus_minus(mean['stderr'], '.4f')} ({CONVENTION})")
     return {"tasks": found, "mean": mean}
 
 

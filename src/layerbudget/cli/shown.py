@@ -63,7 +63,7 @@ def show_reasons(a: argparse.Namespace, plan: Plan, rows: Sequence[Mapping[str, 
     price, total = plan.certificate.get("price") or 0.0, sum(row["damage"] for row in rows)
     cells = []
     for row in rows:
-        error = f" +-{row['error'] / row['damage']:.0%}" if row.get("error") and row["damage"] > 0 else ""
+        error = f" +-{2 * row['error'] / row['damage']:.0%}" if row.get("error") and row["damage"] > 0 else ""
         share = f"{row['damage'] / total:.1%}" if total > 0 else "–"
         steps = (_step(row, name, price) for name in ("smaller", "larger"))
         cells.append(

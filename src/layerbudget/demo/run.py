@@ -27,6 +27,7 @@ from ..records import dumps, made_by, write_text
 from ..report.figures import overview
 from ..scores import Scores
 from ..sensitivity.gain import score
+from ..verdicts import LEVEL_WITH, outcome
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +46,8 @@ def verdict(rows: list[dict[str, Any]]) -> str:
 
 def _beside(row: dict[str, Any]) -> str:
     mean = row["log_difference"]
-    if abs(mean) <= 2 * row["log_difference_error"]:
-        return "not measurably different from uniform's"
-    return f"{abs(math.expm1(mean)):.1%} {'lower' if mean < 0 else 'higher'} than uniform's"
+    found = outcome(mean, error=row["log_difference_error"])
+    return f"{LEVEL_WITH}uniform's" if found == "level" else f"{abs(math.expm1(mean)):.1%} {found} than uniform's"
 
 
 def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, progress: Progress | None = None) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from ..decisions.sparsity.plan import default_cap, plan_sparsity
 from ..errors import LayerbudgetError
 from ..kinds import KINDS
 from ..plan import Plan
-from ..plans.verdict import less_than
 from ..records import unit_of
 from ..scores import Scores
+from ..verdicts import less_than
 from .records import Found
 from .tables import grid_of
 

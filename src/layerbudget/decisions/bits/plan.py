@@ -26,6 +26,7 @@ from ...records import check_output, digest, to_jsonable
 from ...registry import options_of
 from ...scores import Scores
 from ...storage.parts import Parts
+from ...verdicts import CONVENTION, SAME, plus_minus, outcome
 from .apply import request_of
 from .blocks import formats_table
 from .gguf import head_bytes
@@ -258,6 +259,7 @@ def verdict(rule: str, best: str, table: Mapping[str, Mapping[str, Any]]) -> str
     own = table[best]["kl"]
     words = {"uniform-cache": "one format for the whole cache", PEER: "the mix by llama-quantize"}
     parts = [f"{words.get(n, n)} {r['kl']:.4g} ({_difference(r)})" for n, r in table.items() if n != best and not r["same"]]
+    parts[-1:] = [f"{each} ({CONVENTION})" if any("+-" in part for part in parts) else each for each in parts[-1:]]
     if best != rule:
         others = ", ".join(parts)
         taken = words.get(best, best)
@@ -269,8 +271,8 @@ def verdict(rule: str, best: str, table: Mapping[str, Mapping[str, Any]]) -> str
 
 
 def _difference(row: Mapping[str, Any]) -> str:
-    """The paired difference of KL from the plan that is taken, with its standard error, which one sequence does not have."""
+    """The paired difference of KL from the plan that is taken, with two standard errors, which one sequence does not have."""
     if not (error := row["difference_error"]):
         return f"difference {row['difference']:+.2g}"
-    within = ", within the error" if abs(row["difference"]) <= 2 * error else ""
-    return f"difference {row['difference']:+.2g} +- {error:.1g}{within}"
+    level = outcome(row["difference"], error=error, small=SAME * row["kl"]) == "level"
+    return f"difference {row['difference']:+.2g}{plus_minus(error)}{', level' if level else ''}"
