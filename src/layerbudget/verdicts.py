@@ -69,3 +69,12 @@ def plus_minus(error: float, form: str = ".1g") -> str:
 def named(error: float | None) -> str:
     """Return the convention in brackets, to follow a number with its error; empty where there is no error."""
     return f" ({CONVENTION})" if error else ""
+
+
+def nats(value: float, error: float, form: str = ".1g") -> str:
+    """Return a damage with its error as a sentence has it.
+
+    >>> nats(0.0123, 0.001)
+    '0.0123 +- 0.002 nats per token (+- two standard errors)'
+    """
+    return f"{value:.4g}{plus_minus(error, form)} nats per token{named(error)}"

@@ -248,5 +248,5 @@ def _show(a: argparse.Namespace, result: dict[str, Any]) -> None:
     ]
     show_table(a, title, ("split", "metric", "mean over seeds", "standard error over seeds"), rows)
     if result["metric"] == "loss":
-        over = "; {CONVENTION} of the change over rows, paired" if result.get("change") else ""
+        over = f"; {CONVENTION} of the change over rows, paired" if result.get("change") else ""
         say(a, f"Loss in nats per learned token, {result['rows']['held_out']} rows held out; before: the base model{over}.")

@@ -94,7 +94,7 @@ class Comparison:
         return f"{a} - {b} = {self.difference:+.{digits}f}{unit} ({interval}, p = {self.p:.2g}, n = {self.n})"
 
     def outcome(self, a: str, b: str, *, lower_is_better: bool = False) -> str:
-        """Who is better, without a number; level where ``p`` is .05 or more, and where the difference is too small to matter."""
+        """Who is better, without a number; level where ``p`` is .05 or more, or the difference is too small to matter."""
         found = outcome(self.difference, p=self.p)
         if found == "level":
             return f"{a} is level with {b}"

@@ -168,10 +168,8 @@ def headline_of(found: Found) -> tuple[str, str]:
 def _tuned_headline(tuned: Mapping[str, Any]) -> tuple[str, str]:
     metrics = next(iter(tuned["metrics"].values()))
     metric, seeds = metrics[tuned["metric"]], len(tuned["seeds"])
-    error = plus_minus(metric["stderr"] or 0.0, ".2g")
-    said = [
-        f"Held-out {tuned['metric']} {metric['value']:.4f}{error} over {f'{seeds} seeds' if seeds > 1 else 'one seed'}{named(metric['stderr'])}."
-    ]
+    error, over = plus_minus(metric["stderr"] or 0.0, ".2g"), f"{seeds} seeds" if seeds > 1 else "one seed"
+    said = [f"Held-out {tuned['metric']} {metric['value']:.4f}{error} over {over}{named(metric['stderr'])}."]
     if metrics.get("loss_before") is not None:
         said.append(f"Before: {metrics['loss_before']['value']:.4f}.")
     said += [verdict for split in (tuned.get("against") or {}).values() if (verdict := split.get("verdict"))][:1]

@@ -26,7 +26,7 @@ from ...records import check_output, digest, to_jsonable
 from ...registry import options_of
 from ...scores import Scores
 from ...storage.parts import Parts
-from ...verdicts import CONVENTION, SAME, plus_minus, outcome
+from ...verdicts import CONVENTION, SAME, outcome, plus_minus
 from .apply import request_of
 from .blocks import formats_table
 from .gguf import head_bytes
