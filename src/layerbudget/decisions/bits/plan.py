@@ -119,8 +119,7 @@ def plan_bits(
     plan = dataclasses.replace(plan, extra={**plan.extra, "passes": scores.extra["choices"]["passes"]})
     if check is None:
         return plan
-    say(progress, "plans as a whole")
-    return check_plan(source, plan, scores, data, check, batch_size, parts)
+    return check_plan(source, plan, scores, data, check, batch_size, parts, progress)
 
 
 def measured_formats(
@@ -182,13 +181,14 @@ def check_plan(
     check: CalibrationSet,
     batch_size: int = 8,
     parts: Parts | None = None,
+    progress: Progress | None = None,
 ) -> Plan:
     """Return a plan with the check of it as a whole on held-out tokens, or the baseline that beat it, which then says so."""
     parts = parts or Parts(None)
     plans = {plan.rule: plan} | {
         n: other_plan(plan, scores, n) for n in BESIDE if n in plan.extra["baselines"] and n != plan.rule
     }
-    dense, method = DenseOutput(model, check, batch_size), str(plan.extra["method"])
+    dense, method = DenseOutput(model, check, batch_size, progress), str(plan.extra["method"])
     imatrix = plan.hyperparameters.get("imatrix")
     text, own = (data, {}) if imatrix is None else (None, {"imatrix": imatrix})
     measured: dict[str, np.ndarray] = {}  # plans that are the same are measured once
@@ -196,6 +196,7 @@ def check_plan(
     def measure(formats: Mapping[str, str], method: str = method) -> np.ndarray:
         key = f"check-{digest([formats, method])}"
         if key not in measured:
+            say(progress, f"the check: plan {len(measured) + 1} of {len(plans)} at most")
             found = parts.json(key, lambda: dense.rows_of(model, formats, text, method, **own).tolist())
             measured[key] = np.array(found, dtype=np.float64)
         return measured[key]
