@@ -129,6 +129,26 @@ def demo_table(result: Mapping[str, Any]) -> Sheet:
     return Sheet(title, ("plan", "zeros", "perplexity", "against uniform", "two standard errors"), rows)
 
 
+def contest_sheets(record: Mapping[str, Any]) -> list[Sheet]:
+    """A table for every budget of a comparison, best first: uniform, controls and all plans."""
+    head = ("plan", record["unit"], "against uniform", "95 % interval", "Holm p", "places", "first")
+    seeds, items = len(record["seeds"]), record["held_out"]
+    end = f"{seeds} seed{'s' * (seeds > 1)}, {items:,} held-out items, best first"
+    return [
+        Sheet(f"{record['kind']} {b['budget']:g}, {end}", head, [_contest_row(r) for r in b["rows"]]) for b in record["budgets"]
+    ]
+
+
+def _contest_row(row: Mapping[str, Any]) -> tuple[str, ...]:
+    mean, places = f"{row['mean']:.4f}", f"{row['rank_low']:.0f}-{row['rank_high']:.0f}"
+    own = ("–", "–", "–")
+    if (test := row["versus_uniform"]) is not None:
+        p = test.get("holm")
+        chance = "–" if p is None else f"{p:.3f}" if p >= 0.0005 else "<.001"
+        own = (f"{test['difference']:+.4f}", f"[{test['low']:+.4f}, {test['high']:+.4f}]", chance)
+    return (row["name"], mean, *own, places, f"{row['first']:.0%}")
+
+
 def plan_grid(
     plan: Plan, title: str = "", *, said: Sequence[str] | None = None, price: Sequence[float] | None = None, most: int = LAYERS
 ) -> Table | None:
