@@ -193,7 +193,7 @@ def _measured(plan: Plan) -> tuple[str, dict[str, tuple[float, float]], str] | N
         error = found.get("error", 0.0)
         rows = {names[0]: (found["even"], error), names[1]: (found["uneven"], error)}
         first = ", of the first plan, before anything was cut" if plan.kind == "shapes" else ""
-        first = ", without masks: the verdict has what was measured with them" if plan.kind == "kept-experts" else first
+        first = "; the verdict has the measured damage" if plan.kind == "kept-experts" else first
         return f"as it is forecast{first}", rows, names[0]
     return None
 

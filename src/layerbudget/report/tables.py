@@ -14,6 +14,7 @@ from rich import box
 from rich.table import Table
 
 from ..decisions.bits.reasons import reasons
+from ..kinds import KINDS
 from ..plan import Plan, PlanBlock
 from ..records import Block, natural_key
 from ..scores import Scores
@@ -98,7 +99,10 @@ def plan_table(plan: Plan) -> Sheet:
         head = ("block", "format", "bits", "bytes", "damage", "smaller", "its damage", "larger", "its damage")
         known = len(head) if "damage" in rows[0] else 4
         return Sheet(title, head[:known], [_reason(row)[:known] for row in rows])
-    return Sheet(title, ("block", "parameters", "value", "count"), [(b.name, b.numel, b.value, b.count) for b in plan.blocks])
+    what = KINDS.find(plan.kind)
+    return Sheet(
+        title, ("block", "parameters", what.decides, what.counts), [(b.name, b.numel, b.value, b.count) for b in plan.blocks]
+    )
 
 
 def _reason(row: Mapping[str, Any]) -> tuple[Any, ...]:

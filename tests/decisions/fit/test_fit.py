@@ -463,7 +463,7 @@ def test_the_smallest_memory_of_the_table_is_enough(tmp_path, capsys):
     zoo.fit_scores().save(tmp_path / "scores.json")
     words = ["plan", "fit", str(tmp_path / "scores.json"), "--context", "64", "--memory"]
     assert main([*words, "1 MiB"]) == 0
-    table = capsys.readouterr().out.split("a MiB saves")[-1]
+    table = capsys.readouterr().out.split("KL less per MiB")[-1]
     first = re.search(r"\d+\.\d\d", table)[0]
     assert main([*words, f"{first} MiB"]) == 0
 
