@@ -28,7 +28,7 @@ from ..models.machine import SHARE, free_bytes
 from ..models.offload import mapped
 from ..records import Module
 
-_BASE = 0.35 * 2**30  # bytes of an interpreter with torch and transformers
+_BASE = 0.45 * 2**30  # bytes of an interpreter with torch and transformers
 _SLACK = 1.2  # bytes that the allocator holds, over those in use
 _REAL = 1e10  # products that a timed forward of the model itself may cost; larger models are timed by one matrix
 _TIMED = 2048  # tokens of a timed forward at least: fewer spend their time on starting operations
