@@ -80,10 +80,19 @@ def _draw_plans(axes: Any, plans: Mapping[str, Plan]) -> None:
     first = next(iter(plans.values()))
     for name, plan in plans.items():
         x = (np.arange(len(plan.blocks)) + 0.5) * len(first.blocks) / len(plan.blocks) - 0.5
-        axes.step(x, plan.values, where="mid", label=name, color=_COLOURS.get(name), lw=1.8)
+        axes.step(
+            x,
+            plan.values,
+            where="mid",
+            label=name,
+            color=_COLOURS.get(name),
+            lw=1.8 if len(plan.blocks) <= len(first.blocks) else 1.0,
+        )
     _plain(axes, f"plans: {first.kind} of each layer")
     axes.set_xlabel("layer", fontsize=8)
-    axes.legend(fontsize=8, frameon=False)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high + 0.3 * (high - low))  # room for the names above all lines
+    axes.legend(fontsize=8, frameon=False, loc="upper left", ncols=2)
 
 
 def _draw_results(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -97,11 +106,12 @@ def _draw_results(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
         axes.text(value + 2 * row["standard_error"], place, f"  {value:.2f}", va="center", fontsize=8, color=INK)
     axes.margins(x=0.18)
     _plain(axes, "held-out perplexity (less is better)")
+    axes.set_xlabel("lines: two standard errors, not paired", fontsize=8)
 
 
 def overview(scores: Scores, plans: Mapping[str, Plan], rows: Sequence[Mapping[str, Any]], path: Path | str) -> Path:
     """One PNG: gains, plans by the names that the rows have, results."""
-    figure = new_figure(13, 4.2)
+    figure = new_figure(11, 3.9)
     axes = figure.subplots(1, 3)
     _draw_gains(axes[0], scores)
     _draw_plans(axes[1], plans)
