@@ -82,6 +82,7 @@ def test_the_formatter_is_never_switched_off():
 
 ROOMS = (
     "errors",
+    "verdicts",
     "progress",
     "canonical",
     "storage",

@@ -38,6 +38,7 @@ CONFIG = {
     "num_key_value_heads": 2,
 }
 
+INVENTED = ("strange", "nothing")  # options that there are not: every rule refuses them, and no page lists them
 # flag: what is given without it, and with it. The rest of the command makes its effect visible.
 SPARSITY = {
     "--sparsity": (["--sparsity", 0.5], ["--sparsity", 0.4]), "--max-sparsity": ([], ["--max-sparsity", 0.52]),
@@ -554,7 +555,7 @@ def _grid(rows, command) -> list[str]:
         bare = name.removeprefix("--").replace("_", "-")
         return f"--{bare}" if f"--{bare}" in flags else f"--set {bare.replace('-', '_')}"
 
-    body = [f"| `{label(f)}` | " + " | ".join(word[rows[n][f]] for n in names) + " |" for f in held]
+    body = [f"| `{label(f)}` | " + " | ".join(word[rows[n][f]] for n in names) + " |" for f in held if f not in INVENTED]
     return [head, "|---" * (len(names) + 1) + "|", *body]
 
 

@@ -113,7 +113,7 @@ def test_a_pipe_gets_a_line_now_and_then_and_quiet_gets_none(monkeypatch, capsys
     lines.bar.get_time = lambda: now[0]
     for done in range(11):
         lines(done, 10)
-        now[0] += 10.0
+        now[0] += 20.0
     said = capsys.readouterr().err.splitlines()
     assert [line.partition(",")[0] for line in said] == [f"score by kfac: {n}/10" for n in (3, 6, 9)]
     assert said[0].endswith(" s left")
@@ -121,3 +121,28 @@ def test_a_pipe_gets_a_line_now_and_then_and_quiet_gets_none(monkeypatch, capsys
         with progress_bar(argparse.Namespace(quiet=quiet), "x") as bar:
             assert (bar is None) == quiet
     assert "x" not in capsys.readouterr().err
+
+
+def test_the_check_of_a_plan_has_steps_of_its_own(saved_model, tmp_path, monkeypatch, capsys):
+    """It was silent for minutes, and "0 s left" stood before it; every step takes a minute of this clock."""
+    now, phases = [0.0], []
+    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
+    begun, called = Progress.__init__, Progress.__call__
+
+    def init(self, text):
+        begun(self, text)
+        self.bar.get_time = lambda: now[0]
+
+    def call(self, done, total, phase=None):
+        now[0] += 61.0
+        called(self, done, total, phase)
+        phases.append((self.task.description, done, total))
+
+    monkeypatch.setattr(Progress, "__init__", init)
+    monkeypatch.setattr(Progress, "__call__", call)
+    own = ("--bits", "6", "--set", "group=16", "--set", "check=2", "--set", "draws=1", *SMALL)
+    assert main(["plan", "bits", str(saved_model("llama")), *own, "-o", str(tmp_path / "b.json")]) == 0
+    check_of = {(text, total) for text, _, total in phases if "the check" in text}
+    assert any("the dense model" in text for text, _ in check_of) and any("plan 1 of" in text for text, _ in check_of)
+    said = [line for line in capsys.readouterr().err.splitlines() if ": the check" in line or ", the check" in line]
+    assert len(said) > 4 and not any(" 0 s left" in line for line in said)

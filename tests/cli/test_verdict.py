@@ -20,6 +20,7 @@ from layerbudget.plans.explain import explain_plan
 from layerbudget.plans.verdict import expected, verdict
 from layerbudget.report.tables import grid_table
 from layerbudget.scores import Scores
+from layerbudget.sensitivity.noise import remedy
 
 TEXT = ["--data", "text.txt", "--samples", "4", "--length", "16"]
 FEW = [*TEXT, "--set", "draws=1"]
@@ -91,9 +92,7 @@ def test_the_verdict_has_the_numbers_of_the_plan(made):
     _, lines, plan = made("sparsity")
     own, start = plan.extra["measured"], plan.extra["path"][0]["divergence"]
     share = 100 * (1 - own / start)
-    told = (
-        f"{share:.{0 if share >= 10 else 1}f} % less than uniform" if share > 0.5 else "not measurably different from uniform"
-    )
+    told = f"{share:.{0 if share >= 10 else 1}f} % less than uniform" if share > 0.5 else "level with uniform"
     assert told in lines[-2] and own <= start
     assert "50 % of the weights" in lines[-2] and f"{own:.3g} nats" in lines[-2]
     _, lines, plan = made("bits")
@@ -142,7 +141,7 @@ def test_the_verdict_compares_the_forecast_with_that_of_equal_layers(made, kind,
             0.2,
             0.19,
             0.1,
-            "sees nothing to gain from layers that differ" if alike else "not measurably different from that of equal layers",
+            "sees nothing to gain from layers that differ" if alike else "level with that of equal layers",
         ),
     ):
         beside = {"even": even, "uneven": uneven, "error": error}
@@ -195,7 +194,7 @@ def test_a_difference_within_the_noise_is_none(made):
     rows = {"choices": {"kl": 0.01}, "uniform": {"kl": 0.011, "difference": 0.001, "difference_error": 0.002, "same": False}}
     check = {**plan.extra["check"], "rows": rows}
     plan = dataclasses.replace(plan, rule="choices", extra={**plan.extra, "check": check})
-    assert "not measurably different from uniform" in verdict(plan)
+    assert "level with uniform" in verdict(plan)
     rows["uniform"]["difference_error"] = 1e-5
     assert "9.1 % less than uniform" in verdict(dataclasses.replace(plan, extra={**plan.extra, "check": check}))
     rows["choices"]["kl"] = 0.022
@@ -225,9 +224,37 @@ def test_the_terminal_of_a_score_is_short(place, monkeypatch):
     result, shown = command_result("score", "MODEL", "--estimator", "spectral-tail", "--by", "linear", "-o", "tail.json")
     lines = shown.strip().splitlines()
     assert len(lines) < 24 and lines[-2].startswith("Verdict: ") and lines[-1].startswith("Next: layerbudget plan ")
+    assert (
+        "--rule alphapruning" in lines[-1]
+    )  # a published score is planned by its own rule, not by one that it was not made for
     values = dict(zip([b["name"] for b in result["blocks"]], result["gain"][0], strict=True))
     assert max(values, key=values.get) in lines[-2]
     json.dumps(result)
+
+
+def test_a_published_score_under_another_rule_says_so(place, monkeypatch):
+    monkeypatch.chdir(place)
+    command_result("score", "MODEL", "--estimator", "outlier-ratio", *TEXT, "-o", "owl.json")
+    shown = command_result("plan", "sparsity", "owl.json", "-o", "mdl.json")[1]
+    assert "outlier-ratio is the score of OWL, and mdl is not its rule: --rule owl is OWL as published." in shown
+    for own in (("--rule", "owl"), ("--rule", "uniform")):
+        assert "as published" not in command_result("plan", "sparsity", "owl.json", *own, "-o", f"by-{own[1]}.json")[1]
+    command_result("score", "MODEL", "--estimator", "gradient-norm", *TEXT, "-o", "norm.json")
+    shown = command_result("plan", "sparsity", "norm.json", "--rule", "owl", "-o", "other.json")[1]
+    assert "owl is the rule of OWL, whose score is outlier-ratio; these scores are gradient-norm." in shown
+
+
+def test_scores_that_need_more_text_are_not_planned_next(place, monkeypatch):
+    """``Next:`` planned from a ranking that the sentence above it had called noise."""
+    monkeypatch.chdir(place)
+    lines = command_result("score", "MODEL", *TEXT, "-o", "gram.json")[1].strip().splitlines()
+    need = remedy(Scores.load("gram.json"))
+    words = shlex.split(lines[-1].removeprefix("Next: "))[1:]
+    assert parse(words).handler
+    if need.isdigit():
+        assert f"about {need} sequences would do" in lines[-2] and words[words.index("--samples") + 1] == need
+    else:
+        assert {"excess": "--excess", "uniform": "uniform", "": "plan"}[need] in words
 
 
 def test_the_verdict_of_ranks_says_what_noise_alone_would_give(place, monkeypatch):

@@ -14,7 +14,7 @@ from layerbudget.comparison import bench as benches
 from layerbudget.comparison import grid, run
 from layerbudget.comparison.bench import counted
 from layerbudget.comparison.names import by_name
-from layerbudget.comparison.run import _on_second, compare_scores
+from layerbudget.comparison.run import _on_budget, _on_second, compare_scores
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.errors import InvalidInput
 from layerbudget.evaluation import statistics
@@ -71,6 +71,31 @@ def test_a_sentence_says_whether_the_first_can_be_told_from_the_second():
         ([row("a", 1, 1)], [], ""),
     ):
         assert _on_second({"rows": rows, "twins": twins}) == said
+
+
+def test_a_control_that_does_as_well_stands_in_the_verdict():
+    """The verdict called a plan better than uniform, while a shuffled score was first in the table."""
+
+    def row(name, mean, difference, holm, *, control="", permuted=None):
+        rule, _, score = name.partition("(")
+        test = None if permuted is None else {"difference": permuted[0], "holm": permuted[1]}
+        versus = None if name == "uniform" else {"difference": difference, "holm": holm}
+        row = {"name": name, "mean": mean, "rule": rule, "score": score.rstrip(")"), "control": control}
+        return {**row, "versus_uniform": versus, "versus_permuted": test}
+
+    uniform = row("uniform", 3.0, None, None, control="uniform")
+    shuffled = row("owl(gain, permuted)", 2.8, -0.2, 0.001, control="permuted")
+    own = row("owl(owl, permuted)", 2.95, -0.05, 0.9, control="permuted")
+    better = row("owl(owl)", 2.9, -0.1, 0.01, permuted=(-0.05, 0.01))
+    small = row("mdl(owl)", 2.9999, -0.0001, 1e-9, permuted=(-0.0001, 0.9))
+    behind = row("mdl(gain)", 3.1, 0.1, 0.01, permuted=(0.1, 0.9))
+    told = _on_budget({"budget": 0.5, "rows": [shuffled, better, own, small, uniform, behind]})
+    assert "better than uniform: owl(owl), but a shuffled score does as well: owl(gain, permuted);" in told
+    assert "worse: mdl(gain); level: mdl(owl) (paired" in told
+    alone = _on_budget({"budget": 0.5, "rows": [better, own, uniform]})
+    assert "better than uniform: owl(owl); worse: none (paired" in alone and "level" not in alone
+    level = row("owl(owl)", 2.9, -0.1, 0.01, permuted=(-0.05, 0.3))
+    assert "does as well: owl(owl, permuted)" in _on_budget({"budget": 0.5, "rows": [level, own, uniform]})
 
 
 def test_a_measurement_is_what_pruning_by_hand_gives(bench):
@@ -193,7 +218,7 @@ def test_the_command_leaves_its_files(folder, capsys):
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*.*")} == written
     assert main([*words[:-1], "--overwrite", "--quiet", "--set", "controls=false"]) == 0
     said = capsys.readouterr().out
-    assert "permuted scores" not in said and "Written to" in said
+    assert "permuted scores" not in said and f"Written: {out / 'comparison.csv'} and " in said
     for extra in (["--task", "cola"], ["--set", "width=0.1", "--overwrite", "--rules", "mdl"]):
         assert main([*words, *extra]) == 2
 
@@ -275,7 +300,7 @@ def test_parts_fill_one_folder(tmp_path, capsys):
     alone = tmp_path / "alone"
     assert main([*GRID, "--set", "controls=false", "-o", str(alone), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["budgets"] == record["budgets"]
-    assert "3 cells found again" in record["sentences"][-1]
+    assert "3 measurements were there from an earlier run" in record["sentences"][-1]
 
 
 def test_the_command_that_ends_a_comparison_of_parts_is_without_one(bench, tmp_path, monkeypatch):

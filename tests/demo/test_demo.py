@@ -13,7 +13,7 @@ from layerbudget.plan import Plan
 
 
 def test_the_best_row_is_the_one_that_is_saved(tmp_path, monkeypatch, capsys):
-    """It recommended the measured plan and saved the curvature plan and its model."""
+    """It recommended the plan by directional damage and saved the one by gain and its model."""
     for name, value in {"SAMPLES": 6, "LENGTH": 24, "WINDOWS": 6, "MEASURED": 3, "PASSES": 6, "TARGETS": (0.5,)}.items():
         monkeypatch.setattr(demo, name, value)
     assert main(["demo", "--out", str(tmp_path / "out"), "--quiet"]) == 0

@@ -10,14 +10,18 @@ from tests import zoo
 from transformers import LlamaConfig, Qwen2Config
 
 from layerbudget.cli import main
+from layerbudget.doctor import cost
 from layerbudget.doctor.cost import (
     Part,
     Text,
+    choosing,
     comparing,
     long_verbs,
+    place_of,
     price,
     scoring,
     shape_in_memory,
+    shape_of,
     shape_of_config,
     time_token,
 )
@@ -211,3 +215,23 @@ def test_quiet_says_nothing_and_a_record_has_no_figures_of_the_clock(saved_model
     assert main(["score", str(saved_model("llama")), *SMALL, "--quiet", "-o", str(scores)]) == 0
     said = capsys.readouterr().err
     assert "took" not in said and "parameters in" not in said and "took" not in json.loads(scores.read_text())
+
+
+def test_less_text_never_takes_longer(monkeypatch):
+    """The time of a token was that of the named text, whose few tokens spend their time on starting operations."""
+    asked = []
+    monkeypatch.setattr(cost, "time_token", lambda *given: asked.append(given[-1]) or 1e-6)
+    model = zoo.build("llama")
+    seconds = []
+    for samples, length in ((1, 16), (4, 16), (64, 64)):
+        text = Text(samples=samples, length=length, batch=min(samples, 8))
+        place = place_of(model, text)
+        seconds.append(price("plan bits", choosing(text, text, ggml=True), *place).seconds)
+        assert asked[-1].batch * asked[-1].length >= 2048
+    assert seconds == sorted(seconds)
+
+
+def test_the_check_of_error_feedback_collects_inputs_for_every_plan():
+    shape, text = shape_of(zoo.build("llama")), Text(samples=16, length=32)
+    ways = [price("plan bits", choosing(text, text, method=name), shape, TOKEN, 1 << 40) for name in ("rtn", "gptq")]
+    assert ways[1].forwards > ways[0].forwards + 9 and ways[1].seconds > ways[0].seconds

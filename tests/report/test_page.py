@@ -26,24 +26,36 @@ BROWSER = next((b for b in ("chromium", "chromium-browser", "google-chrome", "ch
 DEMO = [
     {"model": "dense", "target": None, "sparsity": 0.0, "perplexity": 3.0, "standard_error": 0.1},
     {"model": "uniform", "target": 0.5, "sparsity": 0.5, "perplexity": 4.0, "standard_error": 0.1, "log_difference": None},
-    {"model": "curvature plan", "target": 0.5, "sparsity": 0.5, "perplexity": 3.9, "standard_error": 0.1,
+    {"model": "gain, per layer", "target": 0.5, "sparsity": 0.5, "perplexity": 3.9, "standard_error": 0.1,
      "log_difference": -0.03, "log_difference_error": 0.01},
 ]  # fmt: skip
 
 
 VERSUS = {"difference": -0.1, "low": -0.2, "high": -0.01}
+PLACE = {"rank_low": 1.0, "rank_high": 2.0, "first": 0.9123456789012345}
 CONTEST = {
     "kind": "sparsity", "unit": "nats per token", "seeds": [0], "held_out": 9, "versions": {"torch": "2"},
     "sentences": ["At 0.5: better than uniform: owl(own).", "First is owl(own) (in 90% of the resamples)."],
     "settings": {"scores": {"own": "own.csv"}, "rules": ["owl"], "budgets": [0.5, 0.6]},
     "budgets": [
         {"budget": at, "rows": [
-            {"name": "owl(own)", "control": "", "mean": 2.0 + at, "versus_uniform": VERSUS},
-            {"name": "owl(own, permuted)", "control": "permuted", "mean": 2.2, "versus_uniform": VERSUS},
-            {"name": "uniform", "control": "uniform", "mean": 2.1 + at, "versus_uniform": None},
+            {"name": "owl(own)", "control": "", "mean": 2.0 + at, "versus_uniform": VERSUS, **PLACE},
+            {"name": "owl(own, permuted)", "control": "permuted", "mean": 2.2, "versus_uniform": VERSUS, **PLACE},
+            {"name": "uniform", "control": "uniform", "mean": 2.1 + at, "versus_uniform": None, **PLACE},
         ]} for at in (0.5, 0.6)
     ],
 }  # fmt: skip
+
+
+def test_the_page_of_a_grid_has_all_its_rows_in_a_table_and_in_the_picture(tmp_path):
+    """It said nine plans and drew four, without uniform and controls, and had all rows as one cell of JSON."""
+    (tmp_path / "comparison.json").write_text(json.dumps(CONTEST))
+    text = build_page(tmp_path)
+    names = [row["name"] for row in CONTEST["budgets"][0]["rows"]]
+    assert all(f"<td>{name}</td>" in text for name in names) and text.count("<td>uniform</td>") == 2
+    drawn = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+    assert [i["label"] for i in drawn["paired"]["items"]] == [f"{n} at {at:g}" for at in (0.5, 0.6) for n in names]
+    assert "versus_uniform" not in text and "9123456789012345" not in text and "<td>91%</td>" in text
 
 
 def by_rank():
@@ -112,7 +124,7 @@ def folders(tmp_path):
     scores.save(tmp_path / "walked" / "scores.json")  # of other blocks than the plan's
     kept().save(tmp_path / "kept" / "plan.json")
     seeds = {"value": 2.1, "stderr": 0.01, "by_seed": [2.0, 2.2]}
-    test = {"difference": -0.1, "low": -0.3, "high": 0.1, "sentence": "a cannot be told from b"}
+    test = {"difference": -0.1, "low": -0.3, "high": 0.1, "sentence": "a is level with b"}
     tuned = {
         "task": "rows.jsonl", "metric": "loss", "kind": "ranks", "rule": "by-rank", "trained_parameters": 100, "seeds": [0, 1],
         "metrics": {"held_out": {"loss": seeds, "loss_before": {**seeds, "value": 2.5}}},
@@ -146,7 +158,7 @@ def test_every_kind_of_folder_has_its_headline(folders, pruned):
         "walked": ("50% sparsity for demo", "50 % less than uniform", "step, from uniform", "<b>0.3 – 0.7</b>",
                    "1 blocks fell and 2 rose as far as one step may", 'data-chart="forecast"'),
         "kept": ("8 experts stay in moe", "<b>0.5</b>", "On other text of this kind: measured 0.008", 'data-chart="forecast"'),
-        "tuned": ("rows.jsonl: ranks, rule by-rank", "Before: 2.5000", "told from", "loss before"),
+        "tuned": ("rows.jsonl: ranks, rule by-rank", "Before: 2.5000", "is level with", "loss before"),
         "compared": ("6 plans of sparsity compared: owl(own) is first", 'data-chart="paired"', "The comparison: made"),
         "other": ("Results of other", "a&lt;b"),
     }  # fmt: skip

@@ -28,7 +28,7 @@ def test_page_holds_scores_plan_results_and_figures(tmp_path):
     scores.save(tmp_path / "scores.json")
     plan.save(tmp_path / "plan.json")
     write_text(tmp_path / "result.json", dumps({"rows": ROWS, "verdict": "cannot be told apart"}))
-    overview(scores, [plan], ROWS, tmp_path / "overview.png")
+    overview(scores, {"gain, per layer": plan}, ROWS, tmp_path / "overview.png")
     text = build_page(tmp_path)
     for part in ("model.layers.2", "Certificate", "cannot be told apart", "data:image/png;base64,", "stored densely"):
         assert part in text
@@ -68,7 +68,7 @@ def test_page_of_an_empty_folder_is_refused(tmp_path):
 def test_figures_are_written_and_deterministic(tmp_path):
     plan = plan_sparsity(zoo.scores([1.0, 2.0, 3.0]), sparsity=0.5)
     for name in ("a", "b"):
-        overview(zoo.scores([1.0, 2.0, 3.0]), [plan], ROWS, tmp_path / f"{name}.png")
+        overview(zoo.scores([1.0, 2.0, 3.0]), {"gain, per layer": plan}, ROWS, tmp_path / f"{name}.png")
     for suffix in ("png", "svg"):
         assert (tmp_path / f"a.{suffix}").read_bytes() == (tmp_path / f"b.{suffix}").read_bytes()
     assert "<text" in (tmp_path / "a.svg").read_text()  # words, not outlines

@@ -1,6 +1,7 @@
 """The empirical Fisher, its diagonal and the gradient norm against dense linear algebra."""
 
 import functools
+import math
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from tests import zoo
 from layerbudget.errors import CoverageError, InvalidInput, UnknownStructure
 from layerbudget.execution import loss as L
 from layerbudget.execution import sites as hooks
+from layerbudget.scores import Scores
 from layerbudget.sensitivity import noise
 from layerbudget.sensitivity.curvature import common, gram
 from layerbudget.sensitivity.gain import score
@@ -183,15 +185,48 @@ def test_errors_say_what_to_do():
 
 def test_the_verdict_warns_when_gain_and_excess_disagree_and_the_floor_can_be_taken_off():
     z, n = np.array([9.0, 8.0, 3.0]), 16
-    assert "use --excess" in noise.verdict(n, z, 0.9, 0.8, 4.0, -0.3)
+    assert "(score --excess)" in noise.verdict(n, z, 0.9, 0.8, 4.0, -0.3)
     assert "about 100 sequences" in noise.verdict(n, z * 0, 0.9, 0.2, 99.5, 1.0)
     assert "no ranking" in noise.verdict(n, z[:1], 0.9, float("nan"), 4.0, float("nan"))
     model, data = zoo.dense("mistral"), zoo.labelled("mistral")
     scores = score(model, data, zoo.partition(model, "mistral"), damping=[0.5])
     bare = noise.subtract_floor(scores)
+    assert "score --excess" not in bare.extra["verdict"]
     assert np.allclose(bare.gain, scores.extra["excess"], rtol=1e-12)
     with pytest.raises(InvalidInput, match="no noise floor"):
         noise.subtract_floor(bare)
+
+
+@pytest.mark.parametrize(
+    ("needed", "agreement", "excess", "remedy", "says"),
+    [
+        (4.0, -0.3, False, "excess", "score --excess"),
+        (4.0, -0.3, True, "", "can be told from"),
+        (99.5, -0.3, False, "100", "about 100 sequences"),
+        (99.5, 1.0, True, "100", "about 100 sequences"),
+        (9999.0, 1.0, False, "uniform", "about 9999 sequences"),
+        (math.inf, 1.0, False, "uniform", "no number of sequences"),
+        (4.0, 1.0, False, "", "can be told from"),
+    ],
+)
+def test_what_scores_need_is_what_their_verdict_says(needed, agreement, excess, remedy, says):
+    """The floor was subtracted, and the verdict still asked for it; or raw scores were called wrong, and then planned from."""
+    found = {
+        "z": [[2.5, 1.0, 0.5]],
+        "noise_share": [0.9],
+        "rank_stability_excess": [0.2],
+        "samples_needed": [needed],
+        "rank_agreement": [agreement],
+        "verdict": noise.verdict(16, np.array([2.5, 1.0, 0.5]), 0.9, 0.2, needed, agreement),
+    }
+    blocks = zoo.partition(zoo.dense("mlp"), "mlp")
+    row = [tuple(float(k) for k in range(len(blocks)))]
+    scores = Scores(
+        estimator="fisher-gram", blocks=blocks, gain=row, noise_floor=[(0.0,) * len(blocks)], data={"samples": 16}, extra=found
+    )
+    scores = noise.subtract_floor(scores) if excess else scores
+    assert noise.remedy(scores) == remedy and says in scores.extra["verdict"]
+    assert excess is False or "--excess" not in scores.extra["verdict"]
 
 
 def test_random_gradients_have_no_excess_on_average():

@@ -219,7 +219,11 @@ def _quiet_libraries() -> None:
     """Show warnings of this package alone."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", force=True)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"):  # read when they load
+        os.environ.setdefault(name, "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if (loaded := sys.modules.get("transformers.utils.logging")) is not None:  # by a program that calls the command line
+        loaded.disable_progress_bar()
     for name in ("torch", "transformers", "peft", "accelerate", "datasets", "bitsandbytes"):  # of their own insides
         for category in (FutureWarning, DeprecationWarning, UserWarning):
             warnings.filterwarnings("ignore", module=rf"{name}(\.|$)", category=category)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,13 +106,11 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
 
 def _show(a: argparse.Namespace, result: ScoreComparison, *, again: bool) -> dict[str, str]:
     """Show the tables, leave the files unless they are there, and end with the verdict; returns the files."""
-    from ..comparison.run import flat, leave
+    from ..comparison.run import leave
+    from ..report.tables import contest_sheets
 
-    head = ("plan", result.unit, "against uniform", "interval", "Holm p", "places", "first")
-    seeds = f"{len(result.seeds)} seed{'s' * (len(result.seeds) > 1)}"
-    for budget in result.budgets:
-        title = f"{result.kind} {budget['budget']:g}, {seeds}, {result.held_out} held-out items, best first"
-        show_table(a, title, head, [_row(r) for r in flat(result) if r["budget"] == budget["budget"]])
+    for sheet in contest_sheets(result):
+        show_table(a, sheet.title, sheet.header, sheet.rows)
     if again:
         files = {end: str(Path(a.out, f"comparison.{end}")) for end in ("json", "csv")}
     else:
@@ -121,21 +118,13 @@ def _show(a: argparse.Namespace, result: ScoreComparison, *, again: bool) -> dic
     ends = [line for line in result.sentences if line.startswith("At ")]
     details = [line for line in result.sentences if line not in ends]
     done = (
-        f"{a.out} holds this comparison; nothing was measured." if again else f"Written to {a.out}: {', '.join(sorted(files))}."
+        f"{a.out} holds this comparison; nothing was measured."
+        if again
+        else f"Written: {' and '.join(files[end] for end in sorted(files))}."
     )
     say(a, done, *details, f"Verdict: {' '.join(ends)}")
     say_next(a, "report", a.out, "-o", f"{a.out}/report.html")
     return files
-
-
-def _row(r: dict[str, Any]) -> tuple[str, ...]:
-    places, first = f"{r['rank_low']:.0f}-{r['rank_high']:.0f}", f"{r['first']:.0%}"
-    if r["difference"] is None:
-        return r["name"], f"{r['mean']:.4f}", "-", "-", "-", places, first
-    bounded = r["low"] is not None and r["low"] > -math.inf
-    interval = f"[{r['low']:+.4f}, {r['high']:+.4f}]" if bounded else "-"
-    holm = "-" if r["holm"] is None else f"{r['holm']:.3f}"
-    return r["name"], f"{r['mean']:.4f}", f"{r['difference']:+.4f}", interval, holm, places, first
 
 
 def _expect(a: argparse.Namespace, bench: Any, kind: str, names: Sequence[str], rules: Sequence[str], controls: bool) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ROWS = 400  # of a table: drawing a million takes minutes
 FEW = 15  # of a table that was not asked for
-EVERY = 30.0  # seconds between two lines of progress where nothing can be drawn
+EVERY = 60.0  # seconds between two lines of progress where nothing can be drawn
 
 
 def terminal(*, stderr: bool = True) -> Console:
@@ -117,7 +117,7 @@ def progress_console() -> Console:
 
 
 class Progress:
-    """How far a run is, in which phase, and how long the rest will take: a bar, or a line every half minute in a pipe."""
+    """How far a run is, in which phase, and how long the rest will take: a bar, or a line a minute in a pipe."""
 
     def __init__(self, text: str) -> None:
         from rich import progress as shown
@@ -145,7 +145,8 @@ class Progress:
         self.bar.update(self.task.id, completed=done)
         if self.bar.disable and time.monotonic() - self._last >= EVERY:
             self._last = time.monotonic()
-            left = "" if self.task.time_remaining is None else f", {round(self.task.time_remaining)} s left"
+            unknown = self.task.time_remaining is None or done >= total
+            left = "" if unknown else f", {round(self.task.time_remaining)} s left"
             terminal().print(f"{self.task.description}: {done}/{total}{left}")
 
     def say(self, phase: str) -> None:

@@ -112,7 +112,7 @@ def _unloaded(a: argparse.Namespace) -> dict[str, Any]:
     from ..models.loading import DTYPES, find_device, held_dtype, quick_dtype
     from ..models.machine import free_bytes
 
-    config = _configuration(a)
+    config = configuration(a)
     device = find_device(a.device or "auto")
     dtype = DTYPES.get(a.dtype) or quick_dtype(held_dtype(config), device)
     machine, where = free_bytes(device), "this machine"
@@ -150,8 +150,8 @@ def _fits(a: argparse.Namespace, config: Any, memory: int, experts: bool) -> lis
     return rows
 
 
-def _configuration(a: argparse.Namespace) -> Any:
-    """The configuration of a model, or a file that is one."""
+def configuration(a: argparse.Namespace) -> Any:
+    """Return the configuration of a model, or of a file that is one."""
     from transformers import AutoConfig
 
     from ..models.loading import foreign, resolve
@@ -171,7 +171,7 @@ def _priced(a: argparse.Namespace, place: tuple[Any, ...], title: str, refused: 
     from ..doctor.cost import duration, long_verbs, price
 
     own = {"samples": a.samples, "length": a.length or 256, "batch": a.batch_size or 8}
-    verbs = long_verbs(**own, demo=a.model == "demo", experts=place[0].experts)
+    verbs = long_verbs(**own, demo=a.model == "demo", experts=place[0].experts, widest=max(place[0].inputs))
     title = f"what the long verbs take {title}; finetune: one epoch"
     head = ("verb", "text", "how", "memory", "time", "forwards", "fits")
     table, found = Table(*head, box=None, pad_edge=False, title=title, title_justify="left"), []

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..errors import LayerbudgetError
+from ..plans.decided import is_same_text, texts_of_folder
+from ..verdicts import CONVENTION, plus_minus
 from .display import expect, named_text, progress_bar, say, say_next
 from .options import (
     add,
@@ -70,6 +73,7 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
         other = other or _measured(argparse.Namespace(**{**vars(a), "model": a.against, "adapter": None}))
         found = compare_results(result, other, (a.adapter or a.model, a.against))
         result["against"] = {"model": other["model"], "dtype": other.get("dtype"), **found}
+        found["verdict"] += _on_text((a.model, str(other["model"])), found["perplexity"])
         say(a, *_on_precision(a, result, other), *found["sentences"], f"Verdict: {found['verdict']}")
     if a.out and is_main():
         write_text(a.out, dumps(result), overwrite=a.overwrite)
@@ -78,6 +82,17 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
         texts, tasks = (["--perplexity", *a.texts] if a.texts else []), (["--tasks", a.tasks] if a.names else [])
         say_next(a, "evaluate", a.model, "--adapter", a.adapter, *texts, *tasks, "--against", a.model)
     return result
+
+
+def _on_text(folders: Sequence[str], texts: Iterable[str]) -> str:
+    """Words on texts that decided the plan of one of the folders: they flatter it, and are no judge. Empty without any."""
+    said = []
+    for folder in folders:
+        decided = texts_of_folder(folder)
+        for text in texts:
+            if is_same_text(text, decided):
+                said.append(f" But {text} decided the plan of {folder}, which flatters it: judge it on other text.")
+    return "".join(said)
 
 
 def _on_precision(a: argparse.Namespace, result: dict[str, Any], other: dict[str, Any]) -> list[str]:
@@ -136,7 +151,9 @@ def _measured(a: argparse.Namespace, models: float = 1.0) -> dict[str, Any]:
             found = kept.json(f"text-{data.digest}", partial(measure, data, progress))
         result["perplexity"][source] = found
         size = f"{found['tokens']} tokens, {found['windows']} windows of {found['length']}"
-        say(a, f"{a.model}: perplexity on {source} {found['value']:.3f} +- {found['standard_error']:.3f} ({size})")
+        value = f"{found['value']:.3f}{plus_minus(found['standard_error'], '.3f')}"
+        say(a, f"{a.model}: perplexity on {source} {value} ({CONVENTION}; {size})")
+        say(a, *([] if a.against else filter(None, [_on_text((a.model,), [source]).strip()])))
     if a.names:
         result |= _tasks(a, model, tokenizer, kept)
     kept.clear()
@@ -186,15 +203,17 @@ def _tasks(a: argparse.Namespace, model: Any, tokenizer: Any, kept: Any) -> dict
         for group in [[name] for name in a.names] if a.resume else [a.names]:
             found |= kept.json("tasks-" + "-".join(group), partial(measure, group))
     for name, row in found.items():
-        normed = f", by length (acc_norm) {row['acc_norm']:.4f} +- {row['acc_norm_stderr']:.4f}" if "acc_norm" in row else ""
-        say(a, f"{name}: accuracy (acc) {row['acc']:.4f} +- {row['stderr']:.4f}{normed} ({row['samples']} examples)")
+        value, normed = f"{row['acc']:.4f}{plus_minus(row['stderr'], '.4f')}", ""
+        if "acc_norm" in row:
+            normed = f", by length (acc_norm) {row['acc_norm']:.4f}{plus_minus(row['acc_norm_stderr'], '.4f')}"
+        say(a, f"{name}: accuracy (acc) {value}{normed} ({CONVENTION}; {row['samples']} examples)")
         if row["one_class"] is not None:
             chosen = f"option {row['one_class'] + 1} was chosen for every question"
             say(a, f"{name}: {chosen}; the accuracy is that option's share.")
     if len(found) < 2:
         return {"tasks": found}
     mean = mean_accuracy(found)
-    say(a, f"mean of {len(found)} tasks: {mean['acc']:.4f} +- {mean['stderr']:.4f}")
+    say(a, f"mean of {len(found)} tasks: {mean['acc']:.4f}{plus_minus(mean['stderr'], '.4f')} ({CONVENTION})")
     return {"tasks": found, "mean": mean}
 
 

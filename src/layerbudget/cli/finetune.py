@@ -16,6 +16,7 @@ from ..kinds import check_kind
 from ..plan import Plan
 from ..progress import Steps
 from ..registry import Option, options_of
+from ..verdicts import CONVENTION, plus_minus
 from .display import announce, expect, progress_bar, say, say_next, show_table
 from .files import check_rows
 from .options import add, add_out, add_set, add_verb, given, load_model, load_tokenizer, refuse, settings, split_revision
@@ -223,7 +224,11 @@ def _verdict(result: dict[str, Any], tests: dict[str, Any], plan: Plan) -> str:
     name, before = result["metric"], metrics.get("loss_before")
     told = f"{_words(split)} {name} {metrics[name]['value']:.4f}"
     change = result.get("change", {}).get(split)
-    paired = f"; change {change['difference']:+.4f} +- {change['stderr']:.4f} over {change['rows']} rows" if change else ""
+    paired = (
+        f"; change {change['difference']:+.4f}{plus_minus(change['stderr'], '.4f')} over {change['rows']} rows"
+        if change
+        else ""
+    )
     told += f" (before: {before['value']:.4f}{paired})" if before else ""
     if plan.rule == "uniform" or len(set(plan.counts.tolist())) == 1:
         return f"Verdict: {told}. This plan is uniform: train another with as many parameters, --against this folder."
@@ -246,5 +251,5 @@ def _show(a: argparse.Namespace, result: dict[str, Any]) -> None:
     ]
     show_table(a, title, ("split", "metric", "mean over seeds", "standard error over seeds"), rows)
     if result["metric"] == "loss":
-        over = "; +- one standard error of the change over rows, paired" if result.get("change") else ""
+        over = f"; {CONVENTION} of the change over rows, paired" if result.get("change") else ""
         say(a, f"Loss in nats per learned token, {result['rows']['held_out']} rows held out; before: the base model{over}.")

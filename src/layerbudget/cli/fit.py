@@ -109,7 +109,9 @@ def _fit(a: argparse.Namespace) -> Plan:
         check_needed(ready, terms)
     draws = own.get("draws", 4)
     ggml = a.runtime == "llama.cpp"
-    parts = choosing(text_of(data, a), None if check is None else text_of(check, a), draws=draws, ggml=ggml)
+    parts = choosing(
+        text_of(data, a), None if check is None else text_of(check, a), draws=draws, ggml=ggml, method=a.method or "rtn"
+    )
     parts.append(Part("directional", text_of(data, a), 1.0 + 2.0 * draws))
     if terms.experts:
         parts.append(Part("directional", text_of(data, a), 1.0 + 2.0 * draws + _TRIED * STEPS))
@@ -159,7 +161,7 @@ def show(a: argparse.Namespace, plan: Plan) -> None:
         "bits per weight",
         "per cached number",
         "predicted KL",
-        f"a {name} saves",
+        f"KL less per {name}",
     )
     rows = []
     *_, last = plan.extra["curve"]
@@ -169,4 +171,6 @@ def show(a: argparse.Namespace, plan: Plan) -> None:
         sizes[1:1] = [f"{row[n]:.1%}" if n == "shapes" else str(row[n]) for n in smaller]
         rows.append((*sizes, row["weights_bits"], row["cache_bits"], row["predicted"], saves))
     title = f"best plans over memory ({name}) at {plan.extra['context']} tokens x {plan.extra['batch']}"
-    show_table(a, f"{title}; a {name} saves: of predicted KL, up to the next row", head, rows)
+    show_table(
+        a, f"{title}; last column: by how much each further {name} lowers the predicted KL, up to the next row", head, rows
+    )

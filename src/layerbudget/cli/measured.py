@@ -9,7 +9,7 @@ from typing import Any
 
 from ..compressors.base import QUANTISERS, TREATMENTS
 from ..compressors.formats import FAMILIES, GGUF, NEMOTRON, PACKED, RUNTIMES, find_format, find_runtime
-from ..decisions.bits.program import RULES, Limits
+from ..decisions.bits.program import RULES, TOKENS, Limits
 from ..decisions.fit.parts import parts_of
 from ..errors import InvalidInput, LayerbudgetError
 from ..plan import Plan
@@ -138,7 +138,11 @@ def plan_bits(a: argparse.Namespace) -> Plan:
         check = None
         announce(a, "The weights stay in their files: the plan is not checked as a whole. Check the written file by evaluate.")
     parts = choosing(
-        text_of(data, a), None if check is None else text_of(check, a), draws=own.get("draws", 4), ggml=a.family == GGUF
+        text_of(data, a),
+        None if check is None else text_of(check, a),
+        draws=own.get("draws", 4),
+        ggml=a.family == GGUF,
+        method=a.method or "rtn",
     )
     expect(a, words_of("measuring what every format costs", data) + on_check(check), model, parts)
     with progress_bar(a, "measuring formats") as progress:
@@ -163,13 +167,33 @@ def load_parted(a: argparse.Namespace, count: int) -> tuple[Any, Any, Any, Any]:
     """Return model, tokenizer, the tokens that decide, and the sequences that check, so many of them; None where none do."""
     if count < 0:
         raise InvalidInput(f"check is {count}.", "It is a number of sequences; 0 checks nothing.", "Leave it out.")
-    samples = a.data_defaults["samples"] if a.samples is None else a.samples
+    samples = _enough(a, a.data_defaults["samples"]) if a.samples is None else a.samples
     a.samples, a.dtype = samples + count, a.dtype or "float32"  # damages of eight bits are below the noise of bfloat16
     model, tokenizer, text = load(a)
     a.read["samples"] = samples  # the command that repeats this one adds those of the check again
     decides = max(1, text.samples * samples // (samples + count))  # of a short text both parts shrink alike
     data, check = text.select(slice(0, decides)), text.select(slice(decides, None)) if decides < text.samples else None
     return model, tokenizer, data, check
+
+
+def _enough(a: argparse.Namespace, samples: int) -> int:
+    """Return the samples of a text that nobody named the size of: for error feedback as many as the widest matrix wants."""
+    if getattr(a, "method", None) != "gptq":
+        return samples
+    import torch
+
+    from ..doctor.cost import shape_of_config
+    from .doctor import configuration
+
+    columns = 0
+    with contextlib.suppress(LayerbudgetError):  # what cannot be loaded is refused when it is
+        columns = max(shape_of_config(configuration(a), torch.bfloat16).inputs)
+    length = a.data_defaults["length"] if a.length is None else a.length
+    wanted = max(samples, -(-TOKENS * columns // max(length, 1)))
+    if wanted > samples:
+        why = f"gptq wants {TOKENS} tokens for each of the {columns:,} columns of the widest matrix"
+        announce(a, f"{why}: {wanted} samples of {length} tokens are taken, not {samples} (--samples).")
+    return wanted
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------------

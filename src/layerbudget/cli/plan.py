@@ -134,10 +134,20 @@ def run_sparsity(a: argparse.Namespace) -> dict[str, Any]:
     if curves and own.get("penalty") is not None:
         raise InvalidInput("--curves and a penalty were given together.", "Curves are the penalty.", "Leave one out.")
     own |= {"penalty": curves} if curves else {}
-    plan = plan_by_scores(load_scores(a.source), fixed=read_fixed(a.fix), **own)
+    scores = load_scores(a.source)
+    plan = plan_by_scores(scores, fixed=read_fixed(a.fix), **own)
     if method is not None:
         plan = dataclasses.replace(plan, hyperparameters={**plan.hyperparameters, "method": method})
+    _say_published(a, plan, scores)
     return _finish(a, plan, write=True)
+
+
+def _say_published(a: argparse.Namespace, plan: Plan, scores: Any) -> None:
+    """Say where a published score and its rule are apart."""
+    from ..plans.verdict import of_published
+
+    if isinstance(scores, Scores) and (told := of_published(plan.rule, scores.estimator)):
+        say(a, told)
 
 
 def run_bits(a: argparse.Namespace) -> dict[str, Any]:
@@ -191,7 +201,10 @@ def run_experts(a: argparse.Namespace) -> dict[str, Any]:
 
     refuse(a, ("dry_run",), _SECONDS)
     own = _own_options(a, plan_experts) | _counted(a)
-    return _finish(a, plan_experts(load_scores(a.source), **own), write=True)
+    scores = load_scores(a.source)
+    plan = plan_experts(scores, **own)
+    _say_published(a, plan, scores)
+    return _finish(a, plan, write=True)
 
 
 def run_joint(a: argparse.Namespace) -> dict[str, Any]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
 from typing import Any
 
 from ..scores import Scores
 from ..sensitivity.estimators import ESTIMATORS, Estimator
 from .display import expect, progress_bar, say, say_next, say_share, show_table, text_of, words_of
 from .files import check_rows
-from .options import DATA, add, add_data, add_out, add_set, add_verb, given, load, load_model, refuse, settings
+from .options import DATA, add, add_data, add_out, add_set, add_verb, given, line_of, load, load_model, refuse, settings
 
 _RANK = 8  # mean rank of the plan that follows scores of ranks
 
@@ -41,7 +42,7 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     from ..execution.processes import is_main
     from ..records import check_output
 
-    chosen = ESTIMATORS.find(a.estimator or "fisher-gram")
+    chosen, parsed = ESTIMATORS.find(a.estimator or "fisher-gram"), dict(vars(a))
     if a.given:
         refuse(a, ("estimator", "damping", "excess", "resume", "four_bit", *DATA, "dtype", "device"), "imported scores")
     elif not chosen.data:
@@ -54,13 +55,31 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     if not a.json:
         _show(a, scores)
     say(a, f"Written to {path}.", *_sentences(scores))
+    _say_what_follows(a, scores, path, parsed)
+    return scores.written()
+
+
+def _say_what_follows(a: argparse.Namespace, scores: Scores, path: Any, parsed: dict[str, Any]) -> None:
+    """Say the command that follows: scores that are trusted are planned, others are mended first, or leave uniform."""
+    from ..plans.verdict import MOSTLY_NOISE, PUBLISHED
+    from ..sensitivity.noise import remedy
+
+    needs = remedy(scores)
+    if needs == "excess" or needs.isdigit():
+        other = {"out": "excess.json", "excess": True}
+        other = {"out": f"scores-{needs}.json", "samples": int(needs)} if needs.isdigit() else other
+        again = line_of(argparse.Namespace(**{**vars(a), **other}), {**parsed, **other})
+        say_next(a, *shlex.split(again)[1:])
+        return
     by_rank = "increments" in scores.extra
     kind: tuple[str, ...] = ("ranks", "--mean-rank", f"{_RANK}") if by_rank else ("sparsity", "--sparsity", "0.5")
-    if a.given and scores.orientation == "gain" and scores.values().max() <= 0:
+    own = PUBLISHED.get(scores.estimator)
+    if needs or (_noise(scores) or 0.0) > MOSTLY_NOISE:
+        own = "uniform"
+    elif a.given and scores.orientation == "gain" and scores.values().max() <= 0:
         say(a, "No score is above zero, which the default rule needs. Add a constant to all, or plan by how they differ:")
-        kind += ("--rule", "owl")
-    say_next(a, "plan", kind[0], path, *kind[1:], "-o", "plan.json")
-    return scores.written()
+        own = "owl"
+    say_next(a, "plan", kind[0], path, *kind[1:], *(("--rule", own) if own else ()), "-o", "plan.json")
 
 
 def _show(a: argparse.Namespace, scores: Scores) -> None:
@@ -90,17 +109,24 @@ def _sentences(scores: Scores) -> list[str]:
 
 def _on_noise(scores: Scores) -> str:
     """Words on how much of the gain of ranks is noise, in the plan that the command which follows makes."""
-    from ..decisions.ranks.plan import plan_ranks
-    from ..errors import LayerbudgetError
     from ..plans.verdict import noise_alone
 
-    if "increments_floor" not in scores.extra:
-        return ""
-    try:
-        noise = plan_ranks(scores, mean_rank=_RANK).extra["noise_share"]
-    except LayerbudgetError:  # fewer ranks were measured than that plan needs
-        return ""
+    noise = _noise(scores)
     return "" if noise is None else f"; at mean rank {_RANK}, {noise_alone(noise)}"
+
+
+def _noise(scores: Scores) -> float | None:
+    """The share of the gain of ranks that noise alone would give in a plan of the usual mean rank; None where none is known."""
+    from ..decisions.ranks.plan import plan_ranks
+    from ..errors import LayerbudgetError
+
+    if "increments_floor" not in scores.extra:
+        return None
+    try:
+        share: float | None = plan_ranks(scores, mean_rank=_RANK).extra["noise_share"]
+    except LayerbudgetError:  # fewer ranks were measured than that plan needs
+        return None
+    return share
 
 
 def _imported(a: argparse.Namespace) -> Any:

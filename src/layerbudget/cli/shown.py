@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..kinds import KINDS
 from ..plan import Plan
 from .display import say, show_table
 from .measured import show_shapes
@@ -40,7 +41,8 @@ def show_plan(a: argparse.Namespace, plan: Plan, price: Any = None) -> None:
         _show_rows(a, title, ranks, [(b.name, b.count, int(b.count * p)) for b, p in zip(plan.blocks, price, strict=True)])
         return
     more = dict(zip(plan.names, said, strict=True)) if said else plan.extra.get("capacity", {}).get("counts", {})
-    named = ("bits", "bytes", "numbers", "format") if said else ("value", "count", "parameters", "capacity")
+    what = KINDS.find(plan.kind)
+    named = ("bits", "bytes", "numbers", "format") if said else (what.decides, what.counts, "parameters", "capacity")
     head = ("block", *named[: 4 if more else 3])
     rows = [(b.name, b.value, b.count, b.numel) + ((more[b.name],) if more else ()) for b in plan.blocks]
     _show_rows(a, f"{plan.kind}, rule {plan.rule}", head, rows)
@@ -63,7 +65,7 @@ def show_reasons(a: argparse.Namespace, plan: Plan, rows: Sequence[Mapping[str, 
     price, total = plan.certificate.get("price") or 0.0, sum(row["damage"] for row in rows)
     cells = []
     for row in rows:
-        error = f" +-{row['error'] / row['damage']:.0%}" if row.get("error") and row["damage"] > 0 else ""
+        error = f" +-{2 * row['error'] / row['damage']:.0%}" if row.get("error") and row["damage"] > 0 else ""
         share = f"{row['damage'] / total:.1%}" if total > 0 else "–"
         steps = (_step(row, name, price) for name in ("smaller", "larger"))
         cells.append(

@@ -25,6 +25,7 @@ from ..scores import Scores
 from ..sensitivity.estimators import ESTIMATORS
 from ..sensitivity.gain import score
 from ..storage.parts import Cells
+from ..verdicts import by_chance, outcome
 from .bench import Bench, counted
 from .grid import UNIFORM, Grid, check_request, make_grid
 from .names import METHODS, Given, by_name, read_given
@@ -172,7 +173,13 @@ def compare_scores(
         held_out=len(tables[budgets[0]][UNIFORM]["values"][0]),
         complete=True,
     )
-    return dataclasses.replace(result, sentences=(*_sentences(result), f"{total} plans, {cells.kept} cells found again."))
+    return dataclasses.replace(result, sentences=(*_sentences(result), _on_cells(total, cells.kept)))
+
+
+def _on_cells(plans: int, kept: int) -> str:
+    """How many plans were measured, and what was there from an earlier run."""
+    again = f" {kept} measurements were there from an earlier run." if kept else ""
+    return f"{plans} plans were compared.{again}"
 
 
 def _unfinished(result: ScoreComparison, cells: Cells) -> ScoreComparison:
@@ -254,21 +261,14 @@ def _correct(rows: Sequence[dict[str, Any]], test: str, tables: Mapping[str, np.
 def _sentences(result: ScoreComparison) -> list[str]:
     lines = []
     for b in result.budgets:
-        better = [r for r in b["rows"] if not r["control"] and r["versus_uniform"]["holm"] < 0.05]
-        ahead = [r["name"] for r in better if r["versus_uniform"]["difference"] < 0]
-        behind = [r["name"] for r in better if r["versus_uniform"]["difference"] > 0]
-        text = f"At {b['budget']:g}: better than uniform: {', '.join(ahead) or 'none'}; worse: {', '.join(behind) or 'none'}"
-        lines.append(f"{text} (paired over seeds and items, Holm, 5 %).")
-        matter = [
-            r["name"]
-            for r in b["rows"]
-            if r["versus_permuted"] and r["versus_permuted"]["holm"] < 0.05 and r["versus_permuted"]["difference"] < 0
-        ]
+        lines.append(_on_budget(b))
+        matter = [r["name"] for r in b["rows"] if r["versus_permuted"] and _outcome(r["versus_permuted"]) == "lower"]
         if any(r["versus_permuted"] for r in b["rows"]):
             lines.append(f"Better than the same rule on permuted scores: {', '.join(matter) or 'none'}.")
         best = b["rows"][0]
+        shuffled = ", a shuffled score," if best["control"] == "permuted" else ""
         lines.append(
-            f"First is {best['name']} (in {best['first']:.0%} of the resamples; place {best['rank_low']:.0f} to "
+            f"First is {best['name']}{shuffled} (in {best['first']:.0%} of the resamples; place {best['rank_low']:.0f} to "
             f"{best['rank_high']:.0f}).{_on_second(b)}"
         )
         if b["ignoring"]:
@@ -290,6 +290,32 @@ def _sentences(result: ScoreComparison) -> list[str]:
     spent = ", ".join(f"{n} {c['forward']:.0f} forward and {c['backward']:.0f} backward" for n, c in result.cost.items())
     lines.append(f"Sequences through the model per seed: {spent}.")
     return lines + ([f"{', '.join(free)} needed none here."] if free and len(free) < len(result.cost) else [])
+
+
+def _outcome(test: Mapping[str, Any]) -> str:
+    """How a row stands in a paired test that was corrected for the number of rows."""
+    return outcome(test["difference"], p=test["holm"])
+
+
+def _on_budget(budget: Mapping[str, Any]) -> str:
+    """The verdict at one budget: who is better than uniform, which control does as well, who is worse, who is level."""
+    words: dict[str, list[str]] = {"lower": [], "higher": [], "level": []}
+    for row in budget["rows"]:
+        if row["control"]:
+            continue
+        found = _outcome(row["versus_uniform"])
+        words[found].append(row["name"] + (by_chance(_as_good(budget, row)) if found == "lower" else ""))
+    ahead, behind, level = ("; ".join(w) if k == "lower" else ", ".join(w) for k, w in words.items())
+    told = f"At {budget['budget']:g}: better than uniform: {ahead or 'none'}; worse: {behind or 'none'}"
+    return f"{told}{f'; level: {level}' if level else ''} (paired over seeds and items, Holm, 5 %)."
+
+
+def _as_good(budget: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
+    """Controls that a row does not beat: its own, where the test does not tell them apart, and any that measured no more."""
+    controls = [r for r in budget["rows"] if r["control"] == "permuted"]
+    own = f"{row['rule']}({row['score']}, permuted)"
+    alike = row["versus_permuted"] is not None and _outcome(row["versus_permuted"]) != "lower"
+    return [r["name"] for r in controls if r["mean"] <= row["mean"] or (alike and r["name"] == own)]
 
 
 def _on_second(budget: Mapping[str, Any]) -> str:

@@ -27,27 +27,33 @@ from ..records import dumps, made_by, write_text
 from ..report.figures import overview
 from ..scores import Scores
 from ..sensitivity.gain import score
+from ..verdicts import LEVEL_WITH, outcome
 
 logger = logging.getLogger(__name__)
 
 TARGETS = (0.5, 0.6)
-RULES = {"uniform": "uniform", "permuted": "permuted", "mdl": "curvature plan", "directional": "directional plan"}
+# What every plan is called, in the table, the picture and the README.
+RULES = {
+    "uniform": "uniform",
+    "permuted": "gain, permuted",
+    "mdl": "gain, per layer",
+    "directional": "directional damage",
+}
 SAMPLES, LENGTH, WINDOWS = 64, 256, 96
-MEASURED, PASSES = 16, 20  # sequences that decide the directional plan, and forward equivalents of them
+MEASURED, PASSES = 16, 20  # sequences that decide the plan by directional damage, and forward equivalents of them
 MAX_SPARSITY_ABOVE_TARGET = 0.1
 
 
 def verdict(rows: list[dict[str, Any]]) -> str:
-    """One sentence on the directional plan, which ``plan sparsity MODEL`` makes, beside uniform at every target."""
+    """One sentence on the plan by directional damage, which ``plan sparsity MODEL`` makes, beside uniform at every target."""
     said = [f"{_beside(row)} at {row['target']:.0%} sparsity" for row in rows if row["model"] == RULES["directional"]]
-    return f"Verdict: the perplexity of the directional plan is {' and '.join(said)}."
+    return f"Verdict: the perplexity of the plan by directional damage is {' and '.join(said)}."
 
 
 def _beside(row: dict[str, Any]) -> str:
     mean = row["log_difference"]
-    if abs(mean) <= 2 * row["log_difference_error"]:
-        return "not measurably different from uniform's"
-    return f"{abs(math.expm1(mean)):.1%} {'lower' if mean < 0 else 'higher'} than uniform's"
+    found = outcome(mean, error=row["log_difference_error"])
+    return f"{LEVEL_WITH}uniform's" if found == "level" else f"{abs(math.expm1(mean)):.1%} {found} than uniform's"
 
 
 def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, progress: Progress | None = None) -> dict[str, Any]:
@@ -107,7 +113,7 @@ def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, progress: Pro
     }
     write_text(out / "result.json", dumps({**result, "made_by": made_by()}), overwrite=True)
     try:
-        overview(scores, plans, rows, out / "overview.png")
+        overview(scores, dict(zip(RULES.values(), plans, strict=True)), rows, out / "overview.png")
     except MissingDependency as error:
         logger.warning("There is no overview.png: %s", error)  # the numbers are there
     return result

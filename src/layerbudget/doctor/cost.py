@@ -19,6 +19,7 @@ from torch import nn
 
 from ..compressors.base import QUANTISERS, find_quantiser, find_treatment
 from ..data.calibration import check_reads_text
+from ..decisions.bits.program import TOKENS
 from ..decisions.bits.rounding import ROWS
 from ..errors import UnknownStructure
 from ..execution.modes import inference
@@ -27,9 +28,10 @@ from ..models.machine import SHARE, free_bytes
 from ..models.offload import mapped
 from ..records import Module
 
-_BASE = 0.35 * 2**30  # bytes of an interpreter with torch and transformers
+_BASE = 0.45 * 2**30  # bytes of an interpreter with torch and transformers
 _SLACK = 1.2  # bytes that the allocator holds, over those in use
 _REAL = 1e10  # products that a timed forward of the model itself may cost; larger models are timed by one matrix
+_TIMED = 2048  # tokens of a timed forward at least: fewer spend their time on starting operations
 _EDGE = 2048  # a matrix of this width multiplies as fast, per entry, as any larger one
 # Products that rounding one weight, ggml's search of its types, and sorting it into a mask take as long as.
 _ROUND, _GGML, _MASK = 400, 8000, 300
@@ -213,12 +215,14 @@ def treating(method: str, text: Text, *, again: float = 1.0) -> list[Part]:
     return [Part("gram" if statistic == "gram" else "norms", text, 1.0 + again)]
 
 
-def choosing(text: Text, check: Text | None, *, draws: int = 4, ggml: bool = False) -> list[Part]:
+def choosing(text: Text, check: Text | None, *, draws: int = 4, ggml: bool = False, method: str = "rtn") -> list[Part]:
     """Parts of ``plan bits``: ``1 + 2 draws`` passes along the rounding errors, and the check of five plans.
 
-    ``ggml`` says that the formats are its types, which take their time to be searched.
+    ``ggml`` says that the formats are its types, which take their time to be searched. The check rounds the whole model by the
+    ``method``, and one that reads inputs collects them for every plan.
     """
-    whole = [] if check is None else [Part("round", check, times=5.0)]
+    rounded = [dataclasses.replace(part, times=5.0) for part in treating(method, text)]
+    whole = [] if check is None else [*rounded, Part("forward", check, times=6.0)]
     searched = [Part("ggml", text, times=4.0)] if ggml else []
     return [Part("directional", text, 1.0 + 2.0 * draws), *whole, *searched]
 
@@ -264,11 +268,12 @@ def demonstrating() -> list[Part]:
 
 
 def long_verbs(
-    *, samples: int | None = None, length: int = 256, batch: int = 8, demo: bool = False, experts: bool = False
+    *, samples: int | None = None, length: int = 256, batch: int = 8, demo: bool = False, experts: bool = False, widest: int = 0
 ) -> dict[str, list[Part]]:
     """Parts of every long verb by what users type, each at its own default sizes or at those given.
 
-    ``plan kept-experts`` is among them for a model that has ``experts``.
+    ``plan kept-experts`` is among them for a model that has ``experts``. ``widest`` is the columns of the widest matrix, which
+    say how much text error feedback wants.
     """
 
     def text(own: int) -> Text:
@@ -277,6 +282,7 @@ def long_verbs(
     verbs = {f"score {name}": scoring(name, text(128)) for name in SCORES}
     verbs |= {"plan sparsity": [Part("directional", text(16))], "plan shapes": shaping(text(16), 46.0)}
     verbs |= {"plan bits": choosing(text(32), text(16))}
+    verbs |= {"plan bits --method gptq": choosing(text(max(32, -(-TOKENS * widest // length))), text(16), method="gptq")}
     verbs |= {"plan kept-experts": removing(text(16))} if experts else {}
     verbs |= {f"apply, {method}": treating(method, text(128)) for method in ("wanda", "sparsegpt", "rtn", "gptq")}
     verbs |= {"finetune": training(text(128), 1.0, 1, 0), "evaluate": [Part("forward", text(96))]}
@@ -369,6 +375,8 @@ def _seconds(run: Callable[[], torch.Tensor]) -> float:
 def place_of(model: nn.Module, text: Text) -> tuple[Shape, float, int, bool]:
     """Facts of a loaded model that :func:`price` needs: sizes, seconds of a token, bytes here, whether it is streamed."""
     shape, lies = shape_in_memory(model), mapped(model)
+    rows = max(text.batch, -(-_TIMED // text.length))  # a short text is no measure of what rounding and searching take
+    text = dataclasses.replace(text, samples=rows, batch=rows)
     home = next(model.parameters()) if lies is None else lies
     token = time_token(shape, home.dtype, home.device, model if lies is None else None, text)
     return shape, token, free_bytes(home.device) + (shape.weights if lies is None else 0), lies is not None

@@ -122,7 +122,7 @@ def weights(model: nn.Module) -> Found:
         what = f"{len(packed)} tensors are quantised, first {packed[0]}."
         yield "problem", what, "Score the unquantised checkpoint; plans carry over by name."
     elif kinds not in (["float32"], ["float64"]):
-        what = f"Weights are {', '.join(kinds)}; gains have relative errors near 1e-2."
+        what = f"Weights are {', '.join(kinds)}; gains differ by about 0.1 % from those in float32."
         yield "note", what, "Load with dtype=float32 where memory allows."
     else:
         yield "ok", f"All weights are finite and {kinds[0]}.", ""

@@ -16,9 +16,10 @@ import numpy as np
 from scipy import optimize, stats
 
 from ..errors import InvalidInput, ModelMismatch
+from ..verdicts import LEVEL_OF_TEST as _LEVEL
+from ..verdicts import SMALL, outcome
 
 Labels = Sequence[int] | np.ndarray
-_LEVEL = 0.05
 _SAME = 1e-9  # mean differences of answers that are this near are one value
 
 
@@ -94,15 +95,19 @@ class Comparison:
         return f"{a} - {b} = {self.difference:+.{digits}f}{unit} ({interval}, p = {self.p:.2g}, n = {self.n})"
 
     def outcome(self, a: str, b: str, *, lower_is_better: bool = False) -> str:
-        """Who is better, without a number: a difference is one where ``p`` is below .05."""
-        if self.p >= _LEVEL:
-            return f"{a} cannot be told from {b}"
-        return f"{a} {'beats' if (self.difference > 0) != lower_is_better else 'is behind'} {b}"
+        """Who is better, without a number; level where ``p`` is .05 or more, or the difference is too small to matter."""
+        found = outcome(self.difference, p=self.p)
+        if found == "level":
+            return f"{a} is level with {b}"
+        return f"{a} {'beats' if (found == 'higher') != lower_is_better else 'is behind'} {b}"
 
     def sentence(self, a: str, b: str, unit: str = "", *, lower_is_better: bool = False) -> str:
         """Say the outcome in one sentence, a null with its power."""
         told = f"{self.outcome(a, b, lower_is_better=lower_is_better)}: {self.size(a, b, unit)}."
-        if self.p < _LEVEL or not self.detectable:
+        if self.p < _LEVEL:
+            small = outcome(self.difference, p=self.p) == "level"
+            return f"{told} The difference is certain and too small to matter (below {SMALL:g})." if small else told
+        if not self.detectable:
             return told
         return f"{told} A true difference of {self.detectable:.4f} would have been found 4 times in 5."
 

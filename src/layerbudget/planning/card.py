@@ -9,6 +9,7 @@ from typing import Any
 
 from ..plan import Plan
 from ..records import made_by
+from ..verdicts import named, plus_minus
 
 LOAD = "from transformers import {auto}\nmodel = {auto}.from_pretrained('.')"
 TASKS = {
@@ -98,7 +99,7 @@ def _damage(plan: Plan) -> dict[str, str]:
         error, other = e.get("predicted_error"), ", on other text" if plan.kind == "shapes" and e.get("crossed") else ""
         whole = e.get("whole")
         other = ", of the weights without the cache" if whole else other
-        rows["predicted KL divergence"] = f"{predicted:.4g}{f' +- {error:.1g}' if error else ''} nats per token{other}"
+        rows["predicted KL divergence"] = f"{predicted:.4g}{plus_minus(error or 0.0)} nats per token{other}{named(error)}"
         if whole:
             cost = [f"{whole[how]:.4g} {how}" for how in ("predicted", "measured") if whole[how] is not None]
             rows["weights and cache together"] = f"{', '.join(cost)} nats per token"

@@ -26,6 +26,7 @@ from ..plan import Plan
 from ..records import Result
 from ..scores import Scores
 from ..solvers.inputs import spoken_amount
+from ..verdicts import nats
 from .rank_table import RankTable, rank_table, terms_of
 from .verdict import ENDS, MOSTLY_NOISE, advises_uniform, beside_uniform, of_noise, verdict
 
@@ -306,7 +307,7 @@ def _on_formats(plan: Plan) -> list[str]:
         told = "bits per weight: the bytes of the planned matrices over their weights."
     said.append(
         f"{e['bits']:.4g} {told} "
-        f"Predicted damage, the sum over all blocks: {e['predicted']:.4g} +- {e['predicted_error']:.1g} nats per token.{others}"
+        f"Predicted damage, the sum over all blocks: {nats(e['predicted'], e['predicted_error'])}.{others}"
     )
     said += _on_unwritten(plan)
     if plan.certificate:

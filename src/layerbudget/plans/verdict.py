@@ -15,12 +15,13 @@ from ..decisions.ranks.plan import FEW, TAKE_UNIFORM
 from ..decisions.shapes.program import layers_differ
 from ..kinds import KINDS
 from ..plan import Plan
+from ..verdicts import CONVENTION, LEVEL_WITH, SAME, less_than, outcome
 
 MOSTLY_NOISE = 0.9  # share of it that noise alone gives, above which it decides nothing
+PUBLISHED = {"outlier-ratio": "owl", "spectral-tail": "alphapruning", "layerif": "layerif"}  # a score and its own rule
+_CALLED = {"owl": "OWL", "alphapruning": "AlphaPruning", "layerif": "LayerIF"}
 _BESIDE = "compare it with the dense model on text of your own"
 _ALIKE = "equal layers"  # what uniform is where units go
-_ALIKE_TO = "not measurably different from "
-_SAME = 0.005  # a smaller difference is none
 
 
 def verdict(plan: Plan) -> str:
@@ -42,6 +43,22 @@ def expected(plan: Plan) -> str:
     if damage is None:
         return f"Verdict: scores decided, and nothing is known of the damage; {_BESIDE}."
     return f"Verdict: planned to cost {damage:.3g} nats per token; {_BESIDE}."
+
+
+def of_published(rule: str, estimator: str) -> str:
+    """A sentence where a published score is under another rule than its own, or a published rule reads another score.
+
+    >>> of_published("mdl", "outlier-ratio")
+    'outlier-ratio is the score of OWL, and mdl is not its rule: --rule owl is OWL as published.'
+    """
+    score = next((name for name, own in PUBLISHED.items() if own == rule), estimator)
+    if estimator in PUBLISHED and PUBLISHED[estimator] != rule and rule not in ("uniform", "size", "permuted"):
+        own = PUBLISHED[estimator]
+        called = _CALLED[own]
+        return f"{estimator} is the score of {called}, and {rule} is not its rule: --rule {own} is {called} as published."
+    if score != estimator:
+        return f"{rule} is the rule of {_CALLED[rule]}, whose score is {score}; these scores are {estimator}."
+    return ""
 
 
 def beside_uniform(share: float, noise: float | None = None) -> str:
@@ -93,15 +110,6 @@ def _percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-def less_than(own: float, other: float, name: str, error: float = 0.0) -> str:
-    """How a damage stands beside that of another choice; within twice its standard error they are not told apart."""
-    if abs(own - other) <= max(2 * error, _SAME * other):
-        return f"{_ALIKE_TO}{name}"
-    share = 100 * abs(1 - max(own, 0.0) / other) if other > 0 else 100.0
-    word = "less" if own < other else "more"
-    return f"{share:.{0 if share >= 10 else 1}f} % {word} than {name}"
-
-
 def passes_of(plan: Plan) -> float | None:
     """Forward equivalents that planning took; None of scores that were there before."""
     return plan.extra.get("passes" if plan.kind in ("bits", "cache", "fit") else "forward_passes")
@@ -139,7 +147,7 @@ def standing(plan: Plan) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]] |
     head = ("plan", *([counted] if size else []), column)
     told = f"damage in nats per token, {on}" if typed else f"damage {on}"
     ended = any(" (to " in cell for row in rows for cell in row[1:])
-    told += ", +- two standard errors" if ended or any("+-" in cell for row in rows for cell in row) else ""
+    told += f", {CONVENTION}" if ended or any("+-" in cell for row in rows for cell in row) else ""
     told += " (to: their upper end)" if ended else ""
     return f"{told}{legend}{took}", (*head, *(f"against {shown[n]}" for n in against)), rows
 
@@ -151,10 +159,10 @@ def _change(plan: Plan, damage: Mapping[str, tuple[float, float]], name: str, ba
         return "–"
     error = (other[1] if name == plan.rule else own[1] if base == plan.rule else 0.0) / other[0]
     change, digits = own[0] / other[0] - 1, 0 if error >= 0.05 else 1
-    within = ", within the error" if abs(change) <= 2 * error else ""
-    if error and not within and change - 2 * error < -1:  # no damage is below zero
+    level = outcome(change, error=error, small=SAME) == "level"
+    if error and not level and change - 2 * error < -1:  # no damage is below zero
         return f"{change:+.1%} (to {change + 2 * error:+.{digits}%})"
-    return f"{change:+.1%}" + (f" +-{2 * error:.{digits}%}{within}" if error else "")
+    return f"{change:+.1%}{f' +-{2 * error:.{digits}%}' if error else ''}{', level' if level else ''}"
 
 
 def _sizes(plan: Plan) -> dict[str, int]:
@@ -186,7 +194,7 @@ def _measured(plan: Plan) -> tuple[str, dict[str, tuple[float, float]], str] | N
         error = found.get("error", 0.0)
         rows = {names[0]: (found["even"], error), names[1]: (found["uneven"], error)}
         first = ", of the first plan, before anything was cut" if plan.kind == "shapes" else ""
-        first = ", without masks: the verdict has what was measured with them" if plan.kind == "kept-experts" else first
+        first = "; the verdict has the measured damage" if plan.kind == "kept-experts" else first
         return f"as it is forecast{first}", rows, names[0]
     return None
 
@@ -236,16 +244,16 @@ def _on_formats(plan: Plan) -> str:
 
 def _joined(rows: Sequence[str]) -> str:
     """Words on several choices; those that the plan does not differ from are said once."""
-    alike = [row.removeprefix(_ALIKE_TO) for row in rows if row.startswith(_ALIKE_TO)]
-    others = [row for row in rows if not row.startswith(_ALIKE_TO)]
-    return " and ".join([*others, *([f"{_ALIKE_TO}{' or '.join(alike)}"] if alike else [])])
+    alike = [row.removeprefix(LEVEL_WITH) for row in rows if row.startswith(LEVEL_WITH)]
+    others = [row for row in rows if not row.startswith(LEVEL_WITH)]
+    return " and ".join([*others, *([f"{LEVEL_WITH}{' or '.join(alike)}"] if alike else [])])
 
 
 def _on_taken(plan: Plan, name: str) -> str:
     """A sentence on a plan that the check took in the place of the program's."""
     (kl, error), own = _checked(plan)[plan.extra["asked"]], plan.extra["check"]["rows"][plan.rule]["kl"]
-    within = ", within the error" if kl - own <= 2 * error else ""
-    return f"{name[0].upper()}{name[1:]} measured less damage than the program's choice{within}, so it was taken."
+    level = ", though they are level" if outcome(own - kl, error=error, small=SAME * kl) == "level" else ""
+    return f"{name[0].upper()}{name[1:]} measured less damage than the program's choice{level}, so it was taken."
 
 
 def _on_few_tokens(plan: Plan) -> str:
@@ -293,7 +301,7 @@ def _beside(plan: Plan, alike: bool) -> str:
     error = found.get("error", 0.0)
     if not alike:
         return f"; its forecast damage is {less_than(own, other, f'that of {_ALIKE}', error)}"
-    if own - other <= max(2 * error, _SAME * own):
+    if outcome(other - own, error=error, small=SAME * own) != "lower":
         return "; the forecast sees nothing to gain from layers that differ"
     return f"; the forecast damage of layers that differ is {less_than(other, own, 'that of this plan', error)}"
 

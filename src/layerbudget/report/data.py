@@ -16,9 +16,9 @@ from ..decisions.sparsity.plan import default_cap, plan_sparsity
 from ..errors import LayerbudgetError
 from ..kinds import KINDS
 from ..plan import Plan
-from ..plans.verdict import less_than
 from ..records import unit_of
 from ..scores import Scores
+from ..verdicts import less_than
 from .records import Found
 from .tables import grid_of
 
@@ -50,7 +50,11 @@ def charts_of(found: Found) -> dict[str, Any]:
         data["damage"] = [row["damage"] for row in why] if why and "damage" in why[0] else None
     if scores is not None:
         i = scores.index()
-        data["gains"] = {"gain": scores.gain[i], "error": scores.standard_error[i], "floor": scores.noise_floor[i]}
+        data["gains"] = {
+            "gain": scores.gain[i],
+            "error": [e and 2 * e for e in scores.standard_error[i]],
+            "floor": scores.noise_floor[i],
+        }
         data["gains"] |= {"unit": scores.unit, "names": scores.names}
     kind = plan.kind if plan is not None else "ranks" if scores is not None and "increments" in scores.extra else "sparsity"
     if scores is not None and (plan is None or scores is found.decisive) and "cache" not in scores.extra:
@@ -108,10 +112,10 @@ def _forecast(plan: Plan) -> dict[str, Any] | None:
     """Predicted and measured damage of every step, of every share of experts, or of every plan that was checked."""
     e = plan.extra
     if "forecast" in e:
-        note, points = "by the share of the experts; the bar is one standard error", _by_share(e["forecast"])
+        note, points = "by the share of the experts; the bar is two standard errors", _by_share(e["forecast"])
     elif "check" in e and plan.kind in ("bits", "cache"):
         note, points = (
-            "on held-out text, of the plan and what it was compared with; the bar is one standard error",
+            "on held-out text, of the plan and what it was compared with; the bar is two standard errors",
             _by_rule(plan),
         )
     else:
@@ -121,7 +125,7 @@ def _forecast(plan: Plan) -> dict[str, Any] | None:
 
 
 def _point(label: str, predicted: float | None, measured: float, error: float | None = None) -> dict[str, Any]:
-    return {"label": label, "predicted": predicted, "measured": measured, "error": error}
+    return {"label": label, "predicted": predicted, "measured": measured, "error": error and 2 * error}
 
 
 def _by_share(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
@@ -211,7 +215,7 @@ def _results(found: Found) -> dict[str, Any] | None:
     """Points with errors, by model and target."""
     if (t := found.tuned) is not None:
         points = [
-            {"label": _LABELS.get(name, name), "value": m["value"], "error": m["stderr"] or 0.0, "by": m["by_seed"]}
+            {"label": _LABELS.get(name, name), "value": m["value"], "error": 2 * (m["stderr"] or 0.0), "by": m["by_seed"]}
             for metrics in t["metrics"].values()
             for name, m in metrics.items()
         ]
@@ -219,7 +223,7 @@ def _results(found: Found) -> dict[str, Any] | None:
     rows = (found.result or {}).get("rows") or []
     if not rows or not all("perplexity" in r and "model" in r for r in rows):
         return None
-    points = [{"label": _label(r), "value": r["perplexity"], "error": r.get("standard_error") or 0.0} for r in rows]
+    points = [{"label": _label(r), "value": r["perplexity"], "error": 2 * (r.get("standard_error") or 0.0)} for r in rows]
     return {"unit": "perplexity", "points": points, "better": "lower"}
 
 
@@ -243,8 +247,9 @@ def _paired(found: Found) -> dict[str, Any] | None:
         unit, many = f"{record['unit']}, against uniform", len(record["budgets"]) > 1
         for b in record["budgets"]:
             for r in b["rows"]:
-                if (u := r["versus_uniform"]) and not r["control"] and u["low"] is not None:
-                    label = f"{r['name']} at {b['budget']:g}" if many else r["name"]
+                label = f"{r['name']} at {b['budget']:g}" if many else r["name"]
+                u = r["versus_uniform"] or {"difference": 0.0, "low": 0.0, "high": 0.0}  # uniform itself
+                if u["low"] is not None:
                     items.append({"label": label, "value": u["difference"], "low": u["low"], "high": u["high"]})
     else:
         unit = "% perplexity"

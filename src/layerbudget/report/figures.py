@@ -15,13 +15,11 @@ from ..scores import Scores
 from ..storage.writing import write_bytes
 
 INK, ACCENT, MUTED, ALERT = "#1f2933", "#0b7285", "#adb5bd", "#d9480f"
-_COLOURS = {
-    "mdl": ACCENT,
-    "curvature plan": ACCENT,
+_COLOURS = {  # of a demo's plans, by the names that its table has
+    "gain, per layer": ACCENT,
     "uniform": INK,
-    "permuted": MUTED,
-    "directional": ALERT,
-    "directional plan": ALERT,
+    "gain, permuted": MUTED,
+    "directional damage": ALERT,
     "dense": "#74b816",
 }
 
@@ -64,45 +62,56 @@ def _vector(row: Sequence[float | None]) -> np.ndarray:
 
 
 def _draw_gains(axes: Any, scores: Scores) -> None:
-    """Bars of the scores with standard errors, and the noise floor of each block as a line."""
+    """Bars of the scores with two standard errors, and the noise floor of each block as a line."""
     row = scores.index()
     x, gain, floor = np.arange(len(scores.blocks)), _vector(scores.gain[row]), _vector(scores.noise_floor[row])
-    error = np.nan_to_num(_vector(scores.standard_error[row]))
+    error = 2 * np.nan_to_num(_vector(scores.standard_error[row]))
     axes.bar(x, gain, color=ACCENT, yerr=error, error_kw={"lw": 0.8, "ecolor": INK})
     if np.isfinite(floor).any():
         axes.hlines(floor, x - 0.4, x + 0.4, color=ALERT, lw=1.5, label="noise floor")
         axes.legend(fontsize=8, frameon=False)
-    _plain(axes, f"{scores.estimator}: what each block can still gain")
-    axes.set_xlabel("block", fontsize=8)
+    _plain(axes, "gain: what each layer can still gain")
+    axes.set_xlabel("layer", fontsize=8)
     axes.set_ylabel(scores.unit, fontsize=8)
 
 
-def _draw_plans(axes: Any, plans: Sequence[Plan]) -> None:
-    """The plans as steps over the blocks; matrices stand within their layers."""
-    for plan in plans:
-        x = (np.arange(len(plan.blocks)) + 0.5) * len(plans[0].blocks) / len(plan.blocks) - 0.5
-        axes.step(x, plan.values, where="mid", label=plan.rule, color=_COLOURS.get(plan.rule), lw=1.8)
-    _plain(axes, "the plan: " + plans[0].kind + " per block")
-    axes.set_xlabel("block", fontsize=8)
-    axes.legend(fontsize=8, frameon=False)
+def _draw_plans(axes: Any, plans: Mapping[str, Plan]) -> None:
+    """The plans as steps over the layers; matrices stand within theirs."""
+    first = next(iter(plans.values()))
+    for name, plan in plans.items():
+        x = (np.arange(len(plan.blocks)) + 0.5) * len(first.blocks) / len(plan.blocks) - 0.5
+        axes.step(
+            x,
+            plan.values,
+            where="mid",
+            label=name,
+            color=_COLOURS.get(name),
+            lw=1.8 if len(plan.blocks) <= len(first.blocks) else 1.0,
+        )
+    _plain(axes, f"plans: {first.kind} of each layer")
+    axes.set_xlabel("layer", fontsize=8)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high + 0.3 * (high - low))  # room for the names above all lines
+    axes.legend(fontsize=8, frameon=False, loc="upper left", ncols=2)
 
 
 def _draw_results(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Perplexity of every model, grouped by target."""
-    labels = [r["model"] if r["target"] is None else f"{r['model']} {r['target']:.0%}" for r in rows]
+    """Perplexity of every model, grouped by target; what is left of zero is not drawn."""
+    labels = [r["model"] if r["target"] is None else f"{r['model']}, {r['target']:.0%}" for r in rows]
     y = np.arange(len(rows))[::-1]
-    values, errors = [r["perplexity"] for r in rows], [r["standard_error"] for r in rows]
-    axes.barh(y, values, xerr=errors, color=[_COLOURS.get(r["model"], ACCENT) for r in rows])
+    values = [r["perplexity"] for r in rows]
+    axes.barh(y, values, xerr=[2 * r["standard_error"] for r in rows], color=[_COLOURS.get(r["model"], ACCENT) for r in rows])
     axes.set_yticks(y, labels, fontsize=8)
-    for place, value, error in zip(y, values, errors, strict=True):
-        axes.text(value + error, place, f"  {value:.2f}", va="center", fontsize=8, color=INK)
+    for place, value, row in zip(y, values, rows, strict=True):
+        axes.text(value + 2 * row["standard_error"], place, f"  {value:.2f}", va="center", fontsize=8, color=INK)
     axes.margins(x=0.18)
-    _plain(axes, "the result: held-out perplexity (lower is better)")
+    _plain(axes, "held-out perplexity (less is better)")
+    axes.set_xlabel("lines: two standard errors, not paired", fontsize=8)
 
 
-def overview(scores: Scores, plans: Sequence[Plan], rows: Sequence[Mapping[str, Any]], path: Path | str) -> Path:
-    """One PNG: gains, plans, results."""
-    figure = new_figure(13, 4.2)
+def overview(scores: Scores, plans: Mapping[str, Plan], rows: Sequence[Mapping[str, Any]], path: Path | str) -> Path:
+    """One PNG: gains, plans by the names that the rows have, results."""
+    figure = new_figure(11, 3.9)
     axes = figure.subplots(1, 3)
     _draw_gains(axes[0], scores)
     _draw_plans(axes[1], plans)

@@ -19,7 +19,7 @@ from ..records import dumps, write_text
 from ..scores import Scores
 from .data import charts_of
 from .records import Found, cards_of, commands_of, explained, gather, headline_of, others_of, tables_of
-from .tables import facts, plan_table, scores_table, sheet_of
+from .tables import contest_sheets, facts, plan_table, scores_table, sheet_of
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 _CHARTS = (
@@ -40,11 +40,11 @@ _CHARTS = (
         "Predicted and measured",
         "What the plan expected (ring), and what was measured afterwards (dot).",
     ),
-    ("results", "What came of it", "Measured on held-out text; bars are one standard error."),
-    ("paired", "Differences, paired", "On the same text or seeds, 95 % intervals. Across zero: cannot be told apart."),
-    ("gains", "What each block can still gain", "Bars with their standard errors; the mark is the noise floor."),
+    ("results", "What came of it", "Measured on held-out text; bars are two standard errors."),
+    ("paired", "Differences, paired", "On the same text or seeds, 95 % intervals. Across zero: level."),
+    ("gains", "What each block can still gain", "Bars with two standard errors; the mark is the noise floor."),
 )
-_COARSEST = ("gains", "What the smallest format costs each block", "Bars with their standard errors.")
+_COARSEST = ("gains", "What the smallest format costs each block", "Bars with two standard errors.")
 _RUNS = {
     "unstructured": (
         "unstructured zeros, stored densely",
@@ -85,6 +85,9 @@ def build_page(folder: Path | str) -> str:
         *(_chart(*told, _slider(data.get("grid")) if told[0] == "water" else "") for told in charts if data.get(told[0])),
     ]
     if found.contest is not None:
+        parts += [
+            f"<section><h2>{html.escape(sheet.title)}</h2>{sheet.html()}</section>" for sheet in contest_sheets(found.contest)
+        ]
         parts.append(_sentences("In words", found.contest["sentences"]))
     if found.plan is not None:
         parts.append(_sentences("The plan in words", [*explained(found.plan), *filter(None, [found.left_out])]))
@@ -150,7 +153,8 @@ def _details(found: Found) -> str:
     for name, record in (records | {"comparison.json": found.contest, **found.others}).items():
         if record is not None:
             plain = {k: v for k, v in record.items() if not isinstance(v, (dict, list))}
-            shown = "".join(f"<h3>{html.escape(n)}</h3>{sheet_of(rows).html()}" for n, rows in tables_of(record))
+            lists = {k: v for k, v in record.items() if record is not found.contest or k != "budgets"}  # its tables are above
+            shown = "".join(f"<h3>{html.escape(n)}</h3>{sheet_of(rows).html()}" for n, rows in tables_of(lists))
             parts.append(_folded(name, (facts(plain).html() if plain else "") + shown))
     for path in found.figures:
         data = base64.b64encode(path.read_bytes()).decode()

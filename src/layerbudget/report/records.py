@@ -15,6 +15,7 @@ from ..plans.verdict import passes_of, verdict
 from ..scores import Scores
 from ..storage import reading
 from ..storage.parts import standing_of
+from ..verdicts import named, plus_minus
 
 # Files of a checkpoint or of a run that are no results.
 _PASSED = (
@@ -167,8 +168,8 @@ def headline_of(found: Found) -> tuple[str, str]:
 def _tuned_headline(tuned: Mapping[str, Any]) -> tuple[str, str]:
     metrics = next(iter(tuned["metrics"].values()))
     metric, seeds = metrics[tuned["metric"]], len(tuned["seeds"])
-    error = "" if metric["stderr"] is None else f" ± {metric['stderr']:.2g}"
-    said = [f"Held-out {tuned['metric']} {metric['value']:.4f}{error} over {f'{seeds} seeds' if seeds > 1 else 'one seed'}."]
+    error, over = plus_minus(metric["stderr"] or 0.0, ".2g"), f"{seeds} seeds" if seeds > 1 else "one seed"
+    said = [f"Held-out {tuned['metric']} {metric['value']:.4f}{error} over {over}{named(metric['stderr'])}."]
     if metrics.get("loss_before") is not None:
         said.append(f"Before: {metrics['loss_before']['value']:.4f}.")
     said += [verdict for split in (tuned.get("against") or {}).values() if (verdict := split.get("verdict"))][:1]

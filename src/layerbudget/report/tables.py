@@ -14,6 +14,7 @@ from rich import box
 from rich.table import Table
 
 from ..decisions.bits.reasons import reasons
+from ..kinds import KINDS
 from ..plan import Plan, PlanBlock
 from ..records import Block, natural_key
 from ..scores import Scores
@@ -98,7 +99,10 @@ def plan_table(plan: Plan) -> Sheet:
         head = ("block", "format", "bits", "bytes", "damage", "smaller", "its damage", "larger", "its damage")
         known = len(head) if "damage" in rows[0] else 4
         return Sheet(title, head[:known], [_reason(row)[:known] for row in rows])
-    return Sheet(title, ("block", "parameters", "value", "count"), [(b.name, b.numel, b.value, b.count) for b in plan.blocks])
+    what = KINDS.find(plan.kind)
+    return Sheet(
+        title, ("block", "parameters", what.decides, what.counts), [(b.name, b.numel, b.value, b.count) for b in plan.blocks]
+    )
 
 
 def _reason(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -127,6 +131,28 @@ def demo_table(result: Mapping[str, Any]) -> Sheet:
         rows.append((row["model"], f"{row['sparsity']:.0%}", f"{row['perplexity']:.2f}", *beside))
     title = "perplexity after Wanda pruning, on modules of the standard library that decided nothing"
     return Sheet(title, ("plan", "zeros", "perplexity", "against uniform", "two standard errors"), rows)
+
+
+def contest_sheets(record: Mapping[str, Any]) -> list[Sheet]:
+    """A table for every budget of a comparison, best first: uniform, controls and all plans."""
+    head = ("plan", record["unit"], "against uniform", "95 % interval", "Holm p", "places", "first")
+    seeds, items = len(record["seeds"]), record["held_out"]
+    end = f"{seeds} seed{'s' * (seeds > 1)}, {items:,} held-out items, best first"
+    return [
+        Sheet(f"{record['kind']} {b['budget']:g}, {end}", head, [_contest_row(r) for r in b["rows"]]) for b in record["budgets"]
+    ]
+
+
+def _contest_row(row: Mapping[str, Any]) -> tuple[str, ...]:
+    mean, places = f"{row['mean']:.4f}", f"{row['rank_low']:.0f}-{row['rank_high']:.0f}"
+    own = ("–", "–", "–")
+    if (test := row["versus_uniform"]) is not None:
+        p = test.get("holm")
+        chance = "–" if p is None else f"{p:.3f}" if p >= 0.0005 else "<.001"
+        bounded = test["low"] is not None and test["low"] > -math.inf
+        interval = f"[{test['low']:+.4f}, {test['high']:+.4f}]" if bounded else "–"
+        own = (f"{test['difference']:+.4f}", interval, chance)
+    return (row["name"], mean, *own, places, f"{row['first']:.0%}")
 
 
 def plan_grid(

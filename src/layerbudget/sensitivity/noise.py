@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,9 @@ from scipy.stats import kendalltau
 
 from ..errors import InvalidInput
 from ..scores import Scores
+
+AGREE = 0.5  # Kendall's tau of gain and excess, below which they rank otherwise
+_MOST = 16  # times as many sequences as there were: more is no advice
 
 
 class Spectrum:
@@ -112,19 +116,48 @@ def verdict(n: int, z: np.ndarray, share: float, stability: float, needed: float
     >>> verdict(64, np.array([5.0, 4.0, 0.1]), 0.3, 0.8, 20.0, 1.0)
     'the ranking of the blocks is usable: noise makes up 30 % of the gain, and 2 of 3 blocks stand above it (z > 2).'
     """
-    above = int((z > 2).sum())
+    above, usable = int((z > 2).sum()), _usable(z, stability)
     if len(z) < 2 or not np.isfinite(stability):
         trust = "there is no ranking to judge"
-    elif stability >= 0.6 and above >= len(z) / 2:
-        trust = "the ranking of the blocks is usable"
-    elif needed <= n:
-        trust = "the top third of the blocks can be told from the bottom third, single places cannot"
-    else:
+    elif not usable and needed > n:
         more = f"about {int(np.ceil(needed))} sequences would do" if np.isfinite(needed) else "no number of sequences would do"
         trust = f"the top third of the blocks cannot be told from the bottom third ({more})"
-    if agreement < 0.5:
-        trust += ", and the raw gain ranks otherwise (use --excess)"
+    elif agreement < AGREE:
+        trust = "the gain ranks the blocks by their noise, and what stands above it ranks them otherwise (score --excess)"
+    elif usable:
+        trust = "the ranking of the blocks is usable"
+    else:
+        trust = "the top third of the blocks can be told from the bottom third, single places cannot"
     return f"{trust}: noise makes up {100 * share:.0f} % of the gain, and {above} of {len(z)} blocks stand above it (z > 2)."
+
+
+def remedy(scores: Scores) -> str:
+    """Return what a ranking that cannot be trusted needs: ``excess``, a number of ``samples``, ``uniform`` where none would do.
+
+    Empty where the ranking can be used, and where the estimator does not say it. It is that of the verdict.
+    """
+    if "samples_needed" not in scores.extra:
+        return ""
+    z, _, stability, needed, agreement = _middle(scores)
+    many = int(scores.data.get("samples", 0))
+    if len(z) < 2 or not np.isfinite(stability):
+        return ""
+    if needed > many and not _usable(z, stability):
+        return str(math.ceil(needed)) if needed <= _MOST * many else "uniform"
+    return "excess" if agreement < AGREE and not scores.extra.get("floor_subtracted") else ""
+
+
+def _usable(z: np.ndarray, stability: float) -> bool:
+    return stability >= 0.6 and int((z > 2).sum()) >= len(z) / 2
+
+
+def _middle(scores: Scores) -> tuple[np.ndarray, float, float, float, float]:
+    """What the verdict of scores rests on: z, share of noise, stability, sequences needed, agreement of gain and excess."""
+    names = ("noise_share", "rank_stability_excess", "samples_needed", "rank_agreement")
+    read = [list(scores.extra[name]) for name in names]
+    middle = len(read[0]) // 2
+    z = np.asarray(scores.extra["z"], dtype=float)[middle]
+    return (z, *(math.inf if row[middle] is None else float(row[middle]) for row in read))  # type: ignore[return-value]
 
 
 def _falling(values: np.ndarray) -> list[float]:
@@ -149,6 +182,8 @@ def subtract_floor(scores: Scores) -> Scores:
         for row, floor in zip(scores.gain, floors, strict=True)
     )
     extra = {**scores.extra, "floor_subtracted": True}
+    if "samples_needed" in extra:  # the verdict is of what is written: the ranking by what stands above the noise
+        extra["verdict"] = verdict(int(scores.data.get("samples", 0)), *_middle(scores)[:4], 1.0)
     if "increments" in extra:
         extra["increments"] = [
             [_falling(np.subtract(row, lower)) for row, lower in zip(rows, lowers, strict=True)]

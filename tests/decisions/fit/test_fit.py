@@ -268,20 +268,20 @@ def test_a_plan_that_the_check_takes_stands_beside_the_others_with_paired_errors
         assert record["rows"][name]["difference"] == pytest.approx(apart.mean())
         assert record["rows"][name]["difference_error"] == pytest.approx(apart.std(ddof=1) / 8, rel=0.02)
     said = record["verdict"]
-    assert said.startswith("mix has the lowest KL on held-out text, 0.29") and said.count("within the error") == 1
+    assert said.startswith("mix has the lowest KL on held-out text, 0.29") and said.count(", level)") == 1
     found = Fitted.of(zoo.fit_scores(3), Terms(memory=f"{BUFFERS + 30000} bytes", context=64)).plan("mix")
     plan = dataclasses.replace(found, extra={**found.extra, "check": record, "asked": "choices"})
-    assert "program's choice, within the error, so it was taken." in verdict(plan)
+    assert "program's choice, though they are level, so it was taken." in verdict(plan)
     alike = {n: {"kl": 0.3, **({} if n == "choices" else {"difference_error": 0.1})} for n in rows}
     alike = dataclasses.replace(plan, rule="choices", extra={**plan.extra, "asked": "choices", "check": {"rows": alike}})
-    assert "token, not measurably different from one format for the whole cache or " in verdict(alike)
+    assert "token, level with one format for the whole cache or " in verdict(alike)
     _, head, table = standing(plan)
     cells = dict((row[0], row[-1]) for row in table)
     assert head[-1] == "against one format for the whole cache" and "+-" in cells["this plan"]
-    assert "within the error" not in cells["this plan"]
+    assert "level" not in cells["this plan"]
     rows["choices"][:, 0] += 0.1
     record = check_record(None, dense, "choices", rows, dict.fromkeys(rows, 100), ["choices"])
-    assert "within the error" not in verdict(dataclasses.replace(plan, extra={**plan.extra, "check": record}))
+    assert "level" not in verdict(dataclasses.replace(plan, extra={**plan.extra, "check": record}))
     rows["choices"] = rows["uniform-cache"]  # the program chose one format for the whole cache, and no mix fits
     own = {name: rows[name] for name in ("choices", "uniform-cache")}
     record = check_record(None, dense, "choices", own, dict.fromkeys(own, 100), ["uniform-cache"])
@@ -464,7 +464,7 @@ def test_the_smallest_memory_of_the_table_is_enough(tmp_path, capsys):
     zoo.fit_scores().save(tmp_path / "scores.json")
     words = ["plan", "fit", str(tmp_path / "scores.json"), "--context", "64", "--memory"]
     assert main([*words, "1 MiB"]) == 0
-    table = capsys.readouterr().out.split("a MiB saves")[-1]
+    table = capsys.readouterr().out.split("KL less per MiB")[-1]
     first = re.search(r"\d+\.\d\d", table)[0]
     assert main([*words, f"{first} MiB"]) == 0
 

@@ -26,6 +26,7 @@ from ...records import check_output, digest, to_jsonable
 from ...registry import options_of
 from ...scores import Scores
 from ...storage.parts import Parts
+from ...verdicts import CONVENTION, SAME, outcome, plus_minus
 from .apply import request_of
 from .blocks import formats_table
 from .gguf import head_bytes
@@ -118,8 +119,7 @@ def plan_bits(
     plan = dataclasses.replace(plan, extra={**plan.extra, "passes": scores.extra["choices"]["passes"]})
     if check is None:
         return plan
-    say(progress, "plans as a whole")
-    return check_plan(source, plan, scores, data, check, batch_size, parts)
+    return check_plan(source, plan, scores, data, check, batch_size, parts, progress)
 
 
 def measured_formats(
@@ -181,13 +181,14 @@ def check_plan(
     check: CalibrationSet,
     batch_size: int = 8,
     parts: Parts | None = None,
+    progress: Progress | None = None,
 ) -> Plan:
     """Return a plan with the check of it as a whole on held-out tokens, or the baseline that beat it, which then says so."""
     parts = parts or Parts(None)
     plans = {plan.rule: plan} | {
         n: other_plan(plan, scores, n) for n in BESIDE if n in plan.extra["baselines"] and n != plan.rule
     }
-    dense, method = DenseOutput(model, check, batch_size), str(plan.extra["method"])
+    dense, method = DenseOutput(model, check, batch_size, progress), str(plan.extra["method"])
     imatrix = plan.hyperparameters.get("imatrix")
     text, own = (data, {}) if imatrix is None else (None, {"imatrix": imatrix})
     measured: dict[str, np.ndarray] = {}  # plans that are the same are measured once
@@ -195,6 +196,7 @@ def check_plan(
     def measure(formats: Mapping[str, str], method: str = method) -> np.ndarray:
         key = f"check-{digest([formats, method])}"
         if key not in measured:
+            say(progress, f"the check: plan {len(measured) + 1} of {len(plans)} at most")
             found = parts.json(key, lambda: dense.rows_of(model, formats, text, method, **own).tolist())
             measured[key] = np.array(found, dtype=np.float64)
         return measured[key]
@@ -258,6 +260,7 @@ def verdict(rule: str, best: str, table: Mapping[str, Mapping[str, Any]]) -> str
     own = table[best]["kl"]
     words = {"uniform-cache": "one format for the whole cache", PEER: "the mix by llama-quantize"}
     parts = [f"{words.get(n, n)} {r['kl']:.4g} ({_difference(r)})" for n, r in table.items() if n != best and not r["same"]]
+    parts[-1:] = [f"{each} ({CONVENTION})" if any("+-" in part for part in parts) else each for each in parts[-1:]]
     if best != rule:
         others = ", ".join(parts)
         taken = words.get(best, best)
@@ -269,8 +272,8 @@ def verdict(rule: str, best: str, table: Mapping[str, Mapping[str, Any]]) -> str
 
 
 def _difference(row: Mapping[str, Any]) -> str:
-    """The paired difference of KL from the plan that is taken, with its standard error, which one sequence does not have."""
+    """The paired difference of KL from the plan that is taken, with two standard errors, which one sequence does not have."""
     if not (error := row["difference_error"]):
         return f"difference {row['difference']:+.2g}"
-    within = ", within the error" if abs(row["difference"]) <= 2 * error else ""
-    return f"difference {row['difference']:+.2g} +- {error:.1g}{within}"
+    level = outcome(row["difference"], error=error, small=SAME * row["kl"]) == "level"
+    return f"difference {row['difference']:+.2g}{plus_minus(error)}{', level' if level else ''}"

@@ -32,7 +32,7 @@ from ...execution.loss import IGNORE, answers, deal, pad_right, unlabelled
 from ...execution.modes import inference
 from ...models.blocks import describe
 from ...models.machine import versions
-from ...progress import Progress
+from ...progress import Progress, Steps
 from ...records import Block
 from ...scores import Scores
 from ...sensitivity.directional.terms import QuadraticTerms, interpolated, pooled, quadratic_terms
@@ -161,22 +161,25 @@ def _factors(errors: RoundingErrors, block: Block) -> np.ndarray:
 
 
 class DenseOutput:
-    """The dense model's output on a text, and how far another one's is from it."""
+    """The dense model's output on a text, and how far another one's is from it; ``progress`` sees every batch and layer."""
 
-    def __init__(self, model: nn.Module, data: CalibrationSet, batch_size: int = 8) -> None:
-        self.text = data.describe()
+    def __init__(self, model: nn.Module, data: CalibrationSet, batch_size: int = 8, progress: Progress | None = None) -> None:
+        self.text, self.progress = data.describe(), progress
         self.data, self.batch_size = cast(CalibrationSet, pad_right(data)), batch_size
         self.device = next(model.parameters()).device
         self.compared = [b.targets != IGNORE for b in unlabelled(model, data, batch_size)]
+        self.clean, tick = list[torch.Tensor](), Steps(progress, len(self.compared), "the check: the dense model")
         with inference(model):
-            self.clean = [torch.log_softmax(model(**b).logits.float(), dim=-1) for b in self._batches()]
+            for batch in self._batches():
+                self.clean.append(torch.log_softmax(model(**batch).logits.float(), dim=-1))
+                tick()
 
     def _batches(self) -> Iterator[dict[str, torch.Tensor]]:
         return iter(self.data.batches(self.batch_size, self.device))
 
     def rows(self, model: nn.Module) -> np.ndarray:
         """``(sequences, 4)``: summed KL in nats, compared tokens, summed loss, predicted tokens (of answers, if any)."""
-        out = []
+        out, tick = [], Steps(self.progress, len(self.compared))
         with inference(model):
             for batch, clean, compared in zip(self._batches(), self.clean, self.compared, strict=True):
                 logits = model(**batch).logits.float()
@@ -188,6 +191,7 @@ class DenseOutput:
                 losses = sequence_losses(logits[:, :-1], target)
                 columns = (each * compared).double().sum(1), compared.sum(1), losses, (target != IGNORE).sum(1)
                 out.append(torch.stack([c.double() for c in columns], 1).cpu().numpy())
+                tick()
         return np.concatenate(out)
 
     def rows_of(
@@ -217,7 +221,8 @@ class DenseOutput:
         held = Originals(model, [Block(name="all", modules=tuple(modules_by_name(model, formats).values()))])
         found = []
         try:
-            round_matrices(model, formats, data, method=method, batch_size=self.batch_size, **own)
+            own |= {"batch_size": self.batch_size, "progress": self.progress}
+            round_matrices(model, formats, data, method=method, **own)
             for each in contexts:
                 with each:
                     found.append(self.rows(model))

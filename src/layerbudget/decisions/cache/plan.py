@@ -155,10 +155,10 @@ def _checked(
     """The record of all choices on held-out text, really rounded, and the rule that is taken."""
     if check is None:
         return {}, rule
-    say(progress, "plans as a whole")
-    dense, measured = DenseOutput(model, check, batch_size), dict[bytes, np.ndarray]()
+    dense, measured = DenseOutput(model, check, batch_size, progress), dict[bytes, np.ndarray]()
     for chosen in found.choices.values():
         if chosen.tobytes() not in measured:
+            say(progress, f"the check: plan {len(measured) + 1} of {len(found.choices)} at most")
             with caching(model, rounding(space.by_layer(chosen))):
                 measured[chosen.tobytes()] = dense.rows(model)
     rows = {n: measured[c.tobytes()] for n, c in found.choices.items()}

@@ -7,6 +7,7 @@ import dataclasses
 from ...errors import InvalidInput
 from ...plan import Plan
 from ...records import unit_of
+from ...verdicts import nats
 from .program import KIND, MIX, UNIFORM
 from .smaller import ALL, of_rule, plans_of
 from .smaller import sentences as of_smaller
@@ -103,7 +104,7 @@ def _on_more(plan: Plan) -> list[str]:
 def sentences(plan: Plan) -> list[str]:
     """Sentences that say what a fit decides and what it rests on."""
     e = plan.extra
-    damage = f"{e['predicted']:.4g} +- {e['predicted_error']:.1g} nats per token{_others(plan)}"
+    damage = f"{nats(e['predicted'], e['predicted_error'])}{_others(plan)}"
     check = [e["check"]["verdict"]] if "check" in e else []
     return [*shares(plan), f"Damages of single blocks add up to {damage}.", *check]
 

@@ -298,8 +298,7 @@ def _checked(
 ) -> Plan:
     """The plan of a rule with the check of all on held-out tokens, or the one that beat it, which then says so."""
     found.pick(rule)
-    say(progress, "plans as a whole")
-    dense = DenseOutput(model, check, batch_size)
+    dense = DenseOutput(model, check, batch_size, progress)
 
     def measured(picks: Mapping[str, Pick]) -> dict[str, np.ndarray]:
         """Rows of some choices."""
@@ -360,7 +359,8 @@ def joint_rows(
     by_weights: dict[Any, list[str]] = {}
     for name, pick in picks.items():
         by_weights.setdefault((pick.place, pick.fit.apart(pick.chosen)[0].tobytes()), []).append(name)
-    for names in by_weights.values():
+    for number, names in enumerate(by_weights.values(), 1):
+        say(dense.progress, f"the check: weights {number} of {len(by_weights)}")
         fit = picks[names[0]].fit
         weights = fit.weights.formats_of(fit.apart(picks[names[0]].chosen)[0])
         caches = (caching(model, rounding(fit.space.by_layer(fit.apart(picks[n].chosen)[1]))) for n in names)

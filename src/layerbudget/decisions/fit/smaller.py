@@ -20,6 +20,7 @@ from ...errors import InvalidInput
 from ...plan import Plan, PlanBlock
 from ...records import Block
 from ...scores import Scores
+from ...verdicts import nats
 from ..bits.table import Table
 
 _TOLD = ("predicted", "predicted_error", "measured", "measured_error", "measured_here")
@@ -237,8 +238,7 @@ def of_rule(plan: Plan, rule: str) -> str:
 
 def _cost(e: Mapping[str, Any]) -> str:
     where = "text that did not choose them" if e["crossed"] else "the text that chose them"
-    error = f" +- {e['measured_error']:.2g}" if e["measured_error"] else ""  # one sequence has none
-    return f"costs {e['measured']:.4g}{error} nats per token, measured on {where}"
+    return f"costs {nats(e['measured'], e['measured_error'], '.2g')}, measured on {where}"
 
 
 def _range(sizes: Sequence[int]) -> str:

@@ -27,6 +27,7 @@ from ...records import to_jsonable
 from ...scores import Scores
 from ...solvers.inputs import number
 from ...solvers.mixed import mix_recipe
+from ...verdicts import nats
 from ..bits.program import extra_of, formats_of_plan, plan_blocks
 from ..bits.table import Table
 from ..ranks.plan import increments_of
@@ -189,8 +190,8 @@ def sentences(plan: Plan) -> Sequence[str]:
         f"A recipe: {e['bits']:.4f} bits per weight for the base ({b['base']:,} bytes with what stays as it is) and ranks from "
         f"{ranks.min()} to {ranks.max()}, {ranks.mean():.2f} on average ({a['parameters']:,} parameters, {b['adapter']:,} "
         f"bytes): {b['spent']:,} of {b['limit']:,} bytes.",
-        f"Rounding costs {e['predicted']:.4g} +- {e['predicted_error']:.1g} nats per token; training along the best directions "
-        f"of these ranks would gain up to {a['gain']:.4g} by the quadratic model{scaled}.",
+        f"Rounding costs {nats(e['predicted'], e['predicted_error'])}; training along the best directions of these "
+        f"ranks would gain up to {a['gain']:.4g} by the quadratic model{scaled}.",
     ]
 
 

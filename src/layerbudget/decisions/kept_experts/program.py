@@ -20,6 +20,7 @@ import numpy as np
 
 from ...plan import Plan
 from ...solvers.choices import Choice, choose
+from ...verdicts import named, plus_minus
 
 RULES = ("directional", "reap", "frequency", "norm", "random")
 RIVAL = "reap"  # the signal that large changes are measured against
@@ -256,8 +257,8 @@ def bend(forecast: Sequence[Mapping[str, float]]) -> str:
 
 def _told(found: Mapping[str, float]) -> str:
     return (
-        f"measured {found['measured']:.4g} +- {found['measured_error']:.2g}, "
-        f"predicted {found['predicted']:.4g} +- {found['predicted_error']:.2g}"
+        f"measured {found['measured']:.4g}{plus_minus(found['measured_error'], '.2g')}, "
+        f"predicted {found['predicted']:.4g}{plus_minus(found['predicted_error'], '.2g')}"
     )
 
 
@@ -267,7 +268,7 @@ def sentences(plan: Plan) -> list[str]:
     said = [
         f"Measured on the text that chose, with the others masked: {e['measured_here']:.4g} nats per token, after "
         f"{e['forward_passes']:.0f} forward equivalents.",
-        f"On other text of this kind: {_told(e)} nats per token." if e["crossed"] else _FEW,
+        f"On other text of this kind: {_told(e)} nats per token{named(e['measured_error'])}." if e["crossed"] else _FEW,
     ]
     if typed := e.get("typed"):
         said.append(

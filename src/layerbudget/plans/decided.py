@@ -1,0 +1,46 @@
+"""Which texts decided the plan of a folder: they are no judge of it."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..errors import LayerbudgetError
+from ..plan import Plan
+
+_SPLIT = ("stdlib", "c4", "wikitext2")  # sources with a part of their own for evaluation
+
+
+def texts_of(plan: Plan) -> set[str]:
+    """Return the sources of the text that a plan was made on, as they were typed; none of a plan that Python made.
+
+    A source that has a part of its own for evaluation is not among them.
+    """
+    words = shlex.split(plan.made_by or "")
+    given = {after for before, after in zip(words, words[1:], strict=False) if before == "--data"}
+    return {source for source in given if source not in _SPLIT}
+
+
+def texts_of_folder(folder: Path | str) -> set[str]:
+    """Return those of the plan in a folder that ``apply`` wrote; none of other models."""
+    file = Path(folder).expanduser() / "plan.json"
+    with contextlib.suppress(LayerbudgetError, OSError):
+        if file.is_file():
+            return texts_of(Plan.load(file))
+    return set()
+
+
+def is_same_text(source: str, decided: Iterable[str]) -> bool:
+    """Return whether a source is one of those, or has a file of one of them: by name, wherever the commands were run.
+
+    >>> is_same_text("texts/my.txt", {"my.txt"}), is_same_text("other.txt", {"my.txt"})
+    (True, False)
+    """
+    names = {_name(part) for part in source.split(",")}
+    return any(names & {_name(part) for part in other.split(",")} for other in decided)
+
+
+def _name(part: str) -> str:
+    return Path(part.strip()).name or part
