@@ -25,7 +25,8 @@ MOST_LABELS = 50
 _LABELS = ("label", "labels", "target", "class", "answer", "output", "completion", "response")
 _TEXTS = tuple(
     "text sentence sentence1 prompt instruction question question1 premise context passage paragraph title headline "
-    "description content document body subject review tweet query input sentence2 question2 hypothesis pair answer choice system".split()
+    "description content document body subject review tweet query input sentence2 question2 hypothesis pair answer "
+    "choice system".split()
 )
 
 
