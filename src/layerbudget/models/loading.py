@@ -498,7 +498,7 @@ def load_model(
     model = pretrained(unpacked(model if four_bit or streamed else model.to(place)).eval())
     check_finite(model, once=bool(streamed))
     model.config._name_or_path = name
-    model._read_from, model._unread = where, tuple(report["unexpected_keys"])
+    vars(model).update(_read_from=where, _unread=tuple(report["unexpected_keys"]))
     if not quiet and (sentence := told(model)):
         logger.warning("%s: %s", name, sentence)
     return model

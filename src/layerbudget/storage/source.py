@@ -38,7 +38,14 @@ _WEIGHTS = (
 )
 _STALE = ("adapter_config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json", "params.json")
 # What this package writes beside a model: a folder that was written from another has its own.
-_OURS = ("manifest.json", "plan.json", "receipt.json", "README.md", "tensor-types.txt", "autoround-layer_config.json")
+_OURS: tuple[str, ...] = (
+    "manifest.json",
+    "plan.json",
+    "receipt.json",
+    "README.md",
+    "tensor-types.txt",
+    "autoround-layer_config.json",
+)
 _OURS += ("cache.json", "cache.txt", "experts.json", "shapes.json")
 # What turns images, sound and templates into a model's inputs, beside the tokenizer's own files.
 PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json")
