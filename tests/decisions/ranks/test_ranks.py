@@ -20,6 +20,7 @@ from layerbudget.decisions.experts.method import add_experts
 from layerbudget.decisions.ranks.apply import adapted_ranks, add_ranks, fold_scales, lora_layers, pad_ranks, to_lora_config
 from layerbudget.decisions.ranks.plan import serving_note
 from layerbudget.errors import CoverageError, InvalidInput, ModelMismatch, UnknownBlock
+from layerbudget.exports import lora_json
 from layerbudget.finetuning.adapters import initialise_from_gradients, load_adapter
 from layerbudget.plans.explain import explain_plan
 from layerbudget.records import stacks
@@ -103,6 +104,13 @@ def test_padded_ranks_are_one_and_change_nothing(policy, tmp_path):
     for again in (model, loaded):
         with torch.no_grad():
             assert torch.allclose(again(input_ids=ids()).logits, expected, atol=1e-12)
+
+
+def test_the_configuration_has_the_task_of_the_exported_file():
+    plan = zoo.linears(zoo.adaptable(1), 2)
+    assert to_lora_config(plan).task_type == json.loads(lora_json(plan))["task_type"] == "CAUSAL_LM"
+    encoder = zoo.classifier(1)
+    assert add_ranks(encoder, zoo.linears(encoder, lambda n: 2 * ("query" in n))).peft_config["default"].task_type is None
 
 
 @pytest.mark.filterwarnings("ignore:.*save_embedding_layers")
