@@ -21,7 +21,8 @@ from layerbudget.decisions.bits.blocks import formats_table
 from layerbudget.decisions.bits.card import model_card
 from layerbudget.decisions.bits.export import llama_cpp
 from layerbudget.decisions.bits.gguf import file_bytes, head_bytes
-from layerbudget.decisions.bits.gguf_names import ARCHITECTURES, Names, architecture
+from layerbudget.decisions.bits.gguf_fields import ARCHITECTURES
+from layerbudget.decisions.bits.gguf_names import Names, architecture
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.bits.program import extra_of, plan_blocks
 from layerbudget.decisions.bits.requantise import requantise

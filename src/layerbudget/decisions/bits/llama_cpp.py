@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,10 @@ _DEFAULTS = (512, 2048, 512, 1)  # tokens of a context, a batch and a micro-batc
 
 class LlamaError(Exception):
     """llama.cpp does not load a file, or does not compute with it; the text is what it says."""
+
+
+class NoAnswer(Exception):
+    """llama.cpp took too long, or the system ended its process."""
 
 
 def ask(
@@ -37,11 +44,8 @@ def ask(
 
     Raises:
         LlamaError: The file is refused, or the process was ended.
-        TimeoutError: It took too long.
+        NoAnswer: It took too long, or the system ended the process, for want of memory as a rule.
     """
-    import os
-    import tempfile
-
     seconds = seconds or 60 + file.stat().st_size / _BYTES_PER_SECOND
     with tempfile.TemporaryDirectory() as folder:
         asked = {"library": str(library), "file": str(file), "texts": list(texts), "ids": list(ids), "folder": folder}
@@ -52,7 +56,9 @@ def ask(
                 command, input=json.dumps(asked).encode(), capture_output=True, timeout=seconds, env=environment, check=False
             )
         except subprocess.TimeoutExpired as error:
-            raise TimeoutError(f"llama.cpp took more than {seconds:.0f} s") from error
+            raise NoAnswer(f"it took more than {seconds:.0f} s") from error
+        if done.returncode == -signal.SIGKILL:
+            raise NoAnswer("the system ended its process")
         answer = Path(folder) / "answer.json"
         if not answer.exists():
             said = done.stderr.decode("utf8", "replace").splitlines()
@@ -161,8 +167,6 @@ def _answer(asked: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Answer the question on the standard input, by files in the folder that it names."""
-    import os
-
     asked = json.load(sys.stdin)
     place = Path(asked["folder"]) / "answer.json"
     place.write_text(json.dumps(_answer(asked)))

@@ -21,7 +21,7 @@ from ...models.blocks import config_of, describe, pretrained
 from ...plan import Plan
 from ...records import dumps, write_text
 from ...storage.folders import write_model
-from ..bits.gguf_names import head_width, window_of
+from ..bits.gguf_fields import head_width, window_of
 from .save import beside_model, left_parts
 
 ARCHITECTURE = "DeciLMForCausalLM"
