@@ -260,6 +260,7 @@ def _say_receipt(a: argparse.Namespace, plan: Any, receipt: Any) -> dict[str, An
         f"weight; saved to {a.out}.",
         f"The whole file has {receipt.file:,} bytes: {receipt.tensors - receipt.bytes:,} more for tensors that were not "
         f"planned, such as {others}, and {rest:,} of metadata.",
+        *filter(None, (receipt.llama_cpp,)),
         *receipt.notes,
     )
     return {**receipt.written(), "output": str(a.out), **_say_end(a, plan)}

@@ -117,7 +117,7 @@ def limits_of(a: argparse.Namespace) -> dict[str, Any]:
 
 def plan_bits(a: argparse.Namespace) -> Plan:
     """Return the plan by the damage of formats to a model, checked as a whole and written."""
-    from ..decisions.bits.blocks import formats_table
+    from ..decisions.bits.blocks import formats_table, narrow_rows
     from ..decisions.bits.plan import plan_bits
     from ..decisions.bits.sensitivity import rounding_damage
     from ..doctor.cost import choosing
@@ -137,6 +137,8 @@ def plan_bits(a: argparse.Namespace) -> Plan:
     if check is not None and mapped(model) is not None and not any(word.startswith("check=") for word in a.set):
         check = None
         announce(a, "The weights stay in their files: the plan is not checked as a whole. Check the written file by evaluate.")
+    if a.family == GGUF and (narrow := narrow_rows(model)):
+        announce(a, narrow)
     parts = choosing(
         text_of(data, a),
         None if check is None else text_of(check, a),

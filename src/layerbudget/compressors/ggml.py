@@ -27,6 +27,13 @@ from .formats import find_format, need_gguf
 _TRIES = 6  # blocks of random weights: a bit of a code may change nothing in one of them (the sign of a zero)
 
 
+def library_file() -> Path | None:
+    """Return the shared object of ggml and llama.cpp; None where the package xllamacpp is not installed."""
+    found = importlib.util.find_spec("xllamacpp")
+    files = sorted(Path(found.origin).parent.glob("*.so")) if found is not None and found.origin else []
+    return files[0] if files else None
+
+
 @functools.cache
 def need_ggml() -> Any:
     """Return ggml's functions.
@@ -34,15 +41,14 @@ def need_ggml() -> Any:
     Raises:
         MissingDependency: The package that has them is not installed.
     """
-    found = importlib.util.find_spec("xllamacpp")
-    files = sorted(Path(found.origin).parent.glob("*.so")) if found is not None and found.origin else []
-    if not files:
+    file = library_file()
+    if file is None:
         raise MissingDependency(
             "Rounding to llama.cpp's types needs ggml, which the package xllamacpp brings.",
             "",
             "Install xllamacpp (Linux, macOS), or plan for compressed-tensors.",
         )
-    library = ctypes.CDLL(str(files[0]))
+    library = ctypes.CDLL(str(file))
     rows, number = ctypes.c_void_p, ctypes.c_int64
     library.ggml_quantize_chunk.argtypes = [ctypes.c_int, rows, rows, number, number, number, rows]
     library.ggml_quantize_chunk.restype = ctypes.c_size_t

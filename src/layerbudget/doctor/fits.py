@@ -9,7 +9,7 @@ import torch
 
 from ..compressors.formats import GGUF, PACKED, find_format
 from ..decisions.bits.blocks import formats_table
-from ..decisions.bits.gguf_names import computes_windows
+from ..decisions.bits.gguf_fields import computes_windows
 from ..decisions.bits.memory import cache_of, check_positions
 from ..decisions.bits.program import mix_of
 from ..decisions.bits.table import Table

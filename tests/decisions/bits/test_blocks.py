@@ -15,7 +15,7 @@ from layerbudget.compressors.formats import find_runtime
 from layerbudget.decisions.bits import packed
 from layerbudget.decisions.bits import plan as planning
 from layerbudget.decisions.bits.apply import write_bits
-from layerbudget.decisions.bits.blocks import unwritable
+from layerbudget.decisions.bits.blocks import formats_table, unwritable
 from layerbudget.decisions.bits.gguf_names import find_names
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.bits.sensitivity import rounding_damage
@@ -214,3 +214,21 @@ def test_the_language_model_inside_llama_4_has_the_names_of_the_one_alone():
         f"language_model.{n}": tensors for n, tensors in alone.items()
     }
     assert alone["lm_head"] == ("output",)
+
+
+@pytest.mark.parametrize("wrapper", ["model.language_model.", "model.text_model.", "model."])
+def test_the_language_model_of_one_that_sees_has_the_names_of_the_one_alone(wrapper):
+    """SmolVLM, Idefics and Emu 3 call it text_model."""
+    names = [f"{wrapper}layers.1.{m}" for m in ("self_attn.q_proj", "mlp.down_proj")]
+    assert [*find_names([*names, "lm_head"], "llama").values()] == [("blk.1.attn_q",), ("blk.1.ffn_down",), ("output",)]
+
+
+def test_biases_of_experts_take_32_bits_in_a_file_that_llama_cpp_converts():
+    """They are matrices, one row for each expert: gpt-oss."""
+    model = zoo.build("gpt-oss", hidden_size=64, intermediate_size=64)
+    table = formats_table(model, family="gguf", formats=["F16"])
+    planned = {m.name for b in table.blocks for m in b.modules}
+    rest = {n: p for n, p in model.named_parameters() if n not in planned and n.removesuffix(".weight") not in planned}
+    wide = [n for n, p in rest.items() if p.ndim == 1 or n.endswith("bias")]
+    assert any(rest[n].ndim == 2 for n in wide)
+    assert table.fixed == sum(-(-p.numel() * (4 if n in wide else 2) // 32) * 32 for n, p in rest.items())

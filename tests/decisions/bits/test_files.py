@@ -309,7 +309,7 @@ def test_streamed_interrupted_and_in_memory_write_the_same_bytes(folder, tmp_pat
     whole = lb.load_model(str(folder), dtype="float32")
     plan = planned(whole, family, bits, method)
     text = None if method == "rtn" else data()
-    receipt = write_bits(whole, plan, tmp_path / "memory", text)
+    receipt = write_bits(whole, plan, tmp_path / "memory", text, check=False)  # its receipt would say more
     assert receipt.bytes == receipt.planned
     if family != "gguf":
         assert len(list((tmp_path / "memory").glob("*.safetensors"))) > 2
@@ -319,7 +319,7 @@ def test_streamed_interrupted_and_in_memory_write_the_same_bytes(folder, tmp_pat
     streamed = lb.load_model(str(folder), dtype="float32", stream=True)
     assert mapped(streamed).converts
     before = {n: t.clone() for n, t in streamed.model.layers.state_dict().items()}
-    write_bits(streamed, plan, tmp_path / "streamed", text)
+    write_bits(streamed, plan, tmp_path / "streamed", text, check=False)
     assert digests(tmp_path / "streamed") == digests(tmp_path / "memory")
     mapped(streamed).leave()
     assert all(torch.equal(t, before[n]) for n, t in streamed.model.layers.state_dict().items())
@@ -331,7 +331,7 @@ def test_streamed_interrupted_and_in_memory_write_the_same_bytes(folder, tmp_pat
         if done == total - 1:
             raise Stop
 
-    again = {"resume": tmp_path / "kept"}
+    again = {"resume": tmp_path / "kept", "check": False}
     streamed = lb.load_model(str(folder), dtype="float32", stream=True)
     with pytest.raises(Stop):
         write_bits(streamed, plan, tmp_path / "two", text, progress=stop, **again)

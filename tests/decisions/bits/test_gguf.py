@@ -17,11 +17,12 @@ from layerbudget.cli import main
 from layerbudget.compressors import ggml
 from layerbudget.decisions.bits import requantise as R
 from layerbudget.decisions.bits.apply import QuantisationReceipt, write_bits
-from layerbudget.decisions.bits.blocks import formats_table
+from layerbudget.decisions.bits.blocks import formats_table, narrow_rows
 from layerbudget.decisions.bits.card import model_card
 from layerbudget.decisions.bits.export import llama_cpp
 from layerbudget.decisions.bits.gguf import file_bytes, head_bytes
-from layerbudget.decisions.bits.gguf_names import ARCHITECTURES, Names, architecture
+from layerbudget.decisions.bits.gguf_fields import ARCHITECTURES
+from layerbudget.decisions.bits.gguf_names import Names, architecture
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.bits.program import extra_of, plan_blocks
 from layerbudget.decisions.bits.requantise import requantise
@@ -577,3 +578,20 @@ def test_layers_that_differ_of_other_families_are_refused_before_anything_is_rem
     assert layers_differ(plan)
     with pytest.raises(InvalidInput, match="gemma model whose layers differ.*Plan with --even"):
         check_gguf(model, plan)
+
+
+@pytest.mark.parametrize(("kind", "said"), [("starcoder2", "--parts mlp"), ("qwen2", None), ("qwen3", None)])
+def test_fewer_heads_are_refused_before_they_go_where_all_heads_are_as_wide_as_the_model(kind, said):
+    config = build(kind).config
+    if said is None:
+        assert architecture(config, fewer=True).name == {"qwen2": "deci"}.get(kind, kind)
+        return
+    with pytest.raises(InvalidInput, match=said):
+        architecture(config, fewer=True)
+    with pytest.raises(InvalidInput, match=said):
+        lb.plan_shapes(build(kind), zoo.tokens(2, 8, vocabulary=90), "20% flops", runtime="llama.cpp", even=True)
+
+
+def test_rows_that_256_does_not_divide_are_named():
+    assert narrow_rows(build("llama")).startswith("Rows of 64, 96 hold no K and IQ types")
+    assert narrow_rows(build("llama", hidden_size=256, intermediate_size=512)) == ""

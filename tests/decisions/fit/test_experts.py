@@ -288,3 +288,11 @@ def test_the_command_plans_applies_and_explains_with_experts(folder, monkeypatch
     ):
         assert main([*words, *(["-o", "none.json"] if words[0] == "plan" else [])]) == 2
         assert wrong in " ".join(capsys.readouterr().err.split()) and not (folder / "none.json").exists()
+
+
+def test_an_importance_matrix_of_all_experts_is_refused_before_anything_is_measured():
+    """The file that apply writes has fewer, and no importances for these."""
+    model = zoo.build("mixtral", hidden_size=64, intermediate_size=64)
+    options = {"family": "gguf", "runtime": "llama.cpp", "method": "weighted", "imatrix": "any.gguf"}
+    with pytest.raises(InvalidInput, match="importance matrix is of all experts.*Leave it out"):
+        smaller_tables(model, None, options)

@@ -38,6 +38,7 @@ from .blocks import check_writable, layers_of, modules_by_name, peaks
 from .card import model_card
 from .export import auto_round, llama_cpp
 from .gguf import GGUF_FILE, GgufWriter, recount_gguf
+from .gguf_check import check_file
 from .imatrix import IMATRIX_FILE, counted, entries, imatrix_digest, importances, write_imatrix
 from .packed import UNREAD, PackedWriter, check_loads, recount_safetensors
 from .placed import PlacedRows
@@ -52,7 +53,8 @@ class QuantisationReceipt(Record):
 
     ``modules`` is ``{name: {format, bytes}}``, ``bytes`` of all planned matrices and ``planned`` what the plan says (equal, or
     nothing is written). ``tensors`` are the bytes of all tensors, ``file`` the size of the files, ``bits`` the bits per weight
-    of the planned matrices. ``model`` is ``{id, revision, digest}`` before rounding.
+    of the planned matrices. ``model`` is ``{id, revision, digest}`` before rounding. ``llama_cpp`` says what llama.cpp makes of
+    a GGUF file.
     """
 
     what: ClassVar[str] = "receipt"
@@ -68,6 +70,7 @@ class QuantisationReceipt(Record):
     tensors: int
     file: int
     bits: float
+    llama_cpp: str = ""
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     made_by: str = ""
@@ -144,6 +147,7 @@ def write_bits(
     resume: Path | str | None = None,
     overwrite: bool = False,
     beside: Mapping[str, str] | None = None,
+    check: bool = True,
     progress: Progress | None = None,
     **own: Any,
 ) -> QuantisationReceipt:
@@ -163,6 +167,8 @@ def write_bits(
             until :func:`layerbudget.storage.parts.clear`.
         overwrite: Replace a folder that an earlier call wrote.
         beside: Further text files of the folder, by name.
+        check: Load a written GGUF file by llama.cpp, where the package xllamacpp is installed, and compare tokens and
+            probabilities: see :func:`~layerbudget.decisions.bits.gguf_check.check_file`.
         progress: Called with (pieces done, pieces).
         **own: Options of the quantiser.
 
@@ -171,7 +177,8 @@ def write_bits(
         AlreadyExists: The folder exists and is not empty.
         InvalidInput: A plan of another kind, an unknown method, missing data, an architecture or a matrix that the format has
             no place for.
-        CoverageError: A matrix that reads back as other weights, or is not as large as planned.
+        CoverageError: A matrix that reads back as other weights, or is not as large as planned; a GGUF file that llama.cpp
+            refuses, or computes otherwise.
         BadModel: Weights that are not finite.
         MissingDependency: The package of the format is not installed.
     """
@@ -195,7 +202,7 @@ def write_bits(
         rounding.run(batch_size, progress)
         for name, text in (beside or {}).items():
             write_text(folder / name, text)
-        return _finish(folder, tokenizer, plan, rounding, rounding.writer)
+        return _finish(folder, tokenizer, plan, rounding, rounding.writer, check=check)
 
 
 def _pieces(model: nn.Module, formats: Mapping[str, str]) -> dict[str, list[Job]]:
@@ -303,7 +310,7 @@ class _Rounding(Treating):
                 tensors = {n: handle.get_tensor(n) for n in handle.metadata()["order"].split("\n")}
                 self.sums |= {n: handle.get_tensor(n) for n in handle.keys() if n not in tensors}
                 self.notes += json.loads(handle.metadata()["notes"])
-            if walk is not None and not isinstance(self.writer, PlacedRows):
+            if (walk is not None or self.offloaded is None) and not isinstance(self.writer, PlacedRows):
                 self.writer.restore([job.module.name for job in jobs], tensors)
             self.writer.add(tensors)
             return
@@ -331,7 +338,7 @@ def request_of(model: nn.Module, *, computing: bool) -> dict[str, Any]:
 
 
 def _finish(
-    folder: Path, tokenizer: Any, plan: Plan, rounding: _Rounding, writer: PackedWriter | GgufWriter
+    folder: Path, tokenizer: Any, plan: Plan, rounding: _Rounding, writer: PackedWriter | GgufWriter, *, check: bool
 ) -> QuantisationReceipt:
     """Finish the files, count their bytes again, and write what lies beside the weights."""
     formats, gguf = formats_of_plan(plan), isinstance(writer, GgufWriter)
@@ -356,6 +363,10 @@ def _finish(
         write_text(folder / "autoround-layer_config.json", auto_round(plan))
     if not gguf and UNREAD.isdisjoint(notes):
         notes += check_loads(folder, str(plan.extra["runtime"]))
+    said = ""
+    if isinstance(writer, GgufWriter) and check:
+        known = tokenizer if writer.head.has_vocabulary else None
+        said = check_file(folder / GGUF_FILE, rounding.model, known, formats)
     total = sum(counted.values())
     receipt = QuantisationReceipt(
         method=rounding.quantiser.name,
@@ -368,6 +379,7 @@ def _finish(
         tensors=sum(found.values()),
         file=sum(f.stat().st_size for f in (*folder.glob("*.safetensors"), *folder.glob(GGUF_FILE))),
         bits=8 * total / sum(b.numel for b in plan.blocks),
+        llama_cpp=said,
         notes=tuple(notes),
         versions=versions(),
     )

@@ -30,7 +30,7 @@ from ...errors import InvalidInput, UnknownBlock
 from ...models.blocks import config_of, end_modules, layers, partition, pretrained, text_config, weight_of
 from ...records import Block, Module, natural_key, stacks
 from .gguf import check_even, fixed_bytes, in_file
-from .gguf_names import ACROSS, LATENT, ROUTERS, find_architecture, find_names, split_stacks
+from .gguf_names import ACROSS, LATENT, ROUTERS, check_computed, find_architecture, find_names, split_stacks
 from .memory import cache_of, layer_configs
 from .mixes import LlamaModel
 from .saved_names import experts_of, halved
@@ -66,6 +66,8 @@ def formats_table(
     target = find_runtime(runtime, family)
     if target.family == GGUF:
         check_even(model)
+        if unwritten != "plan":
+            check_computed(text_config(config_of(model)))
     blocks, reasons = _split(model, blocks_of(model, target, by), target, unwritten)
     kept = np.array([all(m.name in reasons for m in b.modules) for b in blocks])
     widths = sorted({m.d_in for b, stays in zip(blocks, kept, strict=True) if not stays for m in b.modules})
@@ -174,6 +176,19 @@ def _undecided(model: nn.Module, names: Sequence[str]) -> set[str]:
     return {m for m, tensors in found.items() if ROUTERS.search(tensors[0]) or ACROSS.search(tensors[0])}
 
 
+def narrow_rows(model: nn.Module) -> str:
+    """Return a sentence on rows that the blocks of llama.cpp's K and IQ types do not divide; empty where all are divided."""
+    matrices = [m for b in blocks_of(model, find_runtime("llama.cpp", GGUF)) for m in b.modules]
+    narrow = [m for m in matrices if m.d_in % 256]
+    if not narrow:
+        return ""
+    widths = sorted({m.d_in for m in narrow})
+    left = ", ".join(f.name for f in TYPES if f.name != "NVFP4" and all(f.fits(w) for w in widths)) or "none"
+    share = sum(m.numel for m in narrow) / sum(m.numel for m in matrices)
+    rows = f"Rows of {', '.join(map(str, widths))} hold no K and IQ types, whose blocks have 256 weights"
+    return f"{rows} ({share:.0%} of the weights): types for them are {left}."
+
+
 def modules_by_name(model: nn.Module, names: Iterable[str]) -> dict[str, Module]:
     """Return the matrices of some names, with their shapes."""
     known = {m.name: m for b in partition(model, "linear") for m in b.modules} | {m.name: m for m in end_modules(model)}
@@ -213,10 +228,11 @@ def _fixed_bytes(model: nn.Module, blocks: Iterable[Block], family: str) -> int:
     seen, total = {id(weight_of(model, name)[1]) for name in names}, 0
     state = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
     sizes = {id(t): 2 if halved(model, n, t) else t.element_size() for n, t in state.items()}
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if id(parameter) not in seen:
             seen.add(id(parameter))
-            exact = parameter.numel() * (4 if family == GGUF and parameter.ndim == 1 else sizes[id(parameter)])
+            wide = family == GGUF and (parameter.ndim == 1 or name.endswith("bias"))  # biases of experts are matrices (gpt-oss)
+            exact = parameter.numel() * (4 if wide else sizes[id(parameter)])
             total += -(-exact // ALIGNMENT) * ALIGNMENT if family == GGUF else exact
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return total + sum(t.numel() * sizes[id(t)] for n, t in state.items() if n not in known)

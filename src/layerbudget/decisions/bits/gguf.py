@@ -20,18 +20,8 @@ from ...errors import CoverageError, InvalidInput
 from ...models.blocks import config_of, layers, name_of, text_config, text_parameters
 from ...models.experts import EXPERTS_KEPT
 from ...models.offload import mapped
-from .gguf_names import (
-    CONVERT,
-    ROUTERS,
-    Architecture,
-    Names,
-    Sizes,
-    add_numbers,
-    architecture,
-    head_width,
-    rope_factors,
-    sizes_of,
-)
+from .gguf_fields import CONVERT, Architecture, head_width
+from .gguf_names import ROUTERS, Names, Sizes, add_numbers, architecture, rope_factors, sizes_of
 from .vocabulary import add_vocabulary
 
 GGUF_FILE = "model.gguf"
@@ -146,6 +136,7 @@ class GgufHead:
         add_numbers(self.writer, self.config, self.arch, sizes)
         configs, generation = (config_of(model), self.config), getattr(model, "generation_config", None)
         self.notes = add_vocabulary(self.writer, tokenizer, self.config.vocab_size, configs, generation)
+        self.has_vocabulary = "tokenizer.ggml.tokens" in self.writer.kv_data[0]
         self.notes += [_WORDS_ALONE] if self.config is not config_of(model) else []
         factors = rope_factors(self.config)
         self.extra = {} if factors is None else {"rope_freqs.weight": torch.from_numpy(factors)}

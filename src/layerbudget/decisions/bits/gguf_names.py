@@ -10,103 +10,15 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ...compressors.formats import need_gguf
 from ...errors import InvalidInput
+from .gguf_fields import ARCHITECTURES, CONVERT, UNEVEN, UNEVEN_TYPES, Architecture, Odd, head_width, rope_of
 from .memory import layer_configs
-
-CONVERT = (
-    "Convert it by llama.cpp's convert_hf_to_gguf.py with --outtype f16, then give that file its types: "
-    "layerbudget apply model-f16.gguf PLAN -o planned.gguf."
-)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """An architecture that llama.cpp computes as transformers does.
-
-    Attributes:
-        name: llama.cpp's name.
-        permuted: It rotates neighbours, not halves of a head: rows of q and k change places.
-        norm: Is added to the weights of norms.
-        windows: It computes sliding windows.
-        expects: The one value of a field of the configuration that it computes, or a function of the configuration that gives
-            it; a field that is missing has it.
-    """
-
-    name: str
-    permuted: bool = False
-    norm: float = 0.0
-    windows: bool = False
-    expects: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    def against(self, config: Any) -> list[str]:
-        """Return what a configuration has that is computed otherwise, as ``field = value``."""
-        wanted = {k: v(config) if callable(v) else v for k, v in {"hidden_act": "silu", **self.expects}.items()}
-        odd = [f"{k} = {getattr(config, k)}" for k, v in wanted.items() if getattr(config, k, v) != v]
-        ropes = rope_of(config)
-        odd += [f"rope_type = {r['rope_type']}" for r in ropes.values() if r.get("rope_type", "default") not in ROPES]
-        if not self.windows and (window := window_of(config)):
-            odd.append(f"sliding_window = {window}")
-        return odd
-
-
-def _scale(wide: int) -> Callable[[Any], Any]:
-    """Gemma's divisor of attention scores: the width of a head, but for the model of so many layers."""
-    return lambda c: c.hidden_size // c.num_attention_heads if c.num_hidden_layers == wide else c.head_dim
-
-
-_TANH = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
-_CAPS = {
-    "attn_logit_softcapping": lambda c: c.attn_logit_softcapping or 50.0,
-    "final_logit_softcapping": lambda c: c.final_logit_softcapping or 30.0,
-}
-_EVERY_LAYER = {"decoder_sparse_step": 1, "mlp_only_layers": []}
-# transformers' model types. What is not said in the file is what llama.cpp always does.
-ARCHITECTURES = {
-    "llama": Architecture(name="llama", permuted=True),
-    "mistral": Architecture(name="llama", permuted=True),
-    "mixtral": Architecture(name="llama", permuted=True),
-    "smollm3": Architecture(
-        name="smollm3",
-        permuted=True,
-        expects={"no_rope_layers": lambda c: [int((i + 1) % 4 != 0) for i in range(c.num_hidden_layers)]},
-    ),
-    "granite": Architecture(name="granite", permuted=True),
-    "granitemoe": Architecture(name="granitemoe", permuted=True),
-    "qwen2": Architecture(name="qwen2"),
-    "qwen3": Architecture(name="qwen3"),
-    "qwen2_moe": Architecture(name="qwen2moe", expects={**_EVERY_LAYER, "norm_topk_prob": False}),
-    "qwen3_moe": Architecture(name="qwen3moe", expects={**_EVERY_LAYER, "norm_topk_prob": True}),
-    "olmo2": Architecture(name="olmo2"),
-    "olmo3": Architecture(name="olmo2", windows=True),
-    "olmoe": Architecture(
-        name="olmoe",
-        expects={"norm_topk_prob": False, "clip_qkv": None, "num_key_value_heads": lambda c: c.num_attention_heads},
-    ),
-    "gemma": Architecture(name="gemma", norm=1.0, expects=_TANH),
-    "gemma2": Architecture(
-        name="gemma2", norm=1.0, windows=True, expects={**_TANH, **_CAPS, "query_pre_attn_scalar": _scale(46)}
-    ),
-    "gemma3_text": Architecture(
-        name="gemma3",
-        norm=1.0,
-        windows=True,
-        expects={**_TANH, "attn_logit_softcapping": None, "query_pre_attn_scalar": _scale(62)},
-    ),
-    "phi3": Architecture(name="phi3"),
-    "starcoder2": Architecture(name="starcoder2", expects={"hidden_act": "gelu_pytorch_tanh"}),
-    "stablelm": Architecture(name="stablelm", expects={"qk_layernorm": False, "use_parallel_residual": False}),
-}
-# Of what is not written here: model types whose windows llama.cpp computes.
-_WINDOWED = ("cohere2", "exaone4", "gemma3n_text", "gemma4_text", "gpt_oss", "llama4_text")
-ROPES = ("default", "linear", "llama3", None)
-# What llama.cpp computes with layers that differ in heads and widths, and the model types that are computed so.
-UNEVEN, _UNEVEN_TYPES = Architecture(name="deci", permuted=True), ("llama", "mistral", "qwen2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,32 +51,61 @@ def sizes_of(config: Any, shapes: Mapping[str, Sequence[int]]) -> Sizes | None:
     return Sizes(heads, groups, tuple(rows["up"][i] for i in sorted(rows["up"])))
 
 
-def architecture(config: Any, *, uneven: bool = False) -> Architecture:
+def architecture(config: Any, *, uneven: bool = False, fewer: bool = False) -> Architecture:
     """Return what a model is in llama.cpp's words; one that is not written here, or is computed otherwise, is refused.
 
-    ``uneven`` says that its layers differ in heads or widths.
+    ``uneven`` says that its layers will differ in heads or widths, ``fewer`` that heads of it will go.
     """
     kind = str(config.model_type)
-    if uneven and kind in ARCHITECTURES and kind not in _UNEVEN_TYPES:
+    if uneven and kind in ARCHITECTURES and kind not in UNEVEN_TYPES:
         raise InvalidInput(
             f"A {kind} model whose layers differ is not written as GGUF.",
-            f"llama.cpp computes layers that differ as {UNEVEN.name}: of {', '.join(_UNEVEN_TYPES)}.",
+            f"llama.cpp computes layers that differ as {UNEVEN.name}: of {', '.join(UNEVEN_TYPES)}.",
             "Plan with --even.",
         )
-    odd = ARCHITECTURES[kind].against(config) if kind in ARCHITECTURES else []
-    if not is_written(config):
+    if kind not in ARCHITECTURES:
         raise InvalidInput(
-            f"A {kind} model{f' with {odd[0]}' if odd else ''} is not written as GGUF here.",
-            f"Written are {', '.join(ARCHITECTURES)}, as llama.cpp computes them.",
-            f"{CONVERT} Or plan for compressed-tensors.",
+            f"A {kind} model is not written as GGUF here.", _WRITTEN, f"{CONVERT} Or plan for compressed-tensors."
         )
-    return UNEVEN if uneven else ARCHITECTURES[kind]
+    found = ARCHITECTURES[kind]
+    uneven |= fewer and found.square and kind in UNEVEN_TYPES
+    if fewer and found.square and not uneven:
+        raise InvalidInput(
+            f"A {kind} model with fewer heads is not written as GGUF.",
+            f"llama.cpp takes all heads of {found.name} together to be as wide as the model.",
+            "Remove MLP units alone (--parts mlp).",
+        )
+    if uneven or (kind in UNEVEN_TYPES and found.against(config)):  # it takes other heads, and factors of the frequencies
+        found = UNEVEN
+    if odd := found.against(config):
+        raise _refusal(config, odd)
+    return found
+
+
+_WRITTEN = f"Written are {', '.join(ARCHITECTURES)}, as llama.cpp computes them."
+
+
+def _refusal(config: Any, odd: Sequence[Odd]) -> InvalidInput:
+    remedy = f"{odd[0].remedy} Or plan for compressed-tensors." if odd[0].computed else odd[0].remedy
+    return InvalidInput(f"A {config.model_type} model with {odd[0].what} is not written as GGUF here.", _WRITTEN, remedy)
+
+
+def check_computed(config: Any) -> None:
+    """Refuse a model of a known architecture with a field that no file of llama.cpp can say, whoever writes it."""
+    kind = str(config.model_type)
+    if kind in ARCHITECTURES:
+        odd = (UNEVEN if kind in UNEVEN_TYPES else ARCHITECTURES[kind]).against(config)
+        if lost := [each for each in odd if not each.computed]:
+            raise _refusal(config, lost)
 
 
 def is_written(config: Any) -> bool:
     """Return whether :func:`architecture` has a model."""
-    kind = str(config.model_type)
-    return kind in ARCHITECTURES and not ARCHITECTURES[kind].against(config)
+    try:
+        architecture(config)
+    except InvalidInput:
+        return False
+    return True
 
 
 # ---- numbers of the header
@@ -196,13 +137,20 @@ _NUMBERS: tuple[
 )
 
 
+def _read(config: Any, field: str) -> Any:
+    """A field that the class of a configuration declares: what it does not declare, its model does not read."""
+    aliases = {field, *(name for pair in getattr(config, "attribute_map", {}).items() if field in pair for name in pair)}
+    declared = not dataclasses.is_dataclass(config) or aliases & {f.name for f in dataclasses.fields(config)}
+    return getattr(config, field, None) if declared else None
+
+
 def add_numbers(writer: Any, config: Any, arch: Architecture, sizes: Sizes | None = None) -> None:
     """Add the numbers of a configuration to a header, with the sizes of layers that differ."""
     own: dict[str, Any] = {}
     if sizes is not None:
         own = {"head_count": sizes.heads, "head_count_kv": sizes.groups, "feed_forward_length": sizes.widths}
     for method, fields in _NUMBERS:
-        value = own.get(method) or next((v for f in fields if (v := getattr(config, f, None)) is not None), None)
+        value = own.get(method) or next((v for f in fields if (v := _read(config, f)) is not None), None)
         if value is not None:
             getattr(writer, f"add_{method}")(value)
     width = head_width(config)
@@ -223,34 +171,6 @@ def add_numbers(writer: Any, config: Any, arch: Architecture, sizes: Sizes | Non
             writer.add_rope_freq_base_swa(float(ropes["sliding"].get("rope_theta") or 10000.0))
 
 
-def head_width(config: Any) -> int:
-    """Return the channels of an attention head."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def rope_of(config: Any) -> dict[str, dict[str, Any]]:
-    """Return the rotary embeddings of a model: ``full``, and ``sliding`` where layers with windows have their own."""
-    held = dict(getattr(config, "rope_parameters", None) or {})
-    if isinstance(held.get("full_attention"), Mapping):
-        return {"full": dict(held["full_attention"]), "sliding": dict(held.get("sliding_attention") or {})}
-    return {"full": held}
-
-
-def window_of(config: Any) -> int | None:
-    """Return the window of attention that a configuration asks for; None where it sees everything."""
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    kinds = getattr(config, "layer_types", None)
-    if not window or (kinds and "sliding_attention" not in kinds):
-        return None
-    return int(window)
-
-
-def computes_windows(config: Any) -> bool:
-    """Return whether llama.cpp computes the sliding windows of a model; where that is not known, it keeps the whole context."""
-    kind = str(getattr(config, "model_type", ""))
-    return kind in _WINDOWED or (kind in ARCHITECTURES and ARCHITECTURES[kind].windows)
-
-
 def rope_factors(config: Any) -> np.ndarray | None:
     """Return what llama.cpp divides the frequencies by, ``(channels / 2,)`` float32: Llama 3 stretches slow ones alone."""
     rope = rope_of(config)["full"]
@@ -268,7 +188,7 @@ def rope_factors(config: Any) -> np.ndarray | None:
 
 
 _ALIASES = (  # names of transformers, and names that the package knows
-    (re.compile(r"^model\.language_model\."), "model."),
+    (re.compile(r"^model\.(language_model|text_model)\."), "model."),  # of models that see: SmolVLM, Idefics, Emu 3
     (re.compile(r"^language_model\.(?=model\.|lm_head)"), ""),  # Llama 4
     (re.compile(r"\.block_sparse_moe\.experts\."), ".mlp.experts."),
     (re.compile(r"\.block_sparse_moe\.router$"), ".block_sparse_moe.router.layer"),

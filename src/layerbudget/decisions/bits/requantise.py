@@ -35,7 +35,8 @@ from .apply import QuantisationReceipt, quantiser_of, round_matrices
 from .card import model_card
 from .export import llama_cpp
 from .gguf import GGUF_FILE, file_type, recount_gguf
-from .gguf_names import ACROSS, CONVERT, Names
+from .gguf_fields import CONVERT
+from .gguf_names import ACROSS, Names
 from .imatrix import read_imatrix
 from .placed import PlacedRows
 from .program import formats_of_plan

@@ -24,7 +24,7 @@ from ...models.blocks import config_of, describe
 from ...models.offload import mapped
 from ...plan import Plan
 from ...progress import Progress, say
-from ..bits.gguf_names import ARCHITECTURES, computes_windows
+from ..bits.gguf_fields import ARCHITECTURES, computes_windows
 from ..bits.memory import check_positions
 from ..bits.plan import check_record
 from ..bits.program import BASELINES, Decision, Limits, plan_blocks

@@ -38,6 +38,7 @@ from ..kept_experts.sensitivity import folds_of
 from ..shapes.apply import apply_shapes, preserved
 from ..shapes.layouts import Attention, find_attention, find_mlp
 from ..shapes.plan import plans_at_once
+from ..shapes.program import KINDS
 from ..shapes.save import follow
 from ..shapes.units import find_parts, where_is
 from .program import Fit, Terms, smallest
@@ -60,17 +61,19 @@ class Cutting:
     Attributes:
         multiple: Channels of one MLP unit.
         even: Whether all layers stay alike.
+        kinds: What may go: ``heads`` and ``mlp``, or ``mlp``.
         options: Of the formats, in the whole model and in those that are cut.
     """
 
     multiple: int
     even: bool
+    kinds: tuple[str, ...]
     options: Mapping[str, Any]
 
     @property
     def way(self) -> dict[str, Any]:
         """Arguments of a plan of shapes."""
-        return {"multiple": self.multiple, "even": self.even}
+        return {"multiple": self.multiple, "even": self.even, "kinds": self.kinds}
 
 
 def cutting_for(model: nn.Module, options: Mapping[str, Any], multiple: int | None = None) -> Cutting:
@@ -98,11 +101,9 @@ def cutting_for(model: nn.Module, options: Mapping[str, Any], multiple: int | No
         raise InvalidInput(error.what, error.feasible, _OUT) from error
     if multiple is not None and (not isinstance(multiple, int) or multiple < 1):
         raise InvalidInput(f"multiple is {multiple}.", "It is a whole number of at least 1.", "Use 32.")
-    even = options["runtime"] != "llama.cpp"
-    try:
-        architecture(text_config(config_of(model)), uneven=not even)
-    except InvalidInput:  # of another family, whose layers are alike in a file
-        even = True
+    config, gguf = text_config(config_of(model)), options["runtime"] == "llama.cpp"
+    even = not gguf or not _fits(config, uneven=True)  # of another family, whose layers are alike in a file
+    kinds = KINDS if not gguf or _fits(config, uneven=not even, fewer=True) else ("mlp",)
     names = [n for pair in found for where in pair for n in (*where.producers, where.consumer)]
     check_written(model, options, names, "heads and widths go", "shapes")
     options, widths = dict(options), [mlp.inputs for _, mlp in found]
@@ -117,7 +118,16 @@ def cutting_for(model: nn.Module, options: Mapping[str, Any], multiple: int | No
     groups = {find_format(f, table.family).group or 1 for f in table.formats}
     able = [g for g in groups if all(w % g == 0 and w >= _UNITS * g for w in widths)]
     suits = max(max(able, default=0), 8 if max(groups) == 1 else min(g for g in groups if g > 1))
-    return Cutting(multiple=multiple or suits, even=even, options=options)
+    return Cutting(multiple=multiple or suits, even=even, kinds=kinds, options=options)
+
+
+def _fits(config: Any, **what: bool) -> bool:
+    """Whether llama.cpp has an architecture for a model with such layers."""
+    try:
+        architecture(config, **what)
+    except InvalidInput:
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -58,10 +58,13 @@ def smaller_tables(model: nn.Module, tokenizer: Any, options: Mapping[str, Any])
 
     Raises:
         UnknownStructure: No routed experts, or experts that are called in an unknown way.
-        InvalidInput: Layers with different numbers of experts.
+        InvalidInput: Layers with different numbers of experts; an importance matrix.
         CoverageError: Several processes.
     """
     found = find_experts(model)
+    if options.get("imatrix") is not None:
+        what = "An importance matrix is of all experts, and fewer of them are in the file."
+        raise InvalidInput(what, "", "Leave it out: without it importances are of the text. Or leave experts out.")
     if process_group().size > 1:
         raise CoverageError("Experts are chosen in one process.", "", "Use one, or leave experts out.")
     if len({e.count for e in found}) > 1:

@@ -22,7 +22,7 @@ from ...plan import Plan
 from ...records import dumps, write_text
 from ...storage import reading
 from ...storage.folders import write_model
-from ..bits.gguf_names import head_width, window_of
+from ..bits.gguf_fields import head_width, window_of
 from .save import beside_model, left_parts
 
 ARCHITECTURE = "DeciLMForCausalLM"

@@ -129,7 +129,7 @@ def plan_shapes(
     """
     need_settled(model, "measuring")
     check_finite(model)
-    alike = _alike(model, even, runtime)
+    alike = _alike(model, even, runtime, kinds)
     if depth > 0:
         check_depth(model)
     if process_group().size > 1:
@@ -186,6 +186,7 @@ def plans_at_once(
     by: str = "auto",
     multiple: int = 8,
     even: bool = False,
+    kinds: Sequence[str] = KINDS,
     compensate: str = "auto",
     draws: int = 2,
     damping: float = DAMPING,
@@ -203,11 +204,11 @@ def plans_at_once(
     hyper |= {} if damping == DAMPING else {"damping": damping}
     identity, bytes_each = describe(model), float(next(model.parameters()).element_size())
     found, passes = dict[str, Plan](), 0.0
-    for word in head_units(model, KINDS, by):
+    for word in head_units(model, kinds, by):
         spaces = dict[str, ShapeSpace]()
         for budget in budgets:
             with contextlib.suppress(InfeasibleBudget):
-                own: dict[str, Any] = {"budget": budget, "kinds": KINDS, "max_removed": 0.75, "depth": 0, "even": even}
+                own: dict[str, Any] = {"budget": budget, "kinds": kinds, "max_removed": 0.75, "depth": 0, "even": even}
                 spaces[budget] = _spaces(model, word, multiple, None, **own, bytes_per_parameter=bytes_each)[0]
         if not spaces:
             continue
@@ -247,7 +248,7 @@ def _every_width(space: ShapeSpace, around: np.ndarray, seen: np.ndarray) -> tup
     return table[:, :, :3].astype(np.int64), table[:, :, 3]
 
 
-def _alike(model: nn.Module, even: bool, runtime: str | None) -> bool | tuple[str, ...]:
+def _alike(model: nn.Module, even: bool, runtime: str | None, kinds: Sequence[str]) -> bool | tuple[str, ...]:
     """Kinds that are equal in all layers, for a runtime; refused is a model that it does not compute with uneven layers."""
     if runtime is not None and runtime not in RUNTIMES:
         raise InvalidInput(f"There is no runtime {runtime!r}.", f"There are {', '.join(RUNTIMES)}.", "Choose one of those.")
@@ -258,7 +259,7 @@ def _alike(model: nn.Module, even: bool, runtime: str | None) -> bool | tuple[st
             "Leave runtime out, or take a model of plan kept-experts --even.",
         )
     if runtime == "llama.cpp":
-        architecture(text_config(config_of(model)), uneven=not even)
+        architecture(text_config(config_of(model)), uneven=not even, fewer="heads" in kinds)
     if even or runtime == "transformers":
         return True
     if runtime != "vllm":

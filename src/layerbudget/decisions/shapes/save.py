@@ -26,7 +26,8 @@ from ...plan import Plan
 from ...planning.card import loading, model_card
 from ...records import SCHEMA_VERSION, dumps, write_text
 from ...storage.folders import new_folder, write_model
-from ..bits.gguf import GgufWriter
+from ..bits.gguf import GGUF_FILE, GgufWriter
+from ..bits.gguf_check import check_file
 from ..bits.gguf_names import architecture
 from .layouts import FIND, Attention, Where
 from .program import NEITHER, OTHER_KIND, Part, layers_differ
@@ -240,7 +241,8 @@ def _check_described(model: nn.Module, now: Where, wanted: Sequence[Where]) -> N
 def check_gguf(model: nn.Module, plan: Plan) -> None:
     """Refuse a plan whose smaller model llama.cpp has no architecture for; said before anything is removed."""
     plan.validate(describe(model))
-    architecture(text_config(config_of(model)), uneven=layers_differ(plan))
+    fewer = any(each["kind"] == "heads" and each["removed"] for each in plan.extra["shapes"].values())
+    architecture(text_config(config_of(model)), uneven=layers_differ(plan), fewer=fewer)
 
 
 def save_gguf(
@@ -251,20 +253,25 @@ def save_gguf(
     plan: Plan | None = None,
     record: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    check: bool = True,
 ) -> Path:
     """Write a smaller model as ``model.gguf`` in 16 bits; its layers may differ. The folder appears complete or not at all.
 
     llama.cpp computes layers that differ as its architecture ``deci``. Arguments are those of :func:`save_smaller`; the model
-    is in float32.
+    is in float32. With ``check`` llama.cpp loads the file, where it is installed, and has to compute the same.
 
     Raises:
         InvalidInput: llama.cpp has no architecture for it.
+        CoverageError: llama.cpp refuses the file, or computes something else.
     """
     with new_folder(out_dir, overwrite=overwrite) as folder:
         writer = GgufWriter(model, tokenizer, {}, folder)
         for piece in writer.head.pieces:
             writer.add(writer.tensors(piece, {}))
         notes = writer.close()
+        if check:
+            known = tokenizer if writer.head.has_vocabulary else None
+            notes.append(check_file(folder / GGUF_FILE, model, known, {}))
         beside = beside_model(
             plan, {**(record or {}), "notes": notes}, model, "llama-cli -m model.gguf", ("gguf", "pruned"), library=None
         )
