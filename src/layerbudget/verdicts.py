@@ -1,7 +1,8 @@
 """How one choice stands beside another: the one place where numbers become the words of a verdict.
 
-A difference is a win where it is both certain and large enough to matter; everything else is ``level``. Behind ``+-`` stand two
-standard errors, everywhere: about 95 % of the values that a repetition would give.
+A difference is a win where it is both certain and large enough to matter. It is ``level`` where it is too small to matter or
+within the error of a measurement, and ``open`` where a test does not find a difference that would matter. Behind ``+-`` stand
+two standard errors, everywhere: about 95 % of the values that a repetition would give.
 """
 
 from __future__ import annotations
@@ -15,23 +16,25 @@ SAME = 0.005  # of a damage: the share that is small
 CONVENTION = "+- two standard errors"
 LEVEL_WITH = "level with "
 
-Outcome = Literal["lower", "level", "higher"]
+Outcome = Literal["lower", "level", "open", "higher"]
 
 
 def outcome(effect: float, *, error: float = 0.0, p: float | None = None, small: float = SMALL) -> Outcome:
-    """Return how the first of two choices stands beside the second: ``lower``, ``higher`` or ``level``.
+    """Return how the first of two choices stands beside the second: ``lower``, ``higher``, ``level`` or ``open``.
 
     Args:
         effect: First minus second, in any unit.
         error: Standard error of the effect; below two of them it is level.
-        p: p-value of a test; from .05 on it is level.
+        p: p-value of a test; from .05 on a larger effect is open: few seeds or rows find nothing, whatever is there.
         small: A smaller effect is level, however certain it is.
 
-    >>> outcome(-0.2, error=0.05), outcome(-0.2, error=0.15), outcome(-0.0002, p=1e-9)
-    ('lower', 'level', 'level')
+    >>> outcome(-0.2, error=0.05), outcome(-0.2, error=0.15), outcome(-0.0002, p=1e-9), outcome(-0.5, p=0.5)
+    ('lower', 'level', 'level', 'open')
     """
-    if abs(effect) <= max(2 * error, small) or (p is not None and p >= LEVEL_OF_TEST):
+    if abs(effect) <= max(2 * error, small):
         return "level"
+    if p is not None and p >= LEVEL_OF_TEST:
+        return "open"
     return "lower" if effect < 0 else "higher"
 
 

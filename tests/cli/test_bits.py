@@ -141,7 +141,7 @@ def test_a_model_that_is_not_written_as_gguf_gets_the_way_that_works(tmp_path, c
     )
     assert told["next"] == f"layerbudget apply model-f16.gguf {out} --set inputs={tmp_path / 'neox'} -o planned.gguf"
     assert "convert_hf_to_gguf.py" in sentence(capsys, "apply", tmp_path / "neox", out, *SMALL, "-o", tmp_path / "no")
-    fit, terms = tmp_path / "fit.json", ["--memory", "4 MiB", "--context", "32", "--set", "cache=F16"]
+    fit, terms = tmp_path / "fit.json", ["--memory", "1500 KiB", "--context", "32", "--set", "cache=F16"]
     told = document(capsys, "plan", "fit", tmp_path / "neox", *terms, *quick, "-o", fit)
     assert told["next"] == f"layerbudget apply model-f16.gguf {fit} -o planned.gguf"
 
@@ -263,7 +263,7 @@ def test_apply_reads_the_text_of_the_plan_and_never_that_of_its_check(folder, pl
 
 
 def test_a_plan_from_scores_that_were_kept_knows_its_text(folder, plan, capsys):
-    out = folder / "again.json"
+    out = folder / "text.json"
     document(capsys, "plan", "bits", folder / "scores.json", "--bits", "5", "-o", out)
     again, first = lb.Plan.load(out), lb.Plan.load(plan)
     assert again.data == first.data and again.data["samples"] == 4 and again.data["length"] == 32

@@ -111,15 +111,15 @@ def test_a_dry_run_names_every_file_that_would_be_read(place, monkeypatch, capsy
         assert set(json.loads(capsys.readouterr().out)["reads"][1:]) == files
 
 
-@pytest.mark.parametrize(("model", "part"), [("MODEL", "shapes"), ("MIXTURE", "experts")])
-def test_a_dry_run_of_a_fit_says_which_parts_may_go(place, idle, monkeypatch, capsys, model, part):
+@pytest.mark.parametrize(("model", "memory", "part"), [("MODEL", "1 MiB", "shapes"), ("MIXTURE", "650 KB", "experts")])
+def test_a_dry_run_of_a_fit_says_which_parts_may_go(place, idle, monkeypatch, capsys, model, memory, part):
     monkeypatch.chdir(place)
     words = [
         "plan",
         "fit",
         model,
         "--memory",
-        "1 GiB",
+        memory,
         "--context",
         "32",
         *TEXT,

@@ -28,7 +28,7 @@ PLANS = {
     "sparsity": ["MODEL", "--sparsity", "0.5", "--passes", "6", *TEXT],
     "bits": ["MODEL", "--bits", "4.5", "--set", "group=16", "--set", "check=2", *FEW],
     "cache": ["MODEL", "--bits", "7", "--context", "32", "--set", "group=8", "--set", "check=2", *FEW],
-    "fit": ["SMALL", "--memory", "1 GiB", "--context", "32", "--set", "check=2", *FEW],
+    "fit": ["SMALL", "--memory", "1100 KiB", "--context", "32", "--set", "check=2", *FEW],
     "shapes": ["SMALL", "--save", "20%flops", "--even", "--passes", "32", *TEXT],
     "kept-experts": ["MIXTURE", "--keep", "0.5", *FEW],
     "ranks": ["scores.json", "--mean-rank", "2"],

@@ -24,7 +24,7 @@ LONG = ("demo", "score", "plan", "apply", "finetune", "evaluate", "compare", "ex
 
 
 # Options that a verb does not have, and how it says the same.
-_ANY = {"source": "demo", "context": "1024"}  # what stands for an argument that is missing beside --set help
+_ANY = {"source": "demo", "context": "128"}  # what stands for an argument that is missing beside --set help
 _INSTEAD = {"--exclude": ("--fix", "--fix 'BLOCK=0', which leaves out the blocks of a name or regular expression")}
 
 

@@ -145,8 +145,8 @@ class Progress:
         self.bar.update(self.task.id, completed=done)
         if self.bar.disable and time.monotonic() - self._last >= EVERY:
             self._last = time.monotonic()
-            unknown = self.task.time_remaining is None or done >= total
-            left = "" if unknown else f", {round(self.task.time_remaining)} s left"
+            seconds = self.task.time_remaining
+            left = "" if seconds is None or done >= total else f", {round(seconds)} s left"
             terminal().print(f"{self.task.description}: {done}/{total}{left}")
 
     def say(self, phase: str) -> None:

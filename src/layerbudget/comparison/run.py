@@ -299,15 +299,17 @@ def _outcome(test: Mapping[str, Any]) -> str:
 
 def _on_budget(budget: Mapping[str, Any]) -> str:
     """The verdict at one budget: who is better than uniform, which control does as well, who is worse, who is level."""
-    words: dict[str, list[str]] = {"lower": [], "higher": [], "level": []}
+    words: dict[str, list[str]] = {"lower": [], "higher": [], "level": [], "open": []}
     for row in budget["rows"]:
         if row["control"]:
             continue
         found = _outcome(row["versus_uniform"])
         words[found].append(row["name"] + (by_chance(_as_good(budget, row)) if found == "lower" else ""))
-    ahead, behind, level = ("; ".join(w) if k == "lower" else ", ".join(w) for k, w in words.items())
+    ahead, behind, level, unsure = ("; ".join(w) if k == "lower" else ", ".join(w) for k, w in words.items())
     told = f"At {budget['budget']:g}: better than uniform: {ahead or 'none'}; worse: {behind or 'none'}"
-    return f"{told}{f'; level: {level}' if level else ''} (paired over seeds and items, Holm, 5 %)."
+    told += f"; level: {level}" if level else ""
+    told += f"; not told apart: {unsure}" if unsure else ""
+    return f"{told} (paired over seeds and items, Holm, 5 %)."
 
 
 def _as_good(budget: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:

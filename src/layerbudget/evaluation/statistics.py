@@ -95,11 +95,11 @@ class Comparison:
         return f"{a} - {b} = {self.difference:+.{digits}f}{unit} ({interval}, p = {self.p:.2g}, n = {self.n})"
 
     def outcome(self, a: str, b: str, *, lower_is_better: bool = False) -> str:
-        """Who is better, without a number; level where ``p`` is .05 or more, or the difference is too small to matter."""
-        found = outcome(self.difference, p=self.p)
-        if found == "level":
-            return f"{a} is level with {b}"
-        return f"{a} {'beats' if (found == 'higher') != lower_is_better else 'is behind'} {b}"
+        """Who is better, without a number; level where the difference is too small to matter, open where ``p`` is .05 or more."""
+        result = outcome(self.difference, p=self.p)
+        if result in ("level", "open"):
+            return f"{a} {'is level with' if result == 'level' else 'cannot be told from'} {b}"
+        return f"{a} {'beats' if (result == 'higher') != lower_is_better else 'is behind'} {b}"
 
     def sentence(self, a: str, b: str, unit: str = "", *, lower_is_better: bool = False) -> str:
         """Say the outcome in one sentence, a null with its power."""

@@ -30,7 +30,7 @@ from ..models.loading import load_tokenizer
 from ..models.machine import computation, versions
 from ..plan import Plan
 from ..planning.card import hub_name, loading, model_card
-from ..records import dumps, made_by, read_json, write_text
+from ..records import dumps, made_by, read_json, to_jsonable, write_text
 from ..storage import folders, reading
 from ..storage.parts import Parts
 from ..storage.writing import check_space, real, whole
@@ -370,4 +370,4 @@ def compare(first: Path | str, second: Path | str, names: tuple[str, str] | None
             "seeds": {**vars(over_seeds), "sentence": seeds} if over_seeds else None,
             "samples": {**vars(over_samples), "sentence": samples},
         }
-    return outcome
+    return to_jsonable(outcome)  # as the file has it: an interval without an end is null

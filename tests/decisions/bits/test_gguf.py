@@ -352,6 +352,7 @@ def test_an_importance_matrix_and_a_source_that_is_quantised(tmp_path, converted
     source, plan = converted / "qwen3_moe.gguf", planned(model, ["Q4_0", "Q5_1"])
     writer, rng = gguf.GGUFWriter(tmp_path / "imatrix.gguf", "imatrix"), np.random.default_rng(0)
     name, sums = "blk.1.ffn_down_exps.weight", np.float32(rng.uniform(0.1, 9.0, (4, 32)))
+    sums[2] = 0.0  # no token reached this expert
     writer.add_type("imatrix")
     writer.add_tensor(f"{name}.in_sum2", sums)
     writer.add_tensor(f"{name}.counts", np.float32([[5], [3], [0], [2]]))

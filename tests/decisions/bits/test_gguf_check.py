@@ -51,8 +51,8 @@ def spoil(monkeypatch, how):
 def swapped(how):
     from layerbudget.decisions.bits.vocabulary import add_vocabulary
 
-    def add(writer, tokenizer, size):
-        notes = add_vocabulary(writer, tokenizer, size)
+    def add(writer, *known):
+        notes = add_vocabulary(writer, *known)
         field = writer.kv_data[0]["tokenizer.ggml.merges"]
         field.value = field.value[: len(field.value) // 2]
         return notes

@@ -190,7 +190,7 @@ def test_a_folder_for_vllm_loads_with_fewer_experts(tmp_path):
     with pytest.raises(InfeasibleBudget) as refused:
         plan_fit(model, data, memory="1 KB", **own)
     least = int(str(refused.value).split("The smallest plan takes ")[1].split(":")[0].replace(",", ""))  # with all experts
-    plan = plan_fit(model, data, memory=f"{least - 1} bytes", **own, experts=True)
+    plan = plan_fit(model, data, memory=f"{int((least - 1) / 0.9)} bytes", **own, experts=True)  # vLLM takes .9 of it
     e = plan.extra["experts"]
     assert e["left"] < 8
     receipt = write_fit(model, plan, tmp_path / "out")

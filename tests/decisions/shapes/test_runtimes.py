@@ -24,6 +24,7 @@ from layerbudget.models.loading import load_model, load_tokenizer
 
 QUICK = {"multiple": 4, "passes": 24.0, "strides": 1, "draws": 1, "batch_size": 4}
 KINDS = ["llama", "llama-tied", "mistral", "qwen2"]
+ALL = ("heads", "mlp")
 
 
 def plain_logits(folder, ids):
@@ -162,8 +163,8 @@ def test_query_heads_that_differ_are_refused(tmp_path):
 def test_even_plans_are_for_every_runtime():
     model = zoo.build("llama")
     asked = [(False, "transformers"), (True, "vllm"), (True, "llama.cpp"), (True, None)]
-    assert all(_alike(model, even, runtime) is True for even, runtime in asked)
-    assert _alike(zoo.build("gemma"), True, "vllm") is True and _alike(model, False, "llama.cpp") is False
+    assert all(_alike(model, even, runtime, ALL) is True for even, runtime in asked)
+    assert _alike(zoo.build("gemma"), True, "vllm", ALL) is True and _alike(model, False, "llama.cpp", ALL) is False
     plan = plan_shapes(model, zoo.tokens(4, 12), "20% flops", runtime="transformers", **QUICK)
     assert not layers_differ(plan)
     check_exportable(model, plan)

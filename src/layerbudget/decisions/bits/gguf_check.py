@@ -76,7 +76,8 @@ def _ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
     """Tokens of a text, or any where there is no tokenizer."""
     config = text_config(config_of(model))
     count = min(TOKENS, int(getattr(config, "max_position_embeddings", None) or TOKENS))
-    found = [] if tokenizer is None else tokenizer(TEXTS[0])["input_ids"][:count]
+    read = [] if tokenizer is None else tokenizer(TEXTS[0])["input_ids"]
+    found = [i for i in read if i < config.vocab_size][:count]  # a tokenizer may have more tokens than its model
     if len(found) < count // 2:
         found = np.random.default_rng(0).integers(0, config.vocab_size, count).tolist()
     return tuple(int(i) for i in found)

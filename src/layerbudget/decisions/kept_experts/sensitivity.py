@@ -238,7 +238,7 @@ def _way(layer: ExpertLayer, x: torch.Tensor) -> str:
     everyone, odds = list(range(layer.count)), layer.odds(x)
     dense = gates = _gates(layer, x, everyone)
     order = torch.randperm(layer.count, generator=draw)[: layer.count - layer.floor].tolist()
-    alone = [([], e) for e in everyone if order]
+    alone: list[tuple[list[int], int]] = [([], e) for e in everyone if order]
     changes, left_out = 0.0, {"given": 0.0, "softmax": np.inf if odds is None else 0.0}
     for gone, expert in (*alone, *((order[:step], e) for step, e in enumerate(order))):
         before, kept = gates if gone else dense, [e for e in everyone if e not in gone]
