@@ -95,7 +95,7 @@ class Comparison:
         return f"{a} - {b} = {self.difference:+.{digits}f}{unit} ({interval}, p = {self.p:.2g}, n = {self.n})"
 
     def outcome(self, a: str, b: str, *, lower_is_better: bool = False) -> str:
-        """Who is better, without a number; level where the difference is too small to matter, open where ``p`` is .05 or more."""
+        """Who is better, without a number; level where the difference is small, not told apart where ``p`` is .05 or more."""
         result = outcome(self.difference, p=self.p)
         if result in ("level", "open"):
             return f"{a} {'is level with' if result == 'level' else 'cannot be told from'} {b}"

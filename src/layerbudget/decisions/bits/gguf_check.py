@@ -48,7 +48,8 @@ def check_file(file: Path, model: nn.Module, tokenizer: Any, formats: Mapping[st
     library = library_file()
     if library is None:
         return "llama.cpp did not load the file: the package xllamacpp is not installed."
-    texts = tuple(text for text in TEXTS if tokenizer is not None and _holds(tokenizer, text))
+    size = text_config(config_of(model)).vocab_size
+    texts = tuple(text for text in TEXTS if tokenizer is not None and _holds(tokenizer, text, size))
     ids = () if file.stat().st_size > free_bytes() else _ids(model, tokenizer)
     try:
         tokens, raw = ask(library, file, texts=texts, ids=ids)
@@ -83,15 +84,16 @@ def _ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
     return tuple(int(i) for i in found)
 
 
-def _holds(tokenizer: Any, text: str) -> bool:
-    """Whether a vocabulary has all letters of a text; toys lack some, and what becomes of these is nobody's rule."""
+def _holds(tokenizer: Any, text: str, size: int) -> bool:
+    """Whether a file's vocabulary of that size has all tokens of a text, and they all its letters; toys lack some of both."""
 
     def letters(text: str) -> str:
         return "".join(
             c for c in unicodedata.normalize("NFKD", text.casefold()) if not unicodedata.combining(c) and not c.isspace()
         )
 
-    return letters(tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True)) == letters(text)
+    ids = tokenizer(text)["input_ids"]
+    return max(ids, default=0) < size and letters(tokenizer.decode(ids, skip_special_tokens=True)) == letters(text)
 
 
 def _check_tokens(texts: tuple[str, ...], theirs: list[list[int]], tokenizer: Any) -> None:
