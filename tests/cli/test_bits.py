@@ -8,6 +8,7 @@ import shlex
 import shutil
 
 import pytest
+from tests import zoo
 
 import layerbudget as lb
 from layerbudget.cli import main
@@ -39,6 +40,15 @@ def plan(folder):
     ]
     assert main(["plan", "bits", "demo", *words, *SMALL, "-o", str(folder / "bits.json")]) == 0
     return folder / "bits.json"
+
+
+@pytest.fixture(scope="module")
+def source(folder):
+    """A GGUF file of the model in 16 bits, as a conversion writes it."""
+    plan, quick = str(folder / "f16.json"), [*SMALL, "--set", "draws=1", "--set", "check=0"]
+    assert main(["plan", "bits", "demo", "--bits", "16", "--format", "gguf", "--formats", "F16", *quick, "-o", plan]) == 0
+    assert main(["apply", "demo", plan, "--quiet", "-o", str(folder / "F16")]) == 0
+    return folder / "F16" / "model.gguf"
 
 
 def document(capsys, *words):
@@ -93,18 +103,20 @@ def test_a_file_that_would_not_fit_on_the_disk_is_not_made(folder, plan, capsys,
     assert not (folder / "nowhere").exists()
 
 
-def test_a_gguf_file_gets_its_rounding_from_the_inputs_of_its_model(folder, capsys):
+def test_a_gguf_file_gets_its_rounding_from_the_inputs_of_its_model(tmp_path, capsys):
     """The same tensors as the model's own file; text beside a file alone is refused with what works."""
     gguf = pytest.importorskip("gguf")
-    quick = [*SMALL, "--set", "draws=1", "--set", "check=0"]
+    folder, model, quick = tmp_path, tmp_path / "model", [*SMALL, "--set", "draws=1", "--set", "check=0", "--format", "gguf"]
+    zoo.build("llama", hidden_size=64, intermediate_size=64, vocab_size=2048).save_pretrained(model)
+    lb.load_tokenizer("demo").save_pretrained(model)
     plain, fine, place = folder / "f16.json", folder / "feedback.json", folder / "own"
-    document(capsys, "plan", "bits", "demo", "--bits", "16", "--format", "gguf", "--formats", "F16", *quick, "-o", plain)
-    document(capsys, "apply", "demo", plain, "--quiet", "-o", folder / "F16")
-    told = document(capsys, "plan", "bits", "demo", "--bits", "6", "--format", "gguf", "--method", "gptq", *quick, "-o", fine)
-    assert told["next"] == f"layerbudget apply demo {fine} -o DIR"
-    document(capsys, "apply", "demo", fine, *SMALL, "-o", place)
+    document(capsys, "plan", "bits", model, "--bits", "16", "--formats", "F16", *quick, "-o", plain)
+    document(capsys, "apply", model, plain, "--quiet", "-o", folder / "F16")
+    told = document(capsys, "plan", "bits", model, "--bits", "6", "--method", "gptq", *quick, "-o", fine)
+    assert told["next"] == f"layerbudget apply {model} {fine} -o DIR"
+    document(capsys, "apply", model, fine, *SMALL, "-o", place)
     source, out = folder / "F16" / "model.gguf", folder / "planned.gguf"
-    done = document(capsys, "apply", source, fine, "--set", "inputs=demo", *SMALL, "-o", out)
+    done = document(capsys, "apply", source, fine, "--set", f"inputs={model}", *SMALL, "-o", out)
     assert done["method"] == "gptq" and done["planned"] == done["bytes"]
     own, placed = ({t.name: t.data.tobytes() for t in gguf.GGUFReader(f).tensors} for f in (place / "model.gguf", out))
     assert own == placed
@@ -113,25 +125,19 @@ def test_a_gguf_file_gets_its_rounding_from_the_inputs_of_its_model(folder, caps
     assert "--set inputs=MODEL reads text" in said and not (folder / "no.gguf").exists()
 
 
-def test_a_gguf_file_that_gets_a_fit_is_said_to_cost_what_was_measured_of_both(folder, capsys):
+def test_a_gguf_file_that_gets_a_fit_is_said_to_cost_what_was_measured_of_both(folder, source, capsys):
     """The weights alone were named, which nothing had measured; and the command that follows left the cache out."""
-    pytest.importorskip("gguf")
-    plain, fit = folder / "plain.json", folder / "both.json"
-    quick = [*SMALL, "--set", "draws=1"]
-    sixteen = ["--bits", "16", "--format", "gguf", "--formats", "F16", "--set", "check=0"]
-    document(capsys, "plan", "bits", "demo", *sixteen, *quick, "-o", plain)
-    document(capsys, "apply", "demo", plain, "--quiet", "-o", folder / "sixteen")
+    fit, quick = folder / "both.json", [*SMALL, "--set", "draws=1"]
+    capsys.readouterr()
     given = ["--memory", "8 MiB", "--context", "64", "--formats", "Q4_0,Q8_0", "--set", "check=1"]
     document(capsys, "plan", "fit", "demo", *given, *quick, "-o", fit)
-    done = document(capsys, "apply", folder / "sixteen" / "model.gguf", fit, "-o", folder / "fit.gguf")
+    done = document(capsys, "apply", source, fit, "-o", folder / "fit.gguf")
     check = json.loads(fit.read_text())["extra"]["check"]["rows"]
     cost = f"{check[json.loads(fit.read_text())['rule']]['kl']:.3g} nats per token were measured on held-out text"
     assert cost in done["verdict"] and "--cache-type-k" in done["next"]
 
 
 def test_a_model_that_is_not_written_as_gguf_gets_the_way_that_works(tmp_path, capsys):
-    from tests import zoo
-
     model, tokenizer = zoo.build("gpt-neox", hidden_size=64, intermediate_size=64, vocab_size=2048), lb.load_tokenizer("demo")
     model.save_pretrained(tmp_path / "neox")
     tokenizer.save_pretrained(tmp_path / "neox")
@@ -270,14 +276,14 @@ def test_a_plan_from_scores_that_were_kept_knows_its_text(folder, plan, capsys):
     assert "--samples" not in again.made_by
 
 
-def test_one_file_is_replaced_and_never_the_one_that_is_read(folder, capsys, tmp_path):
+def test_one_file_is_replaced_and_never_the_one_that_is_read(source, capsys, tmp_path):
     gguf = pytest.importorskip("gguf")
     quick = [*SMALL, "--set", "draws=1", "--set", "check=0", "--format", "gguf"]
-    plain, eight = tmp_path / "f16.json", tmp_path / "q8.json"
-    document(capsys, "plan", "bits", "demo", "--bits", "16", "--formats", "F16", *quick, "-o", plain)
+    eight, place = tmp_path / "q8.json", tmp_path / "F16"
+    shutil.copytree(source.parent, place)
+    capsys.readouterr()
     document(capsys, "plan", "bits", "demo", "--bits", "9", "--formats", "Q8_0", *quick, "-o", eight)
-    document(capsys, "apply", "demo", plain, "--quiet", "-o", tmp_path / "F16")
-    source, out = tmp_path / "F16" / "model.gguf", tmp_path / "planned.gguf"
+    source, out = place / "model.gguf", tmp_path / "planned.gguf"
     out.write_bytes(b"GGUF of somebody else")
     assert "exists already" in sentence(capsys, "apply", source, eight, "-o", out)
     for _ in range(2):
@@ -286,10 +292,10 @@ def test_one_file_is_replaced_and_never_the_one_that_is_read(folder, capsys, tmp
     (tmp_path / "link.gguf").symlink_to(source)
     (tmp_path / "twin.gguf").hardlink_to(source)
     before = source.read_bytes()
-    for same in (source, tmp_path / "link.gguf", tmp_path / "twin.gguf", tmp_path / "F16" / ".." / "F16" / "model.gguf"):
+    for same in (source, tmp_path / "link.gguf", tmp_path / "twin.gguf", place / ".." / "F16" / "model.gguf"):
         assert "is the same" in sentence(capsys, "apply", source, eight, "-o", same, "--overwrite")
-    assert "is the same" in sentence(capsys, "apply", source, eight, "-o", tmp_path / "F16", "--overwrite")
-    assert "is the same" in sentence(capsys, "apply", tmp_path / "F16", eight, "-o", tmp_path / "F16", "--overwrite")
+    assert "is the same" in sentence(capsys, "apply", source, eight, "-o", place, "--overwrite")
+    assert "is the same" in sentence(capsys, "apply", place, eight, "-o", place, "--overwrite")
     assert source.read_bytes() == before
     assert "becomes a folder" in sentence(capsys, "apply", "demo", eight, "-o", tmp_path / "demo.gguf")
 

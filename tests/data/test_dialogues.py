@@ -79,24 +79,6 @@ def test_a_template_that_rewrites_earlier_turns_still_shows_the_answers(chatty):
         dialogue(ROWS["messages"], "messages", chatty)
 
 
-def test_tokens_and_mask_are_trls(chatty, tmp_path):
-    """The same rows through TRL's own preparation: the same tokens, the same tokens learned."""
-    trl = pytest.importorskip("trl")
-    import datasets
-
-    rows = [{"prompt": CHAT[:2], "completion": CHAT[2:3]}, {"prompt": CHAT[:4], "completion": CHAT[4:]}]
-    plain = [ROWS["prompt and completion"], {"prompt": "one two", "completion": " three"}]
-    for kind in (rows, plain):
-        config = trl.SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], max_length=400)
-        trainer = trl.SFTTrainer(
-            model=zoo.speaker("llama"), args=config, train_dataset=datasets.Dataset.from_list(kind), processing_class=chatty
-        )
-        ours = encode([(r, "here") for r in kind], chatty, limit=400)
-        for mine, theirs in zip(ours, trainer.train_dataset, strict=True):
-            assert list(mine.input_ids) == theirs["input_ids"]
-            assert list(mine.labels) == theirs["labels"]
-
-
 def test_every_kind_of_file_gives_the_same_tokens(tmp_path, tokenizer):
     datasets = pytest.importorskip("datasets")
     rows = [{"prompt": f"{i} + {i} =", "completion": f" {2 * i}"} for i in range(6)]

@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-from tests import zoo
 
 from layerbudget.data.dialogues import dialogue
 from layerbudget.data.encoding import IGNORE, encode
@@ -147,22 +146,6 @@ def test_a_template_that_marks_its_answers_is_believed(shipped, name):
         )  # fmt: skip
         assert list(mine.input_ids) == wanted["input_ids"], what
         assert [v != IGNORE for v in mine.labels] == [bool(on) for on in wanted["assistant_masks"]], what
-
-
-def test_labels_are_those_of_trls_trainer(shipped, tmp_path):
-    trl = pytest.importorskip("trl")
-    import datasets
-
-    tokenizer = letters(shipped("phi3"))
-    rows = [{"messages": ROWS[what]} for what in ("several turns", "ends with a question", "begins with an answer")]
-    config = trl.SFTConfig(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], max_length=400, assistant_only_loss=True
-    )  # fmt: skip
-    trainer = trl.SFTTrainer(
-        model=zoo.speaker("llama"), args=config, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer
-    )
-    for mine, theirs in zip(encode([(r, "here") for r in rows], tokenizer, limit=400), trainer.train_dataset, strict=True):
-        assert list(mine.input_ids) == theirs["input_ids"] and list(mine.labels) == theirs["labels"]
 
 
 def test_every_answer_is_learned_with_its_stop():

@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 LAUNCHED = """
 import json, sys
 sys.path.insert(0, {root!r})
+sys.modules["hqq"] = None  # transformers imports it where it is installed, and with it torch's compilers, for seconds
 from layerbudget.cli import main
 from layerbudget.execution.processes import join, leave
 from tests.execution.test_processes import everything

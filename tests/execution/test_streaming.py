@@ -192,6 +192,7 @@ def test_the_command_line_streams(folders, tmp_path):
 
 MEMORY = """
 import sys, torch
+sys.modules["hqq"] = None  # transformers imports it where it is installed, and with it torch's compilers, for seconds
 from layerbudget.models.loading import load_model
 from layerbudget.models.blocks import partition
 from layerbudget.sensitivity.gain import score

@@ -96,6 +96,9 @@ def quantise(weight: np.ndarray, name: str, importance: np.ndarray | None = None
         library.ggml_quantize_chunk(kind, values[start:].ctypes.data, out[start:].ctypes.data, 0, count, columns, given)
 
     spans = [s for s in np.array_split(np.arange(rows), max(1, threads)) if len(s)]
+    if len(spans) == 1:  # a thread of its own would cost more than a small block
+        part(spans[0])
+        return out
     with ThreadPoolExecutor(len(spans)) as pool:
         list(pool.map(part, spans))
     return out

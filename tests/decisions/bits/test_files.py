@@ -222,7 +222,7 @@ def test_llama_cpp_computes_the_same(tmp_path):
 )
 def test_the_types_that_people_download(tmp_path, formats, bits):
     """Rows that 256 divides: K, IQ and FP4 types, codes by error feedback; transformers reads the rounded model."""
-    size = {**WIDE, "hidden_size": 256, "intermediate_size": 512}
+    size = {**WIDE, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
     model, dense, text = zoo.build("llama", **size), zoo.build("llama", **size), zoo.tokens(24, 24, vocabulary=96)
     own = {"family": "gguf", "draws": 1, "method": "gptq", "formats": formats}
     plan = plan_bits(rounding_damage(model, text, **own), bits=bits)

@@ -157,7 +157,7 @@ def test_what_scales_all_weights_is_taken_apart(method):
 
 def test_with_feedback_two_lattices_are_measured():
     """The errors of codes that say several weights do not follow from those of single numbers."""
-    model, data = zoo.build("llama", hidden_size=256, intermediate_size=256, num_hidden_layers=2), zoo.tokens(12, 16)
+    model, data = zoo.build("llama", hidden_size=256, intermediate_size=256, num_hidden_layers=1), zoo.tokens(12, 16)
     options = {"family": "gguf", "formats": ["IQ2_XS", "IQ2_S", "Q2_K", "IQ3_S", "Q4_K"], "method": "gptq", "draws": 8}
     scores, every = (rounding_damage(model, data, whole=w, **options) for w in (False, True))
     assert {"IQ2_S", "IQ3_S"} <= set(scores.extra["choices"]["anchors"])
