@@ -31,7 +31,7 @@ def files(tmp_path_factory):
 @pytest.fixture(scope="module")
 def stock(files, tmp_path_factory):
     """The harness's own definitions, in a folder for --include_path, reading the same rows through its own file loader."""
-    index, d = harness._task_manager().task_index, tmp_path_factory.mktemp("stock")
+    index, d = harness._task_manager(list(harness.LOCAL)).task_index, tmp_path_factory.mktemp("stock")
     for task in SEVEN:
         rows, split = harness.local_rows(task, files), harness.LOCAL[task][2]
         (d / f"{task}.json").write_text("\n".join(json.dumps(r) for r in rows))

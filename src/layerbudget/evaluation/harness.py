@@ -111,14 +111,27 @@ def one_class(answers: Sequence[int], options: Sequence[int]) -> int | None:
     return int(answers[0]) if same else None
 
 
+def _task_manager(tasks: Sequence[str]) -> Any:
+    """The harness's index of some tasks: of those with local rows their own folders, else of all, which are thousands of files."""
+    if set(tasks) <= set(LOCAL):
+        index = _index(tuple(sorted({task.partition("_")[0] for task in tasks})))
+        if set(tasks) <= set(index.all_subtasks):
+            return index
+    return _index(())
+
+
 @functools.cache
-def _task_manager() -> Any:
-    """The harness's index of tasks: thousands of files, so it is read once."""
+def _index(folders: tuple[str, ...]) -> Any:
+    """The harness's index of the tasks in folders of these names, of all without any; it is read once."""
     try:
-        from lm_eval.tasks import TaskManager
+        import lm_eval.tasks as stock
     except ImportError as error:
         raise MissingDependency("Tasks need lm-eval.", "", 'pip install "layerbudget[eval]".') from error
-    return TaskManager()
+    if not folders:
+        return stock.TaskManager()
+    home = Path(stock.__file__).parent
+    paths = [path for name in folders for pattern in (name, f"*/{name}") for path in home.glob(pattern) if path.is_dir()]
+    return stock.TaskManager(include_path=paths, include_defaults=False)
 
 
 def _definition(task: str, data_dir: Path | str | None, index: Any) -> str | dict[str, Any]:
@@ -136,7 +149,7 @@ def _definition(task: str, data_dir: Path | str | None, index: Any) -> str | dic
 
 def local_tasks(tasks: Sequence[str], data_dir: Path | str) -> dict[str, Any]:
     """The harness's own task objects, built from its own definitions, with their rows from local files."""
-    manager = _task_manager()
+    manager = _task_manager(tasks)
     return {t: manager.load([_definition(t, data_dir, manager.task_index)])["tasks"][t] for t in tasks}
 
 
@@ -209,7 +222,7 @@ def evaluate_tasks(
     """
     if limit is not None and limit < 1:
         raise InvalidInput(f"limit is {limit}.", "It is at least 1.", "Leave it out for all examples.")
-    manager = _task_manager()
+    manager = _task_manager(tasks)
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
