@@ -94,7 +94,7 @@ def run_page(page, shelf, tmp_path_factory, monkeypatch, capsys) -> list[tuple[s
 
 @pytest.mark.parametrize("page", [p if p in FAST else pytest.param(p, marks=pytest.mark.slow) for p in PAGES if lines_of(p)])
 def test_the_commands_of_a_page_run_as_they_are_written(page, shelf, tmp_path_factory, monkeypatch, capsys):
-    """In small sizes: texts are cut to four sequences of 32 tokens, trainings to one epoch. Nothing else is changed."""
+    """In small sizes (``shrink``): short texts, one epoch, and no memory is too large for a plan. Nothing else is changed."""
     undo = shrink()
     try:
         times = run_page(page, shelf, tmp_path_factory, monkeypatch, capsys)

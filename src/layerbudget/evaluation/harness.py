@@ -117,7 +117,7 @@ def _task_manager() -> Any:
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise MissingDependency("Tasks need lm-eval.", "", 'pip install "layerbudget[eval]".') from error
+        raise MissingDependency("Tasks need lm-eval.", "", "pip install '.[eval]' in the clone.") from error
     return TaskManager()
 
 
