@@ -24,7 +24,8 @@ ELSEWHERE = {
     "pip install .": "installs",
     "pip install '.[bits]'": "installs from the network",
     "pip install '.[cache]'": "installs from the network",
-    "torchrun --nproc-per-node 4 -m layerbudget score MODEL --estimator rank-gain --by linear -o scores.json": "four processes",
+    "torchrun --nproc-per-node 4 -m layerbudget score MODEL --estimator rank-gain --by linear --data my.jsonl "
+    "-o scores.json": "four processes",
     "torchrun --nproc-per-node 4 -m layerbudget finetune MODEL ranks.json --data my.jsonl -o planned": "four processes",
     "accelerate launch -m layerbudget apply MODEL plan.json -o pruned": "needs a configured launcher",
     "accelerate launch --num_processes 4 --mixed_precision no -m layerbudget finetune MODEL ranks.json "

@@ -19,7 +19,7 @@ from layerbudget.plan import Plan, PlanBlock
 from layerbudget.records import dumps, write_text
 from layerbudget.report.data import _memory, charts_of, solved_grid, walked_grid
 from layerbudget.report.page import build_page, write_report
-from layerbudget.report.records import explained, gather
+from layerbudget.report.records import Found, explained, gather, headline_of
 from layerbudget.report.tables import grid_of
 
 BROWSER = next((b for b in ("chromium", "chromium-browser", "google-chrome", "chrome") if shutil.which(b)), None)
@@ -72,6 +72,17 @@ def by_rank():
     scores = zoo.scores([3.0, 2.0, 1.0, 4.0])
     curves = [[g / (1 + i) ** 2 for i in range(40)] for g in scores.gain[0]]
     return dataclasses.replace(scores, extra={"increments": [curves]})
+
+
+def test_the_page_of_a_trained_adapter_says_what_its_plan_says_of_few_rows():
+    """Plan and table advised uniform, and the page of what was trained by it was silent."""
+    plan = plan_ranks(dataclasses.replace(by_rank(), data={"samples": 40, "length": 8}), mean_rank=4)
+    metrics = {"held_out": {"loss": {"value": 2.0, "stderr": None}}}
+    tuned = {"metric": "loss", "metrics": metrics, "seeds": [0], "task": "rows", "kind": "ranks", "rule": "by-rank"}
+    few, level = "40 scored rows, fewer than 64, do not tell ranks apart: take uniform, or score more rows.", "They are level."
+    for against, told in ({}, few), ({"held_out": {"verdict": level}}, level):
+        found = Found(folder="x", tuned={**tuned, "against": against}, plans={"plan.json": plan})
+        assert headline_of(found)[1].endswith(told)
 
 
 def walked():
