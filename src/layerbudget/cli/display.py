@@ -145,8 +145,8 @@ class Progress:
         self.bar.update(self.task.id, completed=done)
         if self.bar.disable and time.monotonic() - self._last >= EVERY:
             self._last = time.monotonic()
-            unknown = self.task.time_remaining is None or done >= total
-            left = "" if unknown else f", {round(self.task.time_remaining)} s left"
+            remaining = None if done >= total else self.task.time_remaining
+            left = "" if remaining is None else f", {round(remaining)} s left"
             terminal().print(f"{self.task.description}: {done}/{total}{left}")
 
     def say(self, phase: str) -> None:

@@ -12,7 +12,7 @@ treatment (:mod:`layerbudget.sensitivity.directional.terms`). The table ``p`` is
 the damage of *any* set takes no more than a look at the router. Experts go one after the other, each time the one that leaves
 the least damage *of the whole set*: what one expert loses by another's absence is in it.
 
-Which tokens an absent expert matters to depends on the router, and is found by trying it (:func:`_way`): only those that were
+Which tokens an absent expert matters to depends on the router, and is found by trying it (``_way``): only those that were
 given it, where weights are normalised; all of them, each by one factor, where weights are a softmax over all experts; or
 any token in any way, where the choice depends on that softmax.
 
@@ -238,7 +238,7 @@ def _way(layer: ExpertLayer, x: torch.Tensor) -> str:
     everyone, odds = list(range(layer.count)), layer.odds(x)
     dense = gates = _gates(layer, x, everyone)
     order = torch.randperm(layer.count, generator=draw)[: layer.count - layer.floor].tolist()
-    alone = [([], e) for e in everyone if order]
+    alone: list[tuple[list[int], int]] = [([], e) for e in everyone if order]
     changes, left_out = 0.0, {"given": 0.0, "softmax": np.inf if odds is None else 0.0}
     for gone, expert in (*alone, *((order[:step], e) for step, e in enumerate(order))):
         before, kept = gates if gone else dense, [e for e in everyone if e not in gone]
