@@ -35,24 +35,39 @@ def words_of(line: str) -> list[str]:
 
 
 def shrink() -> Callable[[], None]:
-    """Let every text that is read have at most four sequences of 32 tokens, and a training one epoch; what undoes that."""
+    """Let every text that is read have at most four sequences of 32 tokens, and a training one epoch; what undoes that.
+
+    A memory that holds the small model in 16 bits, which pages give for large ones, is planned for all the same.
+    """
     from layerbudget.data import text
+    from layerbudget.decisions.fit import plan as fit
     from layerbudget.finetuning import protocol
 
-    whole = text.calibration
+    whole, needed = text.calibration, fit.check_needed
 
     def few(source, tokenizer, *, samples=128, length=256, **options):
         return whole(source, tokenizer, samples=min(samples or 4, 4), length=min(length, 32), **options)
 
-    def put(old, new, default):
+    def planned(ready, terms):
+        """Refuse no memory."""
+
+    def put(old, new):
         for module in [m for n, m in list(sys.modules.items()) if n.startswith("layerbudget") and m is not None]:
-            if vars(module).get("calibration") is old:
-                module.calibration = new
-        protocol.PRESETS["default"] = default
+            if vars(module).get(old.__name__) is old:
+                setattr(module, old.__name__, new)
 
     usual = protocol.PRESETS["default"]
-    put(whole, few, usual.changed({"epochs": 1.0}))
-    return lambda: put(few, whole, usual)
+    few.__name__, planned.__name__ = whole.__name__, needed.__name__
+    put(whole, few)
+    put(needed, planned)
+    protocol.PRESETS["default"] = usual.changed({"epochs": 1.0})
+
+    def undo():
+        put(few, whole)
+        put(planned, needed)
+        protocol.PRESETS["default"] = usual
+
+    return undo
 
 
 def part() -> int:

@@ -24,7 +24,8 @@ ELSEWHERE = {
     "pip install .": "installs",
     "pip install '.[bits]'": "installs from the network",
     "pip install '.[cache]'": "installs from the network",
-    "torchrun --nproc-per-node 4 -m layerbudget score MODEL --estimator rank-gain --by linear -o scores.json": "four processes",
+    "torchrun --nproc-per-node 4 -m layerbudget score MODEL --estimator rank-gain --by linear --data my.jsonl "
+    "-o scores.json": "four processes",
     "torchrun --nproc-per-node 4 -m layerbudget finetune MODEL ranks.json --data my.jsonl -o planned": "four processes",
     "accelerate launch -m layerbudget apply MODEL plan.json -o pruned": "needs a configured launcher",
     "accelerate launch --num_processes 4 --mixed_precision no -m layerbudget finetune MODEL ranks.json "
@@ -94,7 +95,7 @@ def run_page(page, shelf, tmp_path_factory, monkeypatch, capsys) -> list[tuple[s
 
 @pytest.mark.parametrize("page", [p if p in FAST else pytest.param(p, marks=pytest.mark.slow) for p in PAGES if lines_of(p)])
 def test_the_commands_of_a_page_run_as_they_are_written(page, shelf, tmp_path_factory, monkeypatch, capsys):
-    """In small sizes: texts are cut to four sequences of 32 tokens, trainings to one epoch. Nothing else is changed."""
+    """In small sizes (``shrink``): short texts, one epoch, and no memory is too large for a plan. Nothing else is changed."""
     undo = shrink()
     try:
         times = run_page(page, shelf, tmp_path_factory, monkeypatch, capsys)

@@ -165,7 +165,7 @@ def _lora_config(plan: Plan, alpha_policy: str, dropout: float) -> Any:
 
         return to_lora_config(plan, alpha_policy=alpha_policy, dropout=dropout)
     except ImportError as error:
-        raise MissingDependency("A LoraConfig needs peft.", "", 'pip install "layerbudget[peft]".') from error
+        raise MissingDependency("A LoraConfig needs peft.", "", "pip install '.[peft]' in the clone.") from error
 
 
 @export(

@@ -286,7 +286,7 @@ class BlockRecord(Record):
 
     @property
     def digest(self) -> str:
-        """Content hash of the record, without what says where it is from: versions and command, and the text of a plan."""
+        """Content hash of the record, without what says where it is from (versions and command, and the text of a plan)."""
         return digest({k: v for k, v in self.to_dict().items() if k not in self.aside})
 
     def _column(self, name: str, dtype: Any) -> np.ndarray:

@@ -105,7 +105,7 @@ def test_a_long_path_is_printed_whole_and_as_it_is(tmp_path, capsys, monkeypatch
     path.parent.mkdir(parents=True)
     zoo.scores([3.0, 1.0]).save(tmp_path / "scores.json")
     assert main(["report", str(tmp_path), "-o", str(path)]) == 0
-    assert f"written to {path}" in capsys.readouterr().out.splitlines()
+    assert f"Written to {path}." in capsys.readouterr().out.splitlines()
 
 
 def test_ranks_by_the_gain_of_every_further_rank(saved_model, tmp_path, capsys):

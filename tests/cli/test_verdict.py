@@ -252,7 +252,7 @@ def test_scores_that_need_more_text_are_not_planned_next(place, monkeypatch):
     words = shlex.split(lines[-1].removeprefix("Next: "))[1:]
     assert parse(words).handler
     if need.isdigit():
-        assert f"about {need} sequences would do" in lines[-2] and words[words.index("--samples") + 1] == need
+        assert f"about {int(need):,} sequences would do)" in lines[-2] and words[words.index("--samples") + 1] == need
     else:
         assert {"excess": "--excess", "uniform": "uniform", "": "plan"}[need] in words
 
@@ -262,6 +262,7 @@ def test_the_verdict_of_ranks_says_what_noise_alone_would_give(place, monkeypatc
     shown = command_result("score", "MODEL", "--estimator", "rank-gain", *TEXT, "--set", "largest=12", "-o", "gains.json")[1]
     found = re.search(r"Verdict: .* of average loss; at mean rank 8, noise alone would give (\d+)% of the gain", shown)
     assert int(found[1]) == round(100 * plan_ranks(Scores.load("gains.json"), mean_rank=8).extra["noise_share"])
+    assert "4 scored rows, fewer than 64, do not tell ranks apart: the plan says which uniform rank to take." in shown
 
 
 def test_the_verdict_of_imported_scores_names_no_unit_that_there_is_not(place, monkeypatch):

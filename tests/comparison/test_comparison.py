@@ -67,6 +67,7 @@ def test_a_sentence_says_whether_the_first_can_be_told_from_the_second():
         ([row("a", 1, 1), row("b", 2, 3), row("c", 2, 3)], [], " It can be told from the second, b."),
         ([row("a", 1, 2), row("b", 1, 3), row("c", 2, 3)], [], " It cannot be told from the second, b."),
         ([row("a", 1, 1), row("b", 1, 1), row("c", 2, 3)], [["a", "b"]], " It can be told from the second, c."),
+        ([row("a", 1, 1), row("b", 1, 1)], [], " It cannot be told from the second, b."),  # equal values
         ([row("a", 1, 2), row("b", 2, 3), row("c", 1, 3)], [], ""),
         ([row("a", 1, 1)], [], ""),
     ):

@@ -171,7 +171,7 @@ def test_the_doctor_says_what_fits_before_anything_is_loaded(tmp_path, capsys):
     capsys.readouterr()
     assert main(["doctor", str(tmp_path), "--card", "8GiB", "--context", "1M"]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "A context of 1,048,576 tokens is too long. The model reads at most 32768 tokens." in said
+    assert "A context of 1,048,576 tokens is too long. The model reads at most 32,768 tokens." in said
     given = said[said.index("--context ") :].replace(",", "").split()[:2]
     assert main(["doctor", str(tmp_path), "--card", "8GiB", *given]) == 0, "the remedy works"
 

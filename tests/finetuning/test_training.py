@@ -137,6 +137,11 @@ def test_an_adapter_says_what_trained_it(saved_model, rows, tmp_path, capsys):
     assert trained_on(folder) is None
     assert main(["evaluate", folder, "--adapter", adapter, "--perplexity", rows, "--length", "32", "--quiet"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"with the adapter {adapter}, trained on 22 rows of {rows}:" in said
+    assert f"The adapter {adapter} was trained on 22 rows of {rows}." in said
     assert "holds the rows that trained this adapter" in said and "compared with nothing" in said
     assert said.endswith(f"--against {folder}")
+    words = ["--perplexity", rows, "--length", "32", "--against", folder, "--quiet"]
+    assert main(["evaluate", folder, "--adapter", adapter, *words]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"{folder} with the adapter {adapter}: perplexity on {rows}" in said and f"{folder}: perplexity on {rows}" in said
+    assert said.endswith(f"But {rows} holds the rows that trained the adapter: judge it on other rows.")

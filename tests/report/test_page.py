@@ -19,7 +19,7 @@ from layerbudget.plan import Plan, PlanBlock
 from layerbudget.records import dumps, write_text
 from layerbudget.report.data import _memory, charts_of, solved_grid, walked_grid
 from layerbudget.report.page import build_page, write_report
-from layerbudget.report.records import explained, gather
+from layerbudget.report.records import Found, explained, gather, headline_of
 from layerbudget.report.tables import grid_of
 
 BROWSER = next((b for b in ("chromium", "chromium-browser", "google-chrome", "chrome") if shutil.which(b)), None)
@@ -31,7 +31,7 @@ DEMO = [
 ]  # fmt: skip
 
 
-VERSUS = {"difference": -0.1, "low": -0.2, "high": -0.01}
+VERSUS = {"difference": -0.1, "low": -0.2, "high": -0.01, "holm": 0.01}
 PLACE = {"rank_low": 1.0, "rank_high": 2.0, "first": 0.9123456789012345}
 CONTEST = {
     "kind": "sparsity", "unit": "nats per token", "seeds": [0], "held_out": 9, "versions": {"torch": "2"},
@@ -58,10 +58,31 @@ def test_the_page_of_a_grid_has_all_its_rows_in_a_table_and_in_the_picture(tmp_p
     assert "versus_uniform" not in text and "9123456789012345" not in text and "<td>91%</td>" in text
 
 
+def test_the_title_of_a_grid_says_no_more_than_its_verdict(tmp_path):
+    """The first row was the title, though it was level with uniform, or the score was shuffled."""
+    own, shuffled, uniform = CONTEST["budgets"][0]["rows"]
+    level = {**own, "versus_uniform": {**VERSUS, "holm": 0.4}}
+    for rows, end in (([level, uniform], "none is better than uniform"), ([shuffled, own], "a shuffled score is first")):
+        record = {**CONTEST, "budgets": [{"budget": 0.5, "rows": rows}]}
+        (tmp_path / "comparison.json").write_text(json.dumps(record))
+        assert f"<h1>2 plans of sparsity compared: {end}</h1>" in build_page(tmp_path)
+
+
 def by_rank():
     scores = zoo.scores([3.0, 2.0, 1.0, 4.0])
     curves = [[g / (1 + i) ** 2 for i in range(40)] for g in scores.gain[0]]
     return dataclasses.replace(scores, extra={"increments": [curves]})
+
+
+def test_the_page_of_a_trained_adapter_says_what_its_plan_says_of_few_rows():
+    """Plan and table advised uniform, and the page of what was trained by it was silent."""
+    plan = plan_ranks(dataclasses.replace(by_rank(), data={"samples": 40, "length": 8}), mean_rank=4)
+    metrics = {"held_out": {"loss": {"value": 2.0, "stderr": None}}}
+    tuned = {"metric": "loss", "metrics": metrics, "seeds": [0], "task": "rows", "kind": "ranks", "rule": "by-rank"}
+    few, level = "40 scored rows, fewer than 64, do not tell ranks apart: take uniform, or score more rows.", "They are level."
+    for against, told in ({}, few), ({"held_out": {"verdict": level}}, level):
+        found = Found(folder="x", tuned={**tuned, "against": against}, plans={"plan.json": plan})
+        assert headline_of(found)[1].endswith(told)
 
 
 def walked():
@@ -159,7 +180,8 @@ def test_every_kind_of_folder_has_its_headline(folders, pruned):
                    "1 blocks fell and 2 rose as far as one step may", 'data-chart="forecast"'),
         "kept": ("8 experts stay in moe", "<b>0.5</b>", "On other text of this kind: measured 0.008", 'data-chart="forecast"'),
         "tuned": ("rows.jsonl: ranks, rule by-rank", "Before: 2.5000", "is level with", "loss before"),
-        "compared": ("6 plans of sparsity compared: owl(own) is first", 'data-chart="paired"', "The comparison: made"),
+        "compared": ("6 plans of sparsity compared: owl(own) is better than uniform at 0.6", 'data-chart="paired"',
+                     "The comparison: made"),
         "other": ("Results of other", "a&lt;b"),
     }  # fmt: skip
     for name, parts in said.items():

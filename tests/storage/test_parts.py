@@ -96,6 +96,15 @@ def test_cells_are_shared_between_processes(tmp_path):
         Cells(None, (3, 2))
 
 
+def test_only_cells_of_an_earlier_run_count_as_kept(tmp_path):
+    """Two equal plans of one run were said to be measured by an earlier one."""
+    first, again = Cells(tmp_path), Cells(tmp_path)
+    for _ in range(2):
+        assert first.get({"plan": 1}, lambda: {"value": 1.0}) == {"value": 1.0}
+    again.get({"plan": 1}, lambda: {"value": 2.0})
+    assert (first.made, first.kept) == (1, 0) and (again.made, again.kept) == (0, 1)
+
+
 def test_a_grid_says_how_far_it_is(tmp_path):
     """Cells of another grid in the folder do not count, and the same grid again leaves the file as it is."""
     assert standing_of(tmp_path / "none") is None and standing_of(tmp_path) is None

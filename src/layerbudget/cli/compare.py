@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import AlreadyExists, InvalidInput
 from ..registry import Option
 from ..storage import reading
-from .display import expect, progress_bar, say, say_next, show_table
+from .display import expect, progress_bar, say, say_next, show_table, words_of
 from .options import add, add_out, add_set, add_verb, given, load_model, load_tokenizer, refuse, settings, share
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _expect(a: argparse.Namespace, bench: Any, kind: str, names: Sequence[str], 
     held = Text(samples=bench.windows.samples, length=bench.windows.length, batch=bench.batch_size)
     plans = count * (1 + len(names) * len(rules) * (2 if controls else 1))  # uniform and controls too
     scores = [ALIASES.get(name, name) for name in names if not is_file(name)]
-    expect(a, what, bench.model, comparing(text, held, scores, bench.method, seeds=len(a.seeds), plans=plans))
+    expect(a, words_of(what, bench), bench.model, comparing(text, held, scores, bench.method, seeds=len(a.seeds), plans=plans))
 
 
 def _text_bench(a: argparse.Namespace) -> Any:

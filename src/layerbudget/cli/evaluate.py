@@ -73,7 +73,7 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
         other = other or _measured(argparse.Namespace(**{**vars(a), "model": a.against, "adapter": None}))
         found = compare_results(result, other, (a.adapter or a.model, a.against))
         result["against"] = {"model": other["model"], "dtype": other.get("dtype"), **found}
-        found["verdict"] += _on_text((a.model, str(other["model"])), found["perplexity"])
+        found["verdict"] += _on_text((a.model, str(other["model"])), found["perplexity"]) + _on_rows(a)
         say(a, *_on_precision(a, result, other), *found["sentences"], f"Verdict: {found['verdict']}")
     if a.out and is_main():
         write_text(a.out, dumps(result), overwrite=a.overwrite)
@@ -93,6 +93,11 @@ def _on_text(folders: Sequence[str], texts: Iterable[str]) -> str:
             if is_same_text(text, decided):
                 said.append(f" But {text} decided the plan of {folder}, which flatters it: judge it on other text.")
     return "".join(said)
+
+
+def _on_rows(a: argparse.Namespace) -> str:
+    """Words on texts that hold the rows which trained the adapter. Empty without any."""
+    return "".join(f" But {text} holds the rows that trained the adapter: judge it on other rows." for text in a.learned)
 
 
 def _on_precision(a: argparse.Namespace, result: dict[str, Any], other: dict[str, Any]) -> list[str]:
@@ -132,7 +137,8 @@ def _measured(a: argparse.Namespace, models: float = 1.0) -> dict[str, Any]:
     windows = [f"{data.samples} windows of {data.length} tokens of {named[source]}" for source, data in sets.items()]
     parts = [Part("forward", text, times=models) for text in (*texts, *(asked for _ in a.names))]
     expect(a, ", ".join([*windows, *a.names]), model, parts)
-    precision = precision_of(model)
+    precision, a.learned = precision_of(model), []
+    called = f"{a.model} with the adapter {a.adapter}" if a.adapter else a.model
     if a.adapter:
         from ..finetuning.adapters import load_adapter
 
@@ -152,7 +158,7 @@ def _measured(a: argparse.Namespace, models: float = 1.0) -> dict[str, Any]:
         result["perplexity"][source] = found
         size = f"{found['tokens']} tokens, {found['windows']} windows of {found['length']}"
         value = f"{found['value']:.3f}{plus_minus(found['standard_error'], '.3f')}"
-        say(a, f"{a.model}: perplexity on {source} {value} ({CONVENTION}; {size})")
+        say(a, f"{called}: perplexity on {source} {value} ({CONVENTION}; {size})")
         say(a, *([] if a.against else filter(None, [_on_text((a.model,), [source]).strip()])))
     if a.names:
         result |= _tasks(a, model, tokenizer, kept)
@@ -162,15 +168,14 @@ def _measured(a: argparse.Namespace, models: float = 1.0) -> dict[str, Any]:
 
 
 def _on_adapter(a: argparse.Namespace, sets: dict[str, Any]) -> list[str]:
-    """Sentences on what is measured, on the rows that trained the adapter, and on texts that hold those."""
+    """Sentences on the rows that trained the adapter, and on texts that hold those, which are left in ``a.learned``."""
     from ..finetuning.finetune import trained_on
 
-    told, trained = [f"{a.model} with the adapter {a.adapter}:"], trained_on(a.adapter)
-    if trained is not None:
-        told = [f"{a.model} with the adapter {a.adapter}, trained on {trained['rows']} rows of {trained['source']}:"]
-        same = [source for source, data in sets.items() if data.text is not None and data.text == trained["text"]]
-        told += [f"{source} holds the rows that trained this adapter: that is no held-out figure." for source in same]
-    return told
+    if (trained := trained_on(a.adapter)) is None:
+        return []
+    a.learned = [source for source, data in sets.items() if data.text is not None and data.text == trained["text"]]
+    told = [f"The adapter {a.adapter} was trained on {trained['rows']} rows of {trained['source']}."]
+    return told + [f"{source} holds the rows that trained this adapter: that is no held-out figure." for source in a.learned]
 
 
 def _on_cache(name: str) -> list[str]:

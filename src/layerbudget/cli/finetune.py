@@ -176,6 +176,7 @@ def _expect(a: argparse.Namespace, base: Any, plan: Any, task: Any, protocol: Pr
     """Say what will be trained on, and what it will cost; rows of a labelled task count a quarter of the longest allowed."""
     from ..doctor.cost import Text, training
     from ..plans.rank_table import by_rule_of_thumb
+    from ..plans.verdict import advises_uniform, verdict
 
     splits = (("to train on", task.train), *task.evaluation.items())
     rows = ", ".join(f"{len(found)} {_words(split)}" for split, found in splits)
@@ -187,6 +188,8 @@ def _expect(a: argparse.Namespace, base: Any, plan: Any, task: Any, protocol: Pr
         parameters = _adapter_parameters(plan, base)
         sizes = f"{parameters:,} parameters for {learned:,} completion tokens"
         announce(a, f"The adapter has {sizes}. {by_rule_of_thumb(parameters, learned)}")
+    if plan.kind == "ranks" and advises_uniform(plan):
+        announce(a, f"The plan: {verdict(plan).removeprefix('Verdict: ')}")
     steps, seeds = -(-len(task.train) // protocol.batch), ", ".join(map(str, a.seeds))
     what = f"{task.name}: {rows}; {protocol.epochs:g} epochs of {steps} steps, seeds {seeds}"
     expect(a, what, base, training(text, protocol.epochs, len(a.seeds), sum(map(len, task.evaluation.values()))))

@@ -74,5 +74,5 @@ def run_report(a: argparse.Namespace) -> dict[str, Any]:
     from ..report.page import write_report
 
     path = write_report(a.folder, a.out, overwrite=a.overwrite)
-    say(a, f"written to {path}")
+    say(a, f"Written to {path}.")
     return {"output": str(path)}

@@ -109,10 +109,14 @@ def _sentences(scores: Scores) -> list[str]:
 
 def _on_noise(scores: Scores) -> str:
     """Words on how much of the gain of ranks is noise, in the plan that the command which follows makes."""
-    from ..plans.verdict import noise_alone
+    from ..decisions.ranks.plan import FEW
+    from ..plans.verdict import MOSTLY_NOISE, noise_alone
 
-    noise = _noise(scores)
-    return "" if noise is None else f"; at mean rank {_RANK}, {noise_alone(noise)}"
+    noise, scored = _noise(scores), scores.data.get("samples", FEW)
+    told = "" if noise is None else f"; at mean rank {_RANK}, {noise_alone(noise)}"
+    if "increments" not in scores.extra or scored >= FEW or (noise or 0.0) > MOSTLY_NOISE:
+        return told
+    return f"{told}. {scored} scored rows, fewer than {FEW}, do not tell ranks apart: the plan says which uniform rank to take"
 
 
 def _noise(scores: Scores) -> float | None:

@@ -178,7 +178,7 @@ def compare_scores(
 
 def _on_cells(plans: int, kept: int) -> str:
     """How many plans were measured, and what was there from an earlier run."""
-    again = f" {kept} measurements were there from an earlier run." if kept else ""
+    again = f" {kept} measurement{'s were' if kept > 1 else ' was'} there from an earlier run." if kept else ""
     return f"{plans} plans were compared.{again}"
 
 
@@ -327,7 +327,8 @@ def _on_second(budget: Mapping[str, Any]) -> str:
     second = next((r for r in others if r["name"] not in alike), None)
     if second is None or (best["rank_high"] > 1 and second["rank_low"] > 1):
         return ""
-    return f" It {'can' if best['rank_high'] <= 1 else 'cannot'} be told from the second, {second['name']}."
+    apart = best["rank_high"] <= 1 < second["rank_low"]  # equal values share a place
+    return f" It {'can' if apart else 'cannot'} be told from the second, {second['name']}."
 
 
 def flat(result: ScoreComparison) -> list[dict[str, Any]]:

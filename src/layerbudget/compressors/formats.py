@@ -306,4 +306,4 @@ def _need(module: str, what: str, other: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise MissingDependency(what, "", f"Install layerbudget[bits], or {other}.") from error
+        raise MissingDependency(what, "", f"pip install '.[bits]' in the clone, or {other}.") from error

@@ -25,7 +25,7 @@ class CalibrationSet:
     labels: torch.Tensor | None = None
     source: str = "own tensors"  #: What the user named (``stdlib``, a file, a hub dataset).
     seed: int = 0  #: Seed of the sampling.
-    #: Content hash of the whole text of the source, whichever samples are drawn of it: whether two sets are of one text.
+    #: Content hash of the whole text of the source, whichever samples are drawn of it. Equal where two sets are of one text.
     text: str | None = None
     rows: int | None = None  #: Rows of the source, of which samples were drawn; ``None`` where it has no rows of its own.
     completion_tokens: int | None = (

@@ -47,7 +47,7 @@ class Reference:
     train: str  #: split to calibrate on
     test: str  #: split to evaluate on
     joiner: str  #: what stands between two rows
-    rows: int | None = None  #: of the split to evaluate on: the first ones; all where it is None
+    rows: int | None = None  #: first ones of the split to evaluate on; all where it is None
     windows: int | None = None  #: most windows that are evaluated where nobody says how many
     within: bool = False
 

@@ -126,7 +126,7 @@ def _index(folders: tuple[str, ...]) -> Any:
     try:
         import lm_eval.tasks as stock
     except ImportError as error:
-        raise MissingDependency("Tasks need lm-eval.", "", 'pip install "layerbudget[eval]".') from error
+        raise MissingDependency("Tasks need lm-eval.", "", "pip install '.[eval]' in the clone.") from error
     if not folders:
         return stock.TaskManager()
     home = Path(stock.__file__).parent

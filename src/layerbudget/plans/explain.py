@@ -217,7 +217,7 @@ def _on_price(plan: Plan, more: float) -> str:
 def _on_decision(plan: Plan) -> list[str]:
     """How whole numbers were found, and what uniform, a smaller reserve and straight curves would change."""
     e, said = plan.extra, []
-    if r := e.get("rounding"):
+    if (r := e.get("rounding")) and plan.rule != "uniform":
         proof = "proven optimal" if r["exact"] else f"within {r['gap']:.1e} of the best integers"
         said.append(
             f"Whole numbers, {proof}: {'expected gain' if r['method'] == 'increments' else 'utility'} {r['value']:.6g}, and "

@@ -130,7 +130,7 @@ def standing(plan: Plan) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]] |
     against = [base] * (base in damage)
     peer = PEER if PEER in damage else "mix"
     against += [peer] if peer in damage and plan.rule != peer and plan.kind == "bits" else []
-    names = {"choices": "the exact program", **_names(plan), plan.rule: "this plan"}
+    names = {"choices": "the exact program", **names_of(plan), plan.rule: "this plan"}
     rows = list[tuple[str, ...]]()
     for name, (kl, _) in damage.items():
         bytes_of = (f"{size[name]:,}" if name in size else "–",) if size else ()
@@ -231,7 +231,7 @@ def _on_formats(plan: Plan) -> str:
         cost, how = whole["measured"], "measured on held-out text"
         cost, how = (whole["predicted"], "predicted and not checked") if cost is None else (cost, how)
         return f"{size} for {own:.3g} nats per token, predicted; it is a part of a fit that costs {cost:.3g} in all, {how}."
-    names = _names(plan)
+    names = names_of(plan)
     hidden = "mix" if PEER in found else ""  # the file that one has otherwise is said, not the same types with feedback
     rows = [less_than(own, kl, names[n], error) for n, (kl, error) in found.items() if n in names and n != hidden]
     beside = f", {_joined(rows)} within the same limit" if rows else ""
@@ -276,8 +276,8 @@ def _checked(plan: Plan) -> dict[str, tuple[float, float]]:
     return {**others, plan.rule: (e["predicted"], 0.0)}
 
 
-def _names(plan: Plan) -> dict[str, str]:
-    """Words for the baselines of a plan of formats; of a fit with what stays of a smaller model."""
+def names_of(plan: Plan) -> dict[str, str]:
+    """Return words for the baselines of a plan of formats; of a fit with what stays of a smaller model."""
     mix = (plan.extra.get("named") or {}).get("mix") or plan.extra.get("mix")
     types = f"llama.cpp's {mix}" if mix in MIXES else f"the weights as {mix}"
     if PEER in (plan.extra.get("check") or {"rows": {}})["rows"]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from ..decisions.bits.program import PEER
 from ..decisions.bits.reasons import reasons
 from ..decisions.experts.plan import plan_experts
 from ..decisions.ranks.plan import plan_ranks
@@ -16,6 +15,7 @@ from ..decisions.sparsity.plan import default_cap, plan_sparsity
 from ..errors import LayerbudgetError
 from ..kinds import KINDS
 from ..plan import Plan
+from ..plans.verdict import names_of
 from ..records import unit_of
 from ..scores import Scores
 from ..verdicts import less_than
@@ -134,8 +134,7 @@ def _by_share(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
 
 def _by_rule(plan: Plan) -> list[dict[str, Any]]:
     e = plan.extra
-    words = {"mix": f"{e.get('mix')} (llama.cpp)", PEER: f"{e.get('mix')} by llama-quantize"}
-    words |= {"ends": "more for the ends", plan.rule: "the plan"}
+    words = {**names_of(plan), plan.rule: "this plan"}
     predicted = {name: row["predicted"] for name, row in e["baselines"].items()} | {plan.rule: e["predicted"]}
     rows = {name: row for name, row in e["check"]["rows"].items() if not row.get("same")}
     return [_point(words.get(n, n), predicted.get(n), row["kl"], row["kl_error"]) for n, row in rows.items()]

@@ -30,7 +30,7 @@ def new_figure(width: float, height: float) -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingDependency("Figures need matplotlib.", "", 'pip install "layerbudget[report]".') from error
+        raise MissingDependency("Figures need matplotlib.", "", "pip install '.[report]' in the clone.") from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure

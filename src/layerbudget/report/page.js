@@ -24,7 +24,7 @@ function layers(names, x, y) {
     const label = short(name).split(" ")[0].split(".").pop();
     if (label !== before && x(k) - last > 8 + 7 * Math.min(label.length, 8)) {
       out += `<text class="soft" text-anchor="${k ? "middle" : "start"}" x="${k ? x(k) : x(0) - 5}" y="${y}">${esc(label.length > 8 ? label.slice(0, 7) + "…" : label)}<title>${esc(name)}</title></text>`;
-      last = k ? x(k) : x(0) + 5 * Math.min(label.length, 8);
+      last = k ? x(k) : x(0) + 6.5 * Math.min(label.length, 8);
     }
     before = label;
   });
@@ -98,6 +98,14 @@ function network() {
     cell.textContent = v == null ? "–" : named(cell.dataset.k) ? D.formats[cell.dataset.k] : D.word === "sparsity" ? Math.round(100 * v) : num(v);
     cell.setAttribute("aria-label", `${N.names[cell.dataset.k]}: ${named(cell.dataset.k)}${num(v)}`);
   }
+  fit(f.querySelectorAll(".cell"));
+}
+
+// All cells in the size in which the longest word fits.
+function fit(cells) {
+  cells.forEach(c => { c.style.fontSize = ""; });
+  const full = Math.max(0, ...[...cells].map(c => c.scrollWidth / c.clientWidth || 0));
+  if (full > 1) cells.forEach(c => { c.style.fontSize = `${Math.max(6, Math.floor(10 * parseFloat(getComputedStyle(c).fontSize) / full) / 10)}px`; });
 }
 
 function water() {
@@ -196,7 +204,7 @@ function memory() {
 function forecast() {
   const f = figure("forecast");
   if (!f) return;
-  const F = D.forecast, P = F.points, W = width(f), L = Math.min(150, W * .3), row = 26, H = 30 + P.length * row;
+  const F = D.forecast, P = F.points, W = width(f), L = beside(P, W, 210), row = 26, H = 30 + P.length * row;
   const seen = P.flatMap(p => [p.predicted, p.measured, p.measured - (p.error || 0), p.measured + (p.error || 0)]).filter(v => v != null);
   const wide = Math.min(...P.map(p => p.measured)) > 0 && Math.max(...P.map(p => p.measured)) / Math.min(...P.map(p => p.measured)) > 50;
   const least = Math.min(...P.map(p => p.measured).concat(P.map(p => p.predicted).filter(v => v > 0))) / 1.5;
@@ -206,7 +214,7 @@ function forecast() {
   let h = places.map((t, _, all) => `<line class="axis" x1="${x(t)}" x2="${x(t)}" y1="4" y2="${H - 24}"/><text class="soft" text-anchor="middle" x="${x(t)}" y="${H - 8}">${wide ? t.toExponential(0) : mark(t, all)}</text>`).join("");
   P.forEach((p, i) => {
     const y = 18 + i * row, e = p.error || 0, ends = [p.measured + e, p.predicted ?? p.measured];
-    h += `<text text-anchor="end" x="${L - 10}" y="${y + 4}">${esc(wrap(p.label, Math.floor(L / 6.6)))}</text>`;
+    h += called(p.label, L, y);
     if (e) h += `<line x1="${x(p.measured - e)}" x2="${x(p.measured + e)}" y1="${y}" y2="${y}" stroke="var(--hi)" stroke-width="2"/>`;
     h += `<circle class="measured" cx="${x(p.measured)}" cy="${y}" r="5" fill="var(--hi)"><title>measured ${num(p.measured)}</title></circle>`;
     if (p.predicted != null) h += `<circle class="predicted" cx="${x(p.predicted)}" cy="${y}" r="6" fill="none" stroke="var(--warm)" stroke-width="2"><title>predicted ${num(p.predicted)}</title></circle>`;
@@ -215,18 +223,25 @@ function forecast() {
   f.innerHTML = `<svg viewBox="0 0 ${W} ${H}">${h}</svg><p class="tip">${esc(F.note)}</p>`;
 }
 
-const wrap = (label, most) => label.length > most ? label.slice(0, most - 1) + "…" : label;
+// Names at the left of a chart: as wide as they need, up to a share of the chart; a longer one takes two lines.
+const beside = (points, W, most) => Math.min(most, W * .46, 16 + 6.6 * Math.max(...points.map(p => p.label.length)));
+function called(label, L, y) {
+  const most = Math.floor((L - 8) / 6.4), at = label.length > most ? label.lastIndexOf(" ", most) : -1;
+  const lines = at > 0 ? [label.slice(0, at), label.slice(at + 1)] : [label];
+  const spans = lines.map((t, i) => `<tspan x="${L - 10}" dy="${i * 12}">${esc(t.length > most ? t.slice(0, most - 1) + "…" : t)}</tspan>`);
+  return `<text text-anchor="end" y="${y + 10 - 6 * lines.length}">${spans.join("")}<title>${esc(label)}</title></text>`;
+}
 
 function results() {
   const f = figure("results");
   if (!f) return;
-  const R = D.results, P = R.points, W = width(f), L = Math.min(210, W * .46), row = 26, H = 30 + P.length * row;
+  const R = D.results, P = R.points, W = width(f), L = beside(P, W, 230), row = 26, H = 30 + P.length * row;
   const lo = Math.min(...P.map(p => Math.min(p.value - p.error, ...(p.by || [])))), hi = Math.max(...P.map(p => Math.max(p.value + p.error, ...(p.by || []))));
   const pad = (hi - lo || 1) * .08, x = v => L + (W - L - 58) * (v - lo + pad) / (hi - lo + 2 * pad);
   let h = ticks(lo - pad, hi + pad, W < 500 ? 3 : 6).map((t, _, all) => `<line class="axis" x1="${x(t)}" x2="${x(t)}" y1="4" y2="${H - 24}"/><text class="soft" text-anchor="middle" x="${x(t)}" y="${H - 8}">${mark(t, all)}</text>`).join("");
   P.forEach((p, i) => {
     const y = 18 + i * row, col = /uniform|permuted|before|dense/.test(p.label) ? "var(--soft)" : "var(--hi)";
-    h += `<text text-anchor="end" x="${L - 10}" y="${y + 4}">${esc(wrap(p.label, Math.floor(L / 6.6)))}<title>${esc(p.label)}</title></text>`;
+    h += called(p.label, L, y);
     h += `<line x1="${x(p.value - p.error)}" x2="${x(p.value + p.error)}" y1="${y}" y2="${y}" stroke="${col}" stroke-width="2"/><circle cx="${x(p.value)}" cy="${y}" r="5" fill="${col}"/>`;
     (p.by || []).forEach(v => { h += `<circle cx="${x(v)}" cy="${y}" r="2.2" fill="var(--ink)" opacity=".6"/>`; });
     h += `<text x="${x(p.value + p.error) + 8}" y="${y + 4}">${+p.value.toPrecision(4)}</text>`;
@@ -237,14 +252,14 @@ function results() {
 function paired() {
   const f = figure("paired");
   if (!f) return;
-  const P = D.paired.items, W = width(f), L = Math.min(210, W * .46), row = 28, H = 30 + P.length * row;
+  const P = D.paired.items, W = width(f), L = beside(P, W, 230), row = 28, H = 30 + P.length * row;
   const lo = Math.min(0, ...P.map(p => p.low)), hi = Math.max(0, ...P.map(p => p.high)), pad = (hi - lo || 1) * .08;
   const x = v => L + (W - L - 14) * (v - lo + pad) / (hi - lo + 2 * pad);
   let h = ticks(lo - pad, hi + pad, W < 500 ? 3 : 6).map((t, _, all) => `<line class="axis" x1="${x(t)}" x2="${x(t)}" y1="4" y2="${H - 24}"/><text class="soft" text-anchor="middle" x="${x(t)}" y="${H - 8}">${mark(t, all)}</text>`).join("");
   h += `<line x1="${x(0)}" x2="${x(0)}" y1="2" y2="${H - 24}" stroke="var(--ink)"/>`;
   P.forEach((p, i) => {
     const y = 18 + i * row, sure = !p.detail && (p.low > 0 || p.high < 0), col = sure ? "var(--hi)" : "var(--soft)";
-    h += `<text text-anchor="end" x="${L - 10}" y="${y + 4}">${esc(wrap(p.label, Math.floor(L / 6.6)))}<title>${esc(p.label)}</title></text>`;
+    h += called(p.label, L, y);
     h += `<line x1="${x(p.low)}" x2="${x(p.high)}" y1="${y}" y2="${y}" stroke="${col}" stroke-width="3" stroke-linecap="round"/><circle cx="${x(p.value)}" cy="${y}" r="5" fill="${col}"><title>${num(p.value)} (${num(p.low)} to ${num(p.high)})</title></circle>`;
   });
   const words = P.map(p => p.sentence).filter(Boolean).map(s => `<p class="tip">${esc(s)}</p>`).join("");

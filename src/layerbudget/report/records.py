@@ -11,11 +11,11 @@ from ..decisions.fit.parts import parts_of
 from ..errors import LayerbudgetError, NotFound
 from ..kinds import KINDS
 from ..plan import Plan
-from ..plans.verdict import passes_of, verdict
+from ..plans.verdict import advises_uniform, passes_of, verdict
 from ..scores import Scores
 from ..storage import reading
 from ..storage.parts import standing_of
-from ..verdicts import named, plus_minus
+from ..verdicts import named, outcome, plus_minus
 
 # Files of a checkpoint or of a run that are no results.
 _PASSED = (
@@ -153,7 +153,7 @@ def headline_of(found: Found) -> tuple[str, str]:
     result = found.result or {}
     said = str(result.get("verdict") or result.get("sentence") or "")
     if found.tuned is not None:
-        return _tuned_headline(found.tuned)
+        return _tuned_headline(found.tuned, found.plan)
     if found.contest is not None:
         return _contest_headline(found.contest)
     if found.plan is not None:
@@ -165,14 +165,16 @@ def headline_of(found: Found) -> tuple[str, str]:
     return f"Results of {found.folder}", said
 
 
-def _tuned_headline(tuned: Mapping[str, Any]) -> tuple[str, str]:
+def _tuned_headline(tuned: Mapping[str, Any], plan: Plan | None) -> tuple[str, str]:
     metrics = next(iter(tuned["metrics"].values()))
     metric, seeds = metrics[tuned["metric"]], len(tuned["seeds"])
     error, over = plus_minus(metric["stderr"] or 0.0, ".2g"), f"{seeds} seeds" if seeds > 1 else "one seed"
     said = [f"Held-out {tuned['metric']} {metric['value']:.4f}{error} over {over}{named(metric['stderr'])}."]
     if metrics.get("loss_before") is not None:
         said.append(f"Before: {metrics['loss_before']['value']:.4f}.")
-    said += [verdict for split in (tuned.get("against") or {}).values() if (verdict := split.get("verdict"))][:1]
+    against = [split["verdict"] for split in (tuned.get("against") or {}).values() if split.get("verdict")][:1]
+    advised = plan is not None and plan.kind == "ranks" and not against and advises_uniform(plan)
+    said += [f"The plan: {verdict(plan).removeprefix('Verdict: ')}"] if plan is not None and advised else against
     return f"{tuned['task'].rpartition('/')[2]}: {tuned['kind']}, rule {tuned['rule']}", " ".join(said)
 
 
@@ -180,10 +182,20 @@ def _contest_headline(record: Mapping[str, Any]) -> tuple[str, str]:
     kind, seeds = record["kind"], len(record["seeds"])
     if not record["budgets"]:
         return f"A comparison of {kind}, not finished", " ".join(record["sentences"])
-    first = record["budgets"][-1]["rows"][0]["name"]
-    title = f"{sum(len(b['rows']) for b in record['budgets'])} plans of {kind} compared: {first} is first"
+    title = f"{sum(len(b['rows']) for b in record['budgets'])} plans of {kind} compared: {_first(record['budgets'][-1])}"
+    title += f" at {record['budgets'][-1]['budget']:g}" * (len(record["budgets"]) > 1)
     said = [s for s in record["sentences"] if s.startswith(("At ", "First is "))]
     return title, f"{seeds} {'seed' if seeds == 1 else 'seeds'}, {record['held_out']} held-out items. {' '.join(said)}"
+
+
+def _first(budget: Mapping[str, Any]) -> str:
+    """Who leads at a budget, in the words of the verdict: the first row alone is no winner."""
+    rows = budget["rows"]
+    if rows[0]["control"] == "permuted":
+        return "a shuffled score is first"
+    tests = {r["name"]: r["versus_uniform"] for r in rows if not r["control"] and r["versus_uniform"] is not None}
+    ahead = [name for name, test in tests.items() if outcome(test["difference"], p=test["holm"]) == "lower"]
+    return f"{ahead[0]} is better than uniform" if ahead else "none is better than uniform"
 
 
 _TITLES: Mapping[str, Callable[[Plan], str]] = {  # the decision of a plan, which a model's name follows

@@ -120,8 +120,7 @@ def verdict(n: int, z: np.ndarray, share: float, stability: float, needed: float
     if len(z) < 2 or not np.isfinite(stability):
         trust = "there is no ranking to judge"
     elif not usable and needed > n:
-        more = f"about {int(np.ceil(needed))} sequences would do" if np.isfinite(needed) else "no number of sequences would do"
-        trust = f"the top third of the blocks cannot be told from the bottom third ({more})"
+        trust = f"the top third of the blocks cannot be told from the bottom third ({_wanted(n, needed)})"
     elif agreement < AGREE:
         trust = "the gain ranks the blocks by their noise, and what stands above it ranks them otherwise (score --excess)"
     elif usable:
@@ -129,6 +128,14 @@ def verdict(n: int, z: np.ndarray, share: float, stability: float, needed: float
     else:
         trust = "the top third of the blocks can be told from the bottom third, single places cannot"
     return f"{trust}: noise makes up {100 * share:.0f} % of the gain, and {above} of {len(z)} blocks stand above it (z > 2)."
+
+
+def _wanted(n: int, needed: float) -> str:
+    """How many sequences a ranking needs, in words; what to take where they are too many."""
+    if not np.isfinite(needed):
+        return "no number of sequences would do: take uniform"
+    told = f"about {math.ceil(needed):,} sequences would do"
+    return told if needed <= _MOST * n else f"{told}, which are too many: take uniform"
 
 
 def remedy(scores: Scores) -> str:

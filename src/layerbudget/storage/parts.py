@@ -151,8 +151,8 @@ class Cells:
     """The cells of a grid, each measured by one of several processes and found by all of them.
 
     They are kept in a folder, with ``None`` in memory. The process of ``part`` ``(i, n)`` measures every n-th cell, beginning
-    with the i-th (from 1). ``made`` counts cells that were measured here, ``kept`` those that were found. Where they are said
-    to be ``complete``, none is measured.
+    with the i-th (from 1). ``made`` counts cells that were measured here, ``kept`` those that an earlier run had left. Where
+    they are said to be ``complete``, none is measured.
     """
 
     def __init__(self, folder: Path | str | None, part: tuple[int, int] = (1, 1), *, complete: bool = False) -> None:
@@ -170,8 +170,9 @@ class Cells:
         file = None if name in self._memory else self._parts.find(name)
         if file is not None:
             self._memory[name] = json.loads(file.read_text(encoding="utf-8"))
-        if name in self._memory:
             self.kept += 1
+        if name in self._memory:
+            pass
         elif self._complete:
             raise AlreadyExists("The finished run has no such cell.", "", "Choose another folder.")
         elif self._turns.setdefault(name, len(self._turns)) % self.part[1] != self.part[0] - 1:

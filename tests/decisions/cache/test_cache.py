@@ -267,7 +267,7 @@ def test_bad_input_is_one_sentence():
     model, data = zoo.build("llama", **WIDE), zoo.tokens(2, 8, vocabulary=96)
     longest = model.config.max_position_embeddings
     for wrong, said in (
-        ({"context": longest + 1, "bits": 4.0}, f"reads at most {longest} tokens"),
+        ({"context": longest + 1, "bits": 4.0}, f"reads at most {longest:,} tokens"),
         ({"context": 8, "batch": 0, "bits": 4.0}, "batch 0"),
         ({"context": 8, "bits": 4.0, "budget": "1 MB"}, "bits and budget were given together"),
         ({"context": 8, "bits": 4.0, "formats": ["Q4_0"]}, "transformers keeps no Q4_0"),

@@ -268,7 +268,7 @@ def test_a_plan_that_the_check_takes_stands_beside_the_others_with_paired_errors
         assert record["rows"][name]["difference"] == pytest.approx(apart.mean())
         assert record["rows"][name]["difference_error"] == pytest.approx(apart.std(ddof=1) / 8, rel=0.02)
     said = record["verdict"]
-    assert said.startswith("mix has the lowest KL on held-out text, 0.29") and said.count(", level)") == 1
+    assert said.startswith("The mix has the lowest KL on held-out text, 0.29") and said.count(", level)") == 1
     found = Fitted.of(zoo.fit_scores(3), Terms(memory=f"{BUFFERS + 30000} bytes", context=64)).plan("mix")
     plan = dataclasses.replace(found, extra={**found.extra, "check": record, "asked": "choices"})
     assert "program's choice, though they are level, so it was taken." in verdict(plan)

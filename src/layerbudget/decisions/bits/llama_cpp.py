@@ -33,7 +33,7 @@ def ask(
 ) -> tuple[list[list[int]], bytes]:
     """Return the tokens of every text, and the logits after every token of ``ids``: float32, one row of the vocabulary each.
 
-    Tokens are those of :c:func:`llama_tokenize` with special tokens read and added as the file says.
+    Tokens are those of ``llama_tokenize`` with special tokens read and added as the file says.
 
     Args:
         library: The shared object that has llama.cpp's functions.

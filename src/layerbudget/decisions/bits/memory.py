@@ -171,4 +171,5 @@ def check_positions(tokens: int, most: int) -> None:
     """Refuse a context beyond the tokens that a model was made for; 0 where they are not known."""
     if most and tokens > most:
         what = f"A context of {tokens:,} tokens is too long."
-        raise InvalidInput(what, f"The model reads at most {most} tokens.", f"Give the same command --context {most}, or less.")
+        feasible = f"The model reads at most {most:,} tokens."
+        raise InvalidInput(what, feasible, f"Give the same command --context {most}, or less.")

@@ -258,13 +258,14 @@ def describe_rows(rows: np.ndarray, beside: np.ndarray | None = None) -> dict[st
 def verdict(rule: str, best: str, table: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a sentence on the check: the KL of the plan and of the baselines, or which baseline is better."""
     own = table[best]["kl"]
-    words = {"uniform-cache": "one format for the whole cache", PEER: "the mix by llama-quantize"}
+    words = {"mix": "the mix", "uniform-cache": "one format for the whole cache", PEER: "the mix by llama-quantize"}
     parts = [f"{words.get(n, n)} {r['kl']:.4g} ({_difference(r)})" for n, r in table.items() if n != best and not r["same"]]
     parts[-1:] = [f"{each} ({CONVENTION})" if any("+-" in part for part in parts) else each for each in parts[-1:]]
     if best != rule:
         others = ", ".join(parts)
         taken = words.get(best, best)
-        return f"{taken} has the lowest KL on held-out text, {own:.4g} nats per token; beside it {others}. The plan is {taken}."
+        told = f"{taken[0].upper()}{taken[1:]} has the lowest KL on held-out text, {own:.4g} nats per token"
+        return f"{told}; beside it {others}. The plan is {taken}."
     beside = [f"beside it {', '.join(parts)}"] if parts else []
     if alike := [words.get(n, n) for n, r in table.items() if r["same"]]:
         beside.append(f"{' and '.join(alike)} {'choose' if len(alike) > 1 else 'chooses'} the same formats")

@@ -173,5 +173,5 @@ def packed_layers(layers: list[Any], formats: Mapping[int, tuple[CacheFormat, Ca
         try:
             made[i] = PackedLayer(*pair, residual)
         except ImportError as error:
-            raise MissingDependency("A packed cache needs hqq.", "", 'pip install "layerbudget[cache]".') from error
+            raise MissingDependency("A packed cache needs hqq.", "", "pip install '.[cache]' in the clone.") from error
     return made

@@ -12,7 +12,7 @@ treatment (:mod:`layerbudget.sensitivity.directional.terms`). The table ``p`` is
 the damage of *any* set takes no more than a look at the router. Experts go one after the other, each time the one that leaves
 the least damage *of the whole set*: what one expert loses by another's absence is in it.
 
-Which tokens an absent expert matters to depends on the router, and is found by trying it (:func:`_way`): only those that were
+Which tokens an absent expert matters to depends on the router, and is found by trying it (``_way``): only those that were
 given it, where weights are normalised; all of them, each by one factor, where weights are a softmax over all experts; or
 any token in any way, where the choice depends on that softmax.
 
