@@ -31,7 +31,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from program import environment
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import layerbudget as lb
@@ -236,8 +235,12 @@ def stamp() -> str:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     words = " ".join(["python", "benchmarks/cache_llama_cpp.py", *(Path(w).name if "/" in w else w for w in sys.argv[1:])])
     versions = ", ".join(f"{p} {version(p)}" for p in ("xllamacpp", "torch", "transformers"))
+    from program import environment  # of this folder, which is on the path of scripts alone
+
     processor = environment()["cpu"]
-    return f"`{words}`, commit {commit}, {datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}; {processor}, one thread; {versions}."
+    return (
+        f"`{words}`, commit {commit}, {datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}; {processor}, one thread; {versions}."
+    )
 
 
 def main() -> None:
