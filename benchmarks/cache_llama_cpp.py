@@ -57,10 +57,10 @@ COLUMNS = (
 )  # fmt: skip
 HEAD = """# A quantised cache in llama.cpp
 
-KL divergence, nats per token, of a cache with keys and values in one type. Columns of llama.cpp are its own runs beside its own
-run with a cache of 16 bits. Where keys have such a type, llama.cpp also rounds queries to 8 bits, and computes their products
-in whole numbers. No choice of types for the cache changes that but 16 bits for keys, and plans leave it out: so `Q8_0` is
-predicted too low. `ours, queries too` has queries rounded as well. Made by `benchmarks/cache_llama_cpp.py`.
+KL divergence, nats per token, of a cache with keys and values in one type; `+-` is one standard error over windows. llama.cpp
+is compared with itself: its cache in the type beside its cache in 16 bits. Where keys are in a type of blocks, llama.cpp also
+rounds queries to 8 bits. Plans leave that out, so they say too little of `Q8_0`; `ours, queries too` has queries rounded as well.
+Made by `benchmarks/cache_llama_cpp.py`.
 """
 
 
