@@ -412,7 +412,7 @@ def test_plans_keep_to_budgets_and_predict_what_masks_measure():
     with torch.no_grad():
         p, q = (m(**next(data.batches(8))).logits.log_softmax(-1) for m in (model, smaller))
     assert float((p.exp() * (p - q)).sum(-1).mean()) == pytest.approx(measured, rel=1e-3)
-    assert any("14 of 16 experts" in s for s in lb.explain_plan(by_share).sentences)
+    assert any("14 of 24 experts" in s for s in lb.explain_plan(by_share).sentences)
     even = plan_kept_experts(model, data, 0.6, even=True)
     assert set(even.counts) == {4} and "All layers keep as many" in lb.explain_plan(even).sentences[-1]
     with pytest.raises(ModelMismatch):
