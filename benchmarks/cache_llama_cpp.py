@@ -59,8 +59,8 @@ HEAD = """# A quantised cache in llama.cpp
 
 KL divergence, nats per token, of a cache with keys and values in one type; `+-` is one standard error over windows. llama.cpp
 is compared with itself: its cache in the type beside its cache in 16 bits. Where keys are in a type of blocks, llama.cpp also
-rounds queries to 8 bits. Plans leave that out, so they say too little of `Q8_0`; `ours, queries too` has queries rounded as well.
-Made by `benchmarks/cache_llama_cpp.py`.
+rounds queries to 8 bits. Plans leave that out; `ours, queries too` has queries rounded as well, and where it is above `ours`,
+plans say too little. Made by `benchmarks/cache_llama_cpp.py`.
 """
 
 
