@@ -2,10 +2,12 @@
 
     python benchmarks/cache_llama_cpp.py MODEL ... [--data FILE] [--windows 4] [--length 256] [--draws 2] [--out benchmarks/results]
 
-The model is written as a GGUF file of 16 bits. llama.cpp reads the windows with keys and values in 16 bits, and then in one
-type for both; measured is the KL divergence between the two, with flash attention, as it is and with ``LLAMA_ATTN_ROT_DISABLE=1``.
-Ours is the KL divergence from the dense model with keys and values rounded as llama.cpp does; predicted is the sum of the damages
-that a plan would hold, on the same windows. llama.cpp also rounds queries to 8 bits, which is in its figure alone.
+The model is written as a GGUF file of 16 bits. llama.cpp reads the windows with a cache of 16 bits, and then with keys and values
+in one type. Measured is the KL divergence between these two runs of llama.cpp, both with flash attention, with and without
+``LLAMA_ATTN_ROT_DISABLE=1``. Ours is the KL divergence from the dense model with keys and values rounded as llama.cpp does;
+predicted is the sum of the damages that a plan would hold, on the same windows. Where keys have such a type, llama.cpp also
+rounds queries to ``Q8_0``, block by block, to multiply whole numbers; ours is measured with and without that.
+A page has one model after the other: a further run adds its models to the page, and replaces those it has already.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import ctypes
 import datetime
 import math
 import os
+import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -23,17 +27,21 @@ import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import layerbudget as lb
 from layerbudget.compressors.ggml import need_ggml
 from layerbudget.decisions.bits.sensitivity import DenseOutput, mean_and_error
-from layerbudget.decisions.cache.cache import caching, rounding
+from layerbudget.decisions.cache.cache import caching, read_back, rounding
+from layerbudget.decisions.cache.formats import CacheFormat
 from layerbudget.decisions.cache.llama import SWITCH
 from layerbudget.decisions.cache.plan import cache_space
 from layerbudget.decisions.cache.sensitivity import cache_damage
+from layerbudget.decisions.cache.space import CacheSpace
 from layerbudget.decisions.shapes.save import save_gguf
 
 TYPES = ("Q8_0", "Q4_0", "IQ4_NL")
@@ -41,6 +49,19 @@ KINDS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0":
 # Words of llama_context_params: tokens of a context, of a batch and of a micro-batch, flash attention, types of keys and values.
 SIZES, FLASH, CACHE = slice(0, 3), 13, (26, 27)
 DEFAULTS = {0: 512, 1: 2048, 2: 512, 3: 1, 13: 0xFFFFFFFF, 26: 1, 27: 1}
+
+
+COLUMNS = (
+    "type", "predicted", "ours", "ours, queries too", "llama.cpp", f"llama.cpp, {SWITCH}=1", "predicted over llama.cpp",
+    "ours, queries too, over llama.cpp",
+)  # fmt: skip
+HEAD = """# A quantised cache in llama.cpp
+
+KL divergence, nats per token, of a cache with keys and values in one type; `+-` is one standard error over windows. llama.cpp
+is compared with itself: its cache in the type beside its cache in 16 bits. Where keys are in a type of blocks, llama.cpp also
+rounds queries to 8 bits. Plans leave that out; `ours, queries too` has queries rounded as well, and where it is above `ours`,
+plans say too little. Made by `benchmarks/cache_llama_cpp.py`.
+"""
 
 
 class _Options(ctypes.Structure):
@@ -133,6 +154,21 @@ def _switched(rotate: bool) -> Iterator[None]:
             os.environ[SWITCH] = before
 
 
+@contextlib.contextmanager
+def queries_rounded(form: CacheFormat) -> Iterator[None]:
+    """Attention reads queries that are rotated and rounded as keys of a format are."""
+    plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def attend(module: torch.nn.Module, query: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        return plain(module, read_back(query, form, 0), *rest, **more)
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = plain
+
+
 def divergence(dense: np.ndarray, now: np.ndarray) -> float:
     """Mean KL divergence of rows of logits, nats; the last token predicts nothing."""
     p, q = (torch.log_softmax(torch.from_numpy(x[:-1]), -1) for x in (dense, now))
@@ -151,31 +187,60 @@ def in_llama(file: Path, windows: list[list[int]]) -> dict[str, tuple[list[float
     return found
 
 
-def look(name: str, a: argparse.Namespace) -> tuple[str, list[tuple[str, ...]]]:
-    """A title, and a row for every type."""
-    started, tokenizer = time.perf_counter(), lb.load_tokenizer(name)
+def ours_of(model: Any, text: Any, space: CacheSpace) -> dict[str, list[float]]:
+    """KL divergence by type of keys and values that are rounded, and with queries in ``Q8_0`` besides."""
+    if model.config._attn_implementation != "sdpa":
+        raise RuntimeError("queries are rounded in the attention of torch alone")
+    dense, eight = DenseOutput(model, text, 1), next(f for f in space.formats if f.name == "Q8_0")
+    found: dict[str, list[float]] = {}
+    for j, form in enumerate(space.formats[:-1]):
+        for queries in (contextlib.nullcontext(), queries_rounded(eight)):
+            with queries, caching(model, rounding(space.by_layer(np.full(len(space.blocks), j)))):
+                found.setdefault(form.name, []).append(mean_and_error(dense.rows(model)[:, :2])[0])
+    return found
+
+
+def look(name: str, a: argparse.Namespace) -> str:
+    """Its part of the page."""
+    started, used, tokenizer = time.perf_counter(), time.process_time(), lb.load_tokenizer(name)
     model = lb.load_model(name, dtype="float16", stream=False).float()
     text = lb.calibration(a.data, tokenizer, samples=a.windows, length=a.length)
     space = cache_space(model, a.length, 1, "llama.cpp", list(TYPES))
     heads = sorted({k.channels for each in space.members for k in each})
     damage = cache_damage(model, text, space, draws=a.draws)[0].sum(0)
-    dense, ours = DenseOutput(model, text, 1), dict[str, tuple[float, float]]()
-    for j, form in enumerate(space.formats[:-1]):
-        with caching(model, rounding(space.by_layer(np.full(len(space.blocks), j)))):
-            ours[form.name] = mean_and_error(dense.rows(model)[:, :2])
+    predicted = dict(zip([f.name for f in space.formats], damage, strict=True))
+    ours = ours_of(model, text, space)
     with tempfile.TemporaryDirectory() as folder:
         save_gguf(model, tokenizer, Path(folder) / "file")
         file = next((Path(folder) / "file").glob("*.gguf"))
         theirs = in_llama(file, text.input_ids.tolist())
-    predicted = dict(zip([f.name for f in space.formats], damage, strict=True))
-    rows = []
+    lines = [f"## {Path(name).name}", "", stamp(), ""]
+    lines += [
+        f"{len(space.members[0])} layers, heads of {', '.join(map(str, heads))} channels; {a.windows} windows of {a.length} tokens "
+        f"of `{Path(a.data).name}`, {a.draws} draws of labels. {time.perf_counter() - started:.0f} s, "
+        f"{time.process_time() - used:.0f} s of one core; {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB at most.",
+        "", f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}",
+    ]  # fmt: skip
     for kind in TYPES:
         measured, off = (np.array(side) for side in theirs[kind])
-        error = measured.std(ddof=1) / math.sqrt(len(measured))
-        row = (predicted[kind], ours[kind][0], measured.mean(), error, off.mean())
-        rows.append((kind, *(f"{v:.3g}" for v in row), f"{predicted[kind] / measured.mean():.2f}"))
-    seconds = time.perf_counter() - started
-    return f"{Path(name).name}, heads of {', '.join(map(str, heads))} ({seconds:.0f} s)", rows
+        error, (alone, queries) = measured.std(ddof=1) / math.sqrt(len(measured)), ours[kind]
+        cells = [f"{v:.3g}" for v in (predicted[kind], alone, queries)] + [f"{measured.mean():.3g} +- {error:.1g}"]
+        ratios = [f"{v / measured.mean():.2f}" for v in (predicted[kind], queries)]
+        lines.append(f"| {' | '.join((kind, *cells, f'{off.mean():.3g}', *ratios))} |")
+    return "\n".join(lines) + "\n"
+
+
+def stamp() -> str:
+    """Command, commit, date, processor and versions."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    words = " ".join(["python", "benchmarks/cache_llama_cpp.py", *(Path(w).name if "/" in w else w for w in sys.argv[1:])])
+    versions = ", ".join(f"{p} {version(p)}" for p in ("xllamacpp", "torch", "transformers"))
+    from program import environment  # of this folder, which is on the path of scripts alone
+
+    processor = environment()["cpu"]
+    return (
+        f"`{words}`, commit {commit}, {datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}; {processor}, one thread; {versions}."
+    )
 
 
 def main() -> None:
@@ -188,24 +253,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     a = parser.parse_args()
     torch.set_num_threads(1)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    words = " ".join(["python", "benchmarks/cache_llama_cpp.py", *(Path(w).name if "/" in w else w for w in sys.argv[1:])])
-    versions = ", ".join(f"{p} {version(p)}" for p in ("xllamacpp", "torch", "transformers"))
-    lines = [
-        "# A quantised cache in llama.cpp",
-        "",
-        f"`{words}`, commit {commit}, {datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}; {versions}.",
-        "",
-        f"Keys and values in one type, {a.windows} windows of {a.length} tokens; KL in nats per token.",
-        "",
-    ]
-    head = ("type", "predicted", "ours, rounded", "llama.cpp", "+-", f"llama.cpp, {SWITCH}=1", "predicted over llama.cpp")
-    for title, rows in (look(name, a) for name in a.models):
-        lines += [f"## {title}", "", f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-        lines += [*(f"| {' | '.join(row)} |" for row in rows), ""]
     a.out.mkdir(parents=True, exist_ok=True)
-    (a.out / "cache_llama_cpp.md").write_text("\n".join(lines))
-    print("\n".join(lines))
+    page = a.out / "cache_llama_cpp.md"
+    for name in a.models:
+        before = re.split(r"^(?=## )", page.read_text(), flags=re.MULTILINE)[1:] if page.is_file() else []
+        kept = [part.strip() + "\n" for part in before if part.splitlines()[0] != f"## {Path(name).name}"]
+        page.write_text("\n".join([HEAD, *kept, look(name, a)]))
+    print(page.read_text())
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from layerbudget.decisions.bits.plan import describe_rows
 from layerbudget.decisions.bits.program import BASELINES
 from layerbudget.decisions.bits.sensitivity import DenseOutput, mean_and_error
 from layerbudget.decisions.bits.table import Table
-from layerbudget.decisions.cache.cache import PlannedCache, caching, rounded, rounding
+from layerbudget.decisions.cache.cache import PlannedCache, caching, read_back, rounding
 from layerbudget.decisions.cache.plan import cache_space
 from layerbudget.decisions.cache.sensitivity import cache_damage
 from layerbudget.decisions.cache.space import CacheSpace
@@ -67,7 +67,7 @@ def attention_errors(model: Any, data: Any, space: CacheSpace) -> np.ndarray:
             for part, (j, form) in itertools.product((0, 1), enumerate(space.formats[:-1])):
 
                 def change(_: int, keys: Any, values: Any, part: int = part, form: Any = form) -> Any:
-                    return (rounded(keys, form), values) if part == 0 else (keys, rounded(values, form))
+                    return (read_back(keys, form, 0), values) if part == 0 else (keys, read_back(values, form, 1))
 
                 own = {**kwargs, "past_key_values": PlannedCache(model.config, change)}
                 off = module.forward(*args, **own)[0] - out[0]

@@ -114,13 +114,30 @@ def test_one_damage_of_smaller_shapes_leads_and_says_of_which_text_it_is(made):
     e = plan.extra
     assert e["crossed"] and f"{e['predicted']:.3g} nats per token to be expected on other text" in lines[-2]
     shown = "\n".join(lines)
-    assert f"{e['measured']:.3g}" not in shown and "as it is forecast" not in shown
+    assert f"{e['measured']:.3g}" not in shown and "predicted of the first plan" not in shown
     assert f"planned to cost {e['predicted']:.3g} nats per token to be expected on other text" in expected(plan)
     told = " ".join(explain_plan(plan)["sentences"])
     assert f"On the text that decided, cut and refitted, it costs {e['measured']:.4g}" in told
     assert f"On other text expect {e['predicted']:.4g}" in told
     alone = dataclasses.replace(plan, extra={**e, "crossed": False})
     assert f"{e['measured']:.3g} nats per token on the text that decided" in verdict(alone)
+
+
+def test_one_damage_of_fewer_experts_leads_and_says_of_which_text_it_is(made):
+    """A plan had four damages: forecast, measured, predicted, and that of the text that chose; the first two had one name."""
+    _, lines, plan = made("kept-experts")
+    e, shown = plan.extra, "\n".join(lines)
+    leads = f"{e['measured']:.3g} nats per token measured with the others masked, on other text"
+    assert e["crossed"] and leads in lines[-2] and leads in expected(plan)
+    assert "forecast" not in shown and not any(f"{v:.3g}" in shown for v in (e["beside"]["even"], e["beside"]["uneven"]))
+    told = explain_plan(plan)["sentences"]
+    first = next(i for i, s in enumerate(told) if f"expect {e['measured']:.4g}" in s)
+    assert "On other text of this kind" in told[first] and "forecast" not in " ".join(told)
+    assert f"predicts {e['predicted']:.4g}" in told[first + 1] and f"measured as {e['measured_here']:.4g}" in told[first + 1]
+    assert all(f"expect {f['measured']:.4g}" in " ".join(told) for f in e["forecast"])
+    alone = dataclasses.replace(plan, extra={**e, "crossed": False})
+    assert "masked, on the text that chose" in verdict(alone) and "on other text" not in verdict(alone)
+    assert "too low for other text" in " ".join(explain_plan(alone)["sentences"])
 
 
 @pytest.mark.parametrize(("kind", "alike"), [("kept-experts", False), ("shapes", True)])
@@ -148,7 +165,7 @@ def test_the_verdict_compares_the_forecast_with_that_of_equal_layers(made, kind,
         if kind == "kept-experts" and len(set(plan.counts.tolist())) == 1:
             plan = dataclasses.replace(plan, blocks=(dataclasses.replace(plan.blocks[0], count=1), *plan.blocks[1:]))
         assert words in verdict(dataclasses.replace(plan, extra={**plan.extra, "beside": beside}))
-    assert "forecast" not in verdict(dataclasses.replace(plan, extra={**plan.extra, "beside": None}))
+    assert "predict" not in verdict(dataclasses.replace(plan, extra={**plan.extra, "beside": None}))
 
 
 def test_a_plan_of_ranks_that_is_advised_against_is_followed_by_uniform(tmp_path, monkeypatch, capsys):

@@ -178,7 +178,7 @@ def test_every_kind_of_folder_has_its_headline(folders, pruned):
                 "memory, MiB"),
         "walked": ("50% sparsity for demo", "50 % less than uniform", "step, from uniform", "<b>0.3 – 0.7</b>",
                    "1 blocks fell and 2 rose as far as one step may", 'data-chart="forecast"'),
-        "kept": ("8 experts stay in moe", "<b>0.5</b>", "On other text of this kind: measured 0.008", 'data-chart="forecast"'),
+        "kept": ("8 experts stay in moe", "<b>0.5</b>", "On other text of this kind expect 0.008", 'data-chart="forecast"'),
         "tuned": ("rows.jsonl: ranks, rule by-rank", "Before: 2.5000", "is level with", "loss before"),
         "compared": ("6 plans of sparsity compared: owl(own) is better than uniform at 0.6", 'data-chart="paired"',
                      "The comparison: made"),
@@ -267,7 +267,7 @@ def test_the_slider_of_experts_and_of_shapes(folders):
     """Experts: a plan for every share of the forecast. Shapes: the steps, without the words on uniform."""
     grid = charts_of(gather(folders / "kept"))["grid"]
     assert grid["budgets"] == [87.5, 50] and grid["start"] == 1 and grid["own"] == 50
-    assert grid["plans"][0]["values"] == [1.0, 0.75] and "0.008 nats per token on other text" in grid["plans"][1]["told"]
+    assert grid["plans"][0]["values"] == [1.0, 0.75] and "0.008 nats per token, measured with" in grid["plans"][1]["told"]
     grid = walked_grid(dataclasses.replace(walked(), kind="shapes"))
     assert grid["budgets"] == [1, 2, 3] and [p["told"] for p in grid["plans"]] == [
         f"{v} nats per token" for v in (0.2, 0.14, 0.1)

@@ -263,7 +263,8 @@ def _finish(
     say(a, *(explain_plan(plan)["sentences"] if a.table else advice(plan)))
     if a.out:
         say(a, f"Written to {a.out}; layerbudget explain {shlex.quote(a.out)} says what it rests on.")
-    if (beside := standing(plan)) and (a.table or plan.kind != "shapes"):  # of shapes it is a third damage beside two others
+    one = plan.kind in ("shapes", "kept-experts")  # of which the table has another damage than the verdict
+    if (beside := standing(plan)) and (a.table or not one):
         show_table(a, *beside)
     told = f"Verdict: {found.recommendation}" if found is not None and found.few_rows else verdict(plan)
     say(a, told)

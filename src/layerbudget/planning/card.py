@@ -96,7 +96,7 @@ def _damage(plan: Plan) -> dict[str, str]:
     """Rows of expected and measured damage: nats per token, beside the dense model."""
     e, rows = plan.extra, {"chosen by": f"{plan.rule}, over {len(plan.blocks)} blocks"}
     if (predicted := e.get("predicted")) is not None:
-        error, other = e.get("predicted_error"), ", on other text" if plan.kind == "shapes" and e.get("crossed") else ""
+        error, other = e.get("predicted_error"), ", on other text" if e.get("crossed") else ""
         whole = e.get("whole")
         other = ", of the weights without the cache" if whole else other
         rows["predicted KL divergence"] = f"{predicted:.4g}{plus_minus(error or 0.0)} nats per token{other}{named(error)}"
@@ -106,6 +106,6 @@ def _damage(plan: Plan) -> dict[str, str]:
     if verdict := (e.get("check") or {}).get("verdict"):
         rows["measured"] = verdict
     elif (measured := e.get("measured")) is not None:
-        where = "other text of its kind" if "measured_here" in e else "the text that decided"
+        where = "other text of its kind" if plan.kind == "kept-experts" and e.get("crossed") else "the text that decided"
         rows["measured when planned"] = f"{measured:.4g} nats per token, on {where}"
     return rows

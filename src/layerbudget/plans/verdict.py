@@ -36,8 +36,8 @@ def expected(plan: Plan) -> str:
     if plan.kind in ("bits", "cache", "fit") and e.get("check"):
         cost = f"{e['check']['rows'][plan.rule]['kl']:.3g} nats per token were measured on held-out text"
         return f"Verdict: when it was planned, {cost} ({e['predicted']:.3g} predicted); {_BESIDE}."
-    if plan.kind == "shapes":
-        damage, where = _of_shapes(plan)
+    if plan.kind in ("shapes", "kept-experts"):
+        damage, where = _of_shapes(plan) if plan.kind == "shapes" else _of_kept(plan)
         return f"Verdict: planned to cost {damage:.3g} nats per token {where}; {_BESIDE}."
     damage = e.get("measured", e.get("predicted"))
     if damage is None:
@@ -142,7 +142,7 @@ def standing(plan: Plan) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]] |
     shown = {"mix": str(plan.extra.get("mix")), PEER: PEER} if plan.kind == "bits" else {}
     shown |= {base: _ALIKE if plan.kind in ("kept-experts", "shapes") else names[base] if plan.kind == "fit" else "uniform"}
     column = ("measured" if plan.extra.get("check") else "predicted") if typed else "nats per token"
-    column = "forecast" if plan.kind in ("kept-experts", "shapes") else column
+    column = "predicted" if plan.kind in ("kept-experts", "shapes") else column
     counted = f"bytes of {'the file' if plan.extra.get('family') == GGUF else 'all tensors'}"
     head = ("plan", *([counted] if size else []), column)
     told = f"damage in nats per token, {on}" if typed else f"damage {on}"
@@ -193,9 +193,8 @@ def _measured(plan: Plan) -> tuple[str, dict[str, tuple[float, float]], str] | N
         names = (plan.rule, "layers that differ") if alike else (_ALIKE, plan.rule)
         error = found.get("error", 0.0)
         rows = {names[0]: (found["even"], error), names[1]: (found["uneven"], error)}
-        first = ", of the first plan, before anything was cut" if plan.kind == "shapes" else ""
-        first = "; the verdict has the measured damage" if plan.kind == "kept-experts" else first
-        return f"as it is forecast{first}", rows, names[0]
+        first = "of the first plan, before anything was cut" if plan.kind == "shapes" else "before anything was masked"
+        return f"predicted {first}; the verdict has the damage to go by", rows, names[0]
     return None
 
 
@@ -293,27 +292,33 @@ def names_of(plan: Plan) -> dict[str, str]:
 
 
 def _beside(plan: Plan, alike: bool) -> str:
-    """How the forecast of a plan stands beside that of equal layers, or of others where the plan's layers are ``alike``."""
+    """How the predicted damage of a plan stands beside that of equal layers, or of others where its layers are ``alike``."""
     found = plan.extra.get("beside")
     if not found:
         return ""
     own, other = (found["even"], found["uneven"]) if alike else (found["uneven"], found["even"])
     error = found.get("error", 0.0)
     if not alike:
-        return f"; its forecast damage is {less_than(own, other, f'that of {_ALIKE}', error)}"
+        return f"; its predicted damage is {less_than(own, other, f'that of {_ALIKE}', error)}"
     if outcome(other - own, error=error, small=SAME * own) != "lower":
-        return "; the forecast sees nothing to gain from layers that differ"
-    return f"; the forecast damage of layers that differ is {less_than(other, own, 'that of this plan', error)}"
+        return "; the prediction sees nothing to gain from layers that differ"
+    return f"; the predicted damage of layers that differ is {less_than(other, own, 'that of this plan', error)}"
 
 
 def _on_kept(plan: Plan) -> str:
-    e, total = plan.extra, round(sum(b.count / b.value for b in plan.blocks if b.value))
+    (damage, where), total = _of_kept(plan), round(sum(b.count / b.value for b in plan.blocks if b.value))
     alike, typed = len(set(plan.counts.tolist())) == 1, ""
-    if said := e.get("typed"):
+    if said := plan.extra.get("typed"):
         typed = f". With their types the file takes {said['bytes']:,} bytes"
     even = "" if alike else ". Layers keep different numbers: --even plans the same for all"
     kept = f"{int(plan.counts.sum())} of {total} experts stay"
-    return f"{kept} for {e['measured']:.3g} nats per token, measured with the others masked{_beside(plan, alike)}{even}{typed}."
+    return f"{kept} for {damage:.3g} nats per token {where}{_beside(plan, alike)}{even}{typed}."
+
+
+def _of_kept(plan: Plan) -> tuple[float, str]:
+    """The damage of fewer experts to go by, and on which text: on other text, where halves of it judged each other."""
+    text = "other text" if plan.extra.get("crossed") else "the text that chose"
+    return plan.extra["measured"], f"measured with the others masked, on {text}"
 
 
 def _on_shapes(plan: Plan) -> str:

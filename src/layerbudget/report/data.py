@@ -181,7 +181,7 @@ def curved_grid(plan: Plan) -> dict[str, Any] | None:
 def _curve(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> tuple[list[float], str, float, list[str]]:
     """Budgets of the rows of a curve, their unit, the plan's own budget, and a few words on the damage at each."""
     if plan.kind == "kept-experts":
-        told = [f"{row['forecast']:.3g} nats per token on other text, as the forecast has it" for row in rows]
+        told = [f"{row['forecast']:.3g} nats per token, measured with the others masked" for row in rows]
         own = 100 * plan.counts.sum() / sum(b.count / b.value for b in plan.blocks)
         return [100 * row["keep"] for row in rows], "% of the experts that stay", own, told
     told = [f"{row['predicted']:.3g} nats per token predicted" for row in rows]

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import layerbudget as lb
 from layerbudget.compressors.ggml import dequantise, quantise
 from layerbudget.decisions.cache import llama
-from layerbudget.decisions.cache.cache import caching, rounded, rounding
+from layerbudget.decisions.cache.cache import caching, read_back, rounded, rounding
 from layerbudget.decisions.cache.export import llama_build
 from layerbudget.decisions.cache.formats import find_cache
 from layerbudget.decisions.cache.plan import cache_space, plan_cache
@@ -83,6 +83,8 @@ def test_logits_with_a_rounded_cache_are_those_of_llama_cpp(tmp_path, head):
 def test_a_runtime_rounds_without_the_search_that_files_get(name):
     x = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
     file, cache = dequantise(quantise(x, name), name), llama.written(x, name)
+    form = find_cache("llama.cpp").formats([64], [name])[0]
+    assert form.rotated and np.array_equal(cache, rounded(torch.from_numpy(x), form).numpy())
     assert np.array_equal(file, cache) == (name != "IQ4_NL")
     assert np.square(cache - x).mean() >= np.square(file - x).mean()
 
@@ -96,12 +98,13 @@ def test_pieces_are_rotated_as_their_part_and_width_say():
     x[:, 7] += 12.0
     form = next(f for f in find_cache("llama.cpp").formats([128]) if f.name == "Q4_0")
     by_hand = llama.written(x.numpy() @ llama.hadamard(128), "Q4_0") @ llama.hadamard(128)
-    assert np.allclose(rounded(x, form, 0).numpy(), by_hand, atol=1e-5)
+    assert np.allclose(read_back(x, form, 0).numpy(), by_hand, atol=1e-5)
     halves = (x.numpy().reshape(-1, 64) @ llama.hadamard(64)).reshape(-1, 128)
     by_hand = (llama.written(halves, "Q4_0").reshape(-1, 64) @ llama.hadamard(64)).reshape(-1, 128)
-    assert np.allclose(rounded(x, form, 1).numpy(), by_hand, atol=1e-5)
+    assert np.allclose(read_back(x, form, 1).numpy(), by_hand, atol=1e-5)
+    assert (read_back(x, form, 0) - x).square().mean() < 0.4 * (rounded(x, form) - x).square().mean()
     still = dataclasses.replace(form, rotated=False)
-    assert (rounded(x, form) - x).square().mean() < 0.4 * (rounded(x, still) - x).square().mean()
+    assert torch.equal(read_back(x, still, 0), rounded(x, form)) and torch.equal(read_back(x, still, 1), rounded(x, form))
 
 
 @pytest.mark.parametrize(("value", "off"), [("1", True), ("0", False), ("", False), ("yes", False)])

@@ -56,32 +56,37 @@ def caching(model: nn.Module, change: Change) -> Iterator[None]:
         handle.remove()
 
 
-def rounded(x: torch.Tensor, form: CacheFormat, part: int = 0) -> torch.Tensor:
-    """Return what a runtime reads back of keys (part 0) or values (1), ``(..., channels)``."""
+def rounded(x: torch.Tensor, form: CacheFormat) -> torch.Tensor:
+    """Return ``(..., channels)`` rounded by the function that the runtime has for a format, channels as they come."""
     if form.plain:
         return x
     if form.name == "fp8":
         return x.clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).to(x.dtype)
-    if not form.name.startswith("int"):
-        return _by_llama(x, form, part)
-    return off_grid(*on_grid(x, form)).to(x.dtype)
+    if form.name.startswith("int"):
+        return off_grid(*on_grid(x, form)).to(x.dtype)
+    rows = x.detach().float().reshape(-1, x.shape[-1]).cpu().numpy()
+    return torch.from_numpy(written(rows, form.name)).to(x.device).reshape(x.shape).to(x.dtype)
 
 
-def _by_llama(x: torch.Tensor, form: CacheFormat, part: int) -> torch.Tensor:
-    """Keys or values as llama.cpp writes them, rotated back: queries and outputs are rotated as they are."""
-    size = piece(x.shape[-1], part) if form.rotated else 0
+def read_back(x: torch.Tensor, form: CacheFormat, part: int) -> torch.Tensor:
+    """Return what a runtime reads back of keys (part 0) or values (1), ``(..., channels)``.
+
+    llama.cpp rounds channels in the order of its file, and rotated. Both are undone here, because it computes queries and
+    outputs of attention in the same order and rotation.
+    """
+    neighbours, size = form.interleaved and part == 0, piece(x.shape[-1], part) if form.rotated else 0
+    if form.plain or not (neighbours or size):
+        return rounded(x, form)
     matrix = torch.from_numpy(hadamard(size)).to(x.device) if size else None
 
     def rotated(y: torch.Tensor) -> torch.Tensor:
         return y if matrix is None else (y.unflatten(-1, (-1, size)) @ matrix).flatten(-2)
 
-    neighbours = form.interleaved and part == 0
-    own = x.detach().float()
-    own = own.unflatten(-1, (2, -1)).mT.flatten(-2) if neighbours else own
-    rows = rotated(own).reshape(-1, x.shape[-1])
-    read = rotated(torch.from_numpy(written(rows.cpu().numpy(), form.name)).to(x.device))
-    read = read.unflatten(-1, (-1, 2)).mT.flatten(-2) if neighbours else read
-    return read.reshape(x.shape).to(x.dtype)
+    y = x.detach().float()
+    y = y.unflatten(-1, (2, -1)).mT.flatten(-2) if neighbours else y
+    y = rotated(rounded(rotated(y), form))
+    y = y.unflatten(-1, (-1, 2)).mT.flatten(-2) if neighbours else y
+    return y.to(x.dtype)
 
 
 def rounding(formats: Mapping[int, tuple[CacheFormat, CacheFormat]]) -> Change:
@@ -90,7 +95,7 @@ def rounding(formats: Mapping[int, tuple[CacheFormat, CacheFormat]]) -> Change:
     def change(layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if layer not in formats:
             return keys, values
-        return rounded(keys, formats[layer][0], 0), rounded(values, formats[layer][1], 1)
+        return read_back(keys, formats[layer][0], 0), read_back(values, formats[layer][1], 1)
 
     return change
 

@@ -14,7 +14,7 @@ from ...execution.loss import IGNORE, logits_of, unlabelled
 from ...execution.modes import prepared
 from ...progress import Progress, Steps
 from ...sensitivity.directional.terms import pooled
-from .cache import caching, rounded
+from .cache import caching, read_back
 from .space import CacheSpace
 
 
@@ -64,7 +64,7 @@ def cache_damage(
                 for j, form in enumerate(space.formats):
                     if form.plain:
                         continue
-                    delta = rounded(x, form, place[1]) - x
+                    delta = read_back(x, form, place[1]) - x
                     norm[i, j] += float(delta.square().sum())
                     for draw, each in enumerate(gradients):
                         if each[n] is not None:

@@ -31,7 +31,7 @@ _HEAVY = 0.1  # of a plan's predicted damage: layers that carry as much are trie
 Counts = tuple[int, ...]  # for every layer, how many of the steps of its removal are taken
 Kept = Mapping[str, list[int]]  # experts that stay, by layer
 Measure = Callable[[Kept], float]  # nats per token when the others are masked
-_FEW = "The forecast is on the text that chose, and too low for other text: give four sequences or more."
+_FEW = "This is on the text that chose, and too low for other text: give four sequences or more."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -256,26 +256,30 @@ def bend(forecast: Sequence[Mapping[str, float]]) -> str:
 
 
 def _told(found: Mapping[str, float]) -> str:
-    return (
-        f"measured {found['measured']:.4g}{plus_minus(found['measured_error'], '.2g')}, "
-        f"predicted {found['predicted']:.4g}{plus_minus(found['predicted_error'], '.2g')}"
-    )
+    return f"{found['measured']:.4g}{plus_minus(found['measured_error'], '.2g')}"
+
+
+def _predicted(found: Mapping[str, float]) -> str:
+    return f"{found['predicted']:.4g}{plus_minus(found['predicted_error'], '.2g')}"
 
 
 def sentences(plan: Plan) -> list[str]:
     """Sentences on a plan of experts that stay: what it expects, what its forecast says, and who loads the result."""
     e = plan.extra
     said = [
-        f"Measured on the text that chose, with the others masked: {e['measured_here']:.4g} nats per token, after "
-        f"{e['forward_passes']:.0f} forward equivalents.",
-        f"On other text of this kind: {_told(e)} nats per token{named(e['measured_error'])}." if e["crossed"] else _FEW,
+        f"On {'other text of this kind' if e['crossed'] else 'the text that chose'} expect {_told(e)} nats per token, measured "
+        f"with the others masked{named(e['measured_error'])}. It took {e['forward_passes']:.0f} forward equivalents.",
+        f"The look alone predicts {_predicted(e)} for that. On the text that chose, the same is measured as "
+        f"{e['measured_here']:.4g}: go by the first number, on other text."
+        if e["crossed"]
+        else f"{_FEW} The look alone predicts {_predicted(e)}.",
     ]
     if typed := e.get("typed"):
         said.append(
             f"With the types of all matrices in one program: {typed['bytes']:,} bytes of file, removal {typed['removal']:.4g} "
             f"and rounding {typed['rounding']:.4g} nats per token predicted. The smaller model is measured again for its types."
         )
-    said += [f"At {100 * f['keep']:.3g} % of the experts: {_told(f)}." for f in e["forecast"]]
+    said += [f"At {100 * f['keep']:.3g} % of the experts expect {_told(f)} ({_predicted(f)} predicted)." for f in e["forecast"]]
     even = len(set(plan.counts.tolist())) == 1
     told = (
         "All layers keep as many: transformers loads the result as an ordinary checkpoint, and so does what reads those."
