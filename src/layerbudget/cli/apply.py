@@ -270,6 +270,7 @@ def _say_end(a: argparse.Namespace, plan: Any, *told: str) -> dict[str, Any]:
     """Say what the result is expected to cost, and the command that measures it; both are fields of what is printed."""
     from ..decisions.cache.export import llama_cache
     from ..decisions.fit.parts import parts_of
+    from ..models.gguf_file import is_read
     from ..plans.verdict import expected
 
     cost = expected(plan)
@@ -282,11 +283,16 @@ def _say_end(a: argparse.Namespace, plan: Any, *told: str) -> dict[str, Any]:
         file = a.out if a.out.endswith(".gguf") else f"{a.out}/model.gguf"
         dense = a.model if a.model.endswith(".gguf") else "model-f16.gguf"
         kept, run = "--kl-divergence-base base.kld", "llama-perplexity -m"
+        cache = f" {llama_cache(parts_of(plan)['cache']).partition(' --ctx-size')[0]}" if plan.kind == "fit" else ""
+        follows = f"{run} {shlex.quote(dense)} -f TEXT {kept} && {run} {shlex.quote(file)} {kept} --kl-divergence{cache}"
+        if is_here := not cache and is_read(Path(file)):
+            say(a, f"llama.cpp compares both by {follows}")
         say(a, "llama.cpp rounds activations too: its own figures are higher, for every file.")
         if dense != a.model:
             say(a, "model-f16.gguf is the unrounded model, as llama.cpp's convert_hf_to_gguf.py --outtype f16 writes it.")
-        cache = f" {llama_cache(parts_of(plan)['cache']).partition(' --ctx-size')[0]}" if plan.kind == "fit" else ""
-        follows = f"{run} {shlex.quote(dense)} -f TEXT {kept} && {run} {shlex.quote(file)} {kept} --kl-divergence{cache}"
+        if is_here:
+            own = ("--dtype", "float32", *on_text(a, plan))
+            return ending(cost, say_next(a, "evaluate", a.out, "--against", a.model, *own))
         say(a, f"Next: {follows}")
         return ending(cost, follows)
     return ending(cost, say_next(a, "evaluate", a.out, "--against", a.model, *on_text(a, plan)))

@@ -137,6 +137,8 @@ def _fits(a: argparse.Namespace, config: Any, memory: int, experts: bool) -> lis
         shown.append((r["cache"], *sizes, r["bits"] or "none", r["mix"] or ("-" if r["cache"] == "fp8" else "none")))
     show_table(a, f"what fits {a.card} at {context} tokens, beside buffers", head, shown)
     mixes = [r["mix"] for r in rows if r["mix"]]
+    for runtime, part in dict.fromkeys((r["runtime"], r["share"]) for r in rows if r["share"] < 1.0):
+        say(a, f"{runtime} takes {part:.0%} of a memory, which is what counts there.")
     ways = {(r["runtime"], r["method"]): None for r in rows if r["bits"]}
     if ways:
         usual = {("llama.cpp", "rtn"): "", ("llama.cpp", "weighted"): " --method weighted"}

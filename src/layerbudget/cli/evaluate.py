@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from .options import (
 def register(subparsers: Any) -> None:
     """Add the parser of ``evaluate``."""
     p = add_verb(subparsers, "evaluate", handler)
-    add(p, "model")
+    add(p, "model", help="demo, a local folder, a hub id (owner/name[@revision]), or a GGUF file that transformers reads")
     p.add_argument("--perplexity", nargs="+", metavar="DATA", help="texts to report perplexity on (default: stdlib)")
     p.add_argument("--tasks", help="comma-separated: rte, boolq, arc_easy, arc_challenge, hellaswag, winogrande, openbookqa")
     p.add_argument("--against", metavar="B", help="paired tests against another model, or a result that --out wrote (.json)")
@@ -49,7 +49,6 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     """Evaluate, show what was measured, with its parameters, and compare where asked."""
     from ..evaluation.statistics import compare_results
     from ..execution.processes import is_main
-    from ..models.loading import resolve
     from ..records import check_output, dumps, write_text
 
     a.names = list(dict.fromkeys(t.strip() for t in (a.tasks or "").split(",") if t.strip()))
@@ -66,14 +65,14 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
         for name in a.names:
             local_rows(name, a.data_dir)  # what does not read is refused before the work
     other = _read(a.against) if a.against and a.against.endswith(".json") else None  # before the work
-    if a.against and other is None:
-        resolve(*split_revision(a.against))  # what cannot be loaded is refused before the work
+    for name in (a.model, *([a.against] if a.against and other is None else [])):
+        _check_model(a, name)
     result = _measured(a, 2.0 if a.against and other is None else 1.0)
     if a.against:
         other = other or _measured(argparse.Namespace(**{**vars(a), "model": a.against, "adapter": None}))
         found = compare_results(result, other, (a.adapter or a.model, a.against))
-        result["against"] = {"model": other["model"], "dtype": other.get("dtype"), **found}
         found["verdict"] += _on_text((a.model, str(other["model"])), found["perplexity"]) + _on_rows(a)
+        result["against"] = {"model": other["model"], "dtype": other.get("dtype"), **found}
         say(a, *_on_precision(a, result, other), *found["sentences"], f"Verdict: {found['verdict']}")
     if a.out and is_main():
         write_text(a.out, dumps(result), overwrite=a.overwrite)
@@ -84,11 +83,35 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def _check_model(a: argparse.Namespace, name: str) -> None:
+    """Refuse what cannot be loaded, before the work."""
+    from ..models.gguf_file import gguf_config
+    from ..models.loading import resolve
+    from ..storage.checkpoint import gguf_of
+
+    if (file := gguf_of(name)) is None:
+        resolve(*split_revision(name))
+        return
+    refuse(a, ("stream", "four_bit"), f"{name}, whose types become numbers when it is loaded")
+    gguf_config(file)
+
+
+def _loaders(a: argparse.Namespace) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return what loads the tokenizer and the model that the options name; a GGUF file by transformers' reader of it."""
+    from ..models.gguf_file import load_gguf, load_gguf_tokenizer
+    from ..storage.checkpoint import gguf_of
+
+    if gguf_of(a.model) is None:
+        return load_tokenizer, load_model
+    place = {"dtype": a.dtype or "auto", "device": a.device or "auto"}
+    return lambda _: load_gguf_tokenizer(a.model), lambda _: load_gguf(a.model, **place)
+
+
 def _on_text(folders: Sequence[str], texts: Iterable[str]) -> str:
     """Words on texts that decided the plan of one of the folders: they flatter it, and are no judge. Empty without any."""
     said = []
     for folder in folders:
-        decided = texts_of_folder(folder)
+        decided = texts_of_folder(_folder_of(folder))
         for text in texts:
             if is_same_text(text, decided):
                 said.append(f" But {text} decided the plan of {folder}, which flatters it: judge it on other text.")
@@ -98,6 +121,14 @@ def _on_text(folders: Sequence[str], texts: Iterable[str]) -> str:
 def _on_rows(a: argparse.Namespace) -> str:
     """Words on texts that hold the rows which trained the adapter. Empty without any."""
     return "".join(f" But {text} holds the rows that trained the adapter: judge it on other rows." for text in a.learned)
+
+
+def _folder_of(name: str) -> Path:
+    """Folder that apply wrote, which may be named by its ``model.gguf``."""
+    from ..storage.checkpoint import GGUF_FILE
+
+    path = Path(name).expanduser()
+    return path.parent if path.name == GGUF_FILE else path
 
 
 def _on_precision(a: argparse.Namespace, result: dict[str, Any], other: dict[str, Any]) -> list[str]:
@@ -128,9 +159,10 @@ def _measured(a: argparse.Namespace, models: float = 1.0) -> dict[str, Any]:
     from ..evaluation.perplexity import evaluation_set, perplexity
     from ..models.loading import precision_of
 
-    tokenizer = load_tokenizer(a)
+    tokenizer_of, model_of = _loaders(a)
+    tokenizer = tokenizer_of(a)
     sets = {s: evaluation_set(s, tokenizer, length=a.length or 256, windows=a.windows) for s in a.texts}
-    model = load_model(a)
+    model = model_of(a)
     asked = Text(samples=4 * (a.limit or 1000), length=80, batch=batch_of(a, most=16))  # a forward for every option
     texts = [Text(samples=d.samples, length=d.length, batch=min(asked.batch, d.samples)) for d in sets.values()]
     named = {source: named_text(source, "--perplexity") for source in sets}
@@ -182,7 +214,7 @@ def _on_cache(name: str) -> list[str]:
     """A sentence on a folder that has the plan of a cache, which is no part of what is measured here."""
     from ..plan import Plan
 
-    file = Path(name).expanduser() / "cache.json"
+    file = _folder_of(name) / "cache.json"
     if not file.is_file():
         return []
     with contextlib.suppress(LayerbudgetError):

@@ -13,6 +13,7 @@ from ..decisions.bits.gguf_fields import computes_windows
 from ..decisions.bits.memory import cache_of, check_positions
 from ..decisions.bits.program import mix_of
 from ..decisions.bits.table import Table
+from ..decisions.fit.plan import share_of
 from ..errors import InvalidInput
 from ..models.blocks import text_config
 from ..models.loading import from_config
@@ -26,7 +27,8 @@ def what_fits(config: Any, memory: int, context: int) -> list[dict[str, Any]]:
     A row has the ``runtime`` and the ``cache`` with its ``cache_bytes``, the bytes that are ``left`` for weights, their mean
     ``bits`` (16 at most; 0 where the smallest formats of the runtime do not fit), the ``method`` that this needs (``rtn``, or
     ``weighted``, which reads the inputs of matrices), and the largest ``mix`` of llama.cpp that fits. A file's tensors are
-    counted, its metadata and vocabulary, some MB, are not. With an fp8 cache, vLLM's, embedding and head stay in 16 bits.
+    counted, its metadata and vocabulary, some MB, are not. With an fp8 cache, vLLM's, embedding and head stay in 16 bits, and
+    of the memory counts the ``share`` that vLLM takes.
 
     Raises:
         InvalidInput: A model without a cache that is counted here, or a context beyond its positions.
@@ -50,11 +52,12 @@ def what_fits(config: Any, memory: int, context: int) -> list[dict[str, Any]]:
         form, table, sizes = find_format(name, family), tables[family], mixes if family == GGUF else {}
         block, numbers = (form.block_bytes, form.group or 1) if family == GGUF else (1, 1)  # fp8: a byte for a number
         held = caches[family].held(context) * block // (2 * numbers)
-        left = memory - held - known.state - known.buffers(context) - table.fixed
+        share = share_of(str(table.runtime), None)
+        left = int(share * memory) - held - known.state - known.buffers(context) - table.fixed
         inside = [mix for mix, size in sizes.items() if size <= left]
         method = "weighted" if family == GGUF and not _bits(plain, left) else "rtn"
         row = {"cache": name, "cache_bytes": held, "left": max(left, 0), "bits": _bits(table, left)}
-        row |= {"runtime": table.runtime, "method": method}
+        row |= {"runtime": table.runtime, "method": method, "share": share}
         rows.append({**row, "mix": max(inside, key=lambda mix: sizes[mix], default=None)})
     return rows
 

@@ -20,7 +20,7 @@ from torch import nn
 from ..errors import BadModel, CorruptFile, InvalidInput, LayerbudgetError, MissingDependency, NotFound, UnknownStructure
 from ..records import Block
 from ..storage import reading
-from ..storage.checkpoint import weight_files
+from ..storage.checkpoint import gguf_of, weight_files
 from ..storage.source import told
 from .blocks import check_finite, partition, pretrained, text_config
 from .experts import EXPERTS_KEPT, uneven
@@ -99,6 +99,12 @@ def resolve(name: str, revision: str | None = None) -> str:
         raise InvalidInput(f"{name} has no revision {revision!r}.", "Hub repositories have revisions.", "Leave it out.")
     if name == "demo":
         return str(DEMO_MODEL)
+    if (file := gguf_of(name)) is not None:
+        raise NotFound(
+            f"{name} is a GGUF file: it can be evaluated and be given the types of a plan, but nothing else is measured on it.",
+            "MODEL is demo, a local folder or a hub id.",
+            f"Plan on the folder that it was converted from, then layerbudget apply {file} PLAN -o planned.gguf.",
+        )
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise NotFound(
@@ -114,12 +120,6 @@ def resolve(name: str, revision: str | None = None) -> str:
                 "(plan shapes --even): every command reads these.",
             )
         return str(path)
-    if path.suffix == ".gguf" and path.is_file():
-        raise NotFound(
-            f"{name} is a GGUF file: it can be given the types of a plan, but nothing is measured on it.",
-            "MODEL is demo, a local folder or a hub id.",
-            f"Plan on the folder that it was converted from, then layerbudget apply {path.name} PLAN -o planned.gguf.",
-        )
     if path.exists() or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise NotFound(f"There is no model folder {name}.", "MODEL is demo, a local folder or a hub id.", "Check the path.")
     check_id(name, "model", file="config.json", revision=revision)

@@ -10,6 +10,15 @@ from typing import Any
 from ..errors import CorruptFile
 
 INDEX = "model.safetensors.index.json"
+GGUF_FILE = "model.gguf"  # in a folder
+
+
+def gguf_of(name: str) -> Path | None:
+    """The GGUF file that a path names: itself, or that of a folder without ``config.json``; None of other models."""
+    path = Path(name).expanduser()
+    if path.is_dir() and not (path / "config.json").is_file():
+        path = path / GGUF_FILE
+    return path if path.suffix == ".gguf" and path.is_file() else None
 
 
 def weight_files(folder: Path) -> list[Path]:

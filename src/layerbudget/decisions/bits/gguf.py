@@ -20,11 +20,11 @@ from ...errors import CoverageError, InvalidInput
 from ...models.blocks import config_of, layers, name_of, text_config, text_parameters
 from ...models.experts import EXPERTS_KEPT
 from ...models.offload import mapped
+from ...storage.checkpoint import GGUF_FILE
 from .gguf_fields import CONVERT, Architecture, head_width
 from .gguf_names import ROUTERS, Names, Sizes, add_numbers, architecture, rope_factors, sizes_of
 from .vocabulary import add_vocabulary
 
-GGUF_FILE = "model.gguf"
 _WORDS_ALONE = (
     "The file holds the language model. For images and sound llama.cpp wants a file beside it: "
     "convert_hf_to_gguf.py MODEL --mmproj writes it, from the model as it was."

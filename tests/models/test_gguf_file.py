@@ -1,0 +1,142 @@
+"""GGUF files as models of transformers: the logits of the rounded model, or a refusal that names what does it."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from tests.decisions.bits.test_gguf import LINEAR, build, planned
+
+from layerbudget.cli import main
+from layerbudget.decisions.bits import gguf as written
+from layerbudget.decisions.bits.apply import write_bits
+from layerbudget.errors import BadModel, InvalidInput
+from layerbudget.models.gguf_file import gguf_config, is_read, load_gguf
+from layerbudget.storage.checkpoint import gguf_of
+
+HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}
+READ = [
+    ("llama", {}),  # Llama 3's frequencies, biases
+    ("llama", {"rope_parameters": LINEAR, "attention_bias": False, "mlp_bias": False, "head_dim": 32}),
+    ("llama", {"tie_word_embeddings": True}),
+    ("mistral", {}),
+    ("qwen2", {}),
+    ("qwen2", {"tie_word_embeddings": True}),
+    ("qwen3", {"head_dim": 128}),
+    ("qwen3", {"head_dim": 16}),
+    ("phi3", {}),
+    ("phi3", HALF),
+    ("starcoder2", {}),
+    ("starcoder2", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "tie_word_embeddings": False}),
+    ("stablelm", {}),
+    ("stablelm", {**HALF, "use_qkv_bias": False}),
+]
+
+
+def file_of(model, folder, formats=("Q8_0", "Q4_0")):
+    write_bits(model, planned(model, formats), folder / "out", check=False)
+    return folder / "out"
+
+
+def logits(model):
+    ids = torch.randint(3, 90, (1, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+@pytest.mark.parametrize(("kind", "changes"), READ)
+def test_the_logits_are_those_of_the_rounded_model(kind, changes, tmp_path):
+    model = build(kind, **changes)
+    dense = logits(model)
+    loaded = load_gguf(str(file_of(model, tmp_path)))
+    assert float((logits(loaded) - logits(model)).abs().max()) < 1e-3
+    assert float((logits(model) - dense).abs().max()) > 0.01, "the file is rounded"
+    assert not hasattr(loaded.config, "quantization_config")
+
+
+def test_every_type_of_the_menu_reads(tmp_path):
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    for name in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ4_NL", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "F16"):
+        model = build("qwen2", **sizes)
+        loaded = load_gguf(str(file_of(model, tmp_path / name, [name])))
+        assert float((logits(loaded) - logits(model)).abs().max()) < 1e-3, name
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [("mixtral", "expert_count = 4"), ("gemma2", "the architecture gemma2"), ("qwen3_moe", "the architecture qwen3moe")],
+)
+def test_what_transformers_reads_otherwise_is_refused_with_the_command_that_evaluates_it(kind, what, tmp_path, capsys):
+    folder = file_of(build(kind), tmp_path)
+    assert main(["evaluate", str(folder)]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert what in said and f"llama-perplexity -m {folder}/model.gguf -f TEXT" in said
+    assert not is_read(folder / "model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("says", "what"),
+    [
+        (lambda writer: writer.add_sliding_window(8), "attention.sliding_window = 8"),
+        (lambda writer: writer.add_value_length(8), "attention.value_length = 8"),
+        (lambda writer: writer.add_causal_attention(False), "attention.causal = False"),
+        (lambda writer: writer.add_logit_scale(2.0), "logit_scale = 2.0"),
+    ],
+)
+def test_a_number_that_transformers_does_not_read_is_refused(says, what, tmp_path, monkeypatch):
+    numbers = written.add_numbers
+
+    def more(writer, *given):
+        numbers(writer, *given)
+        says(writer)
+
+    monkeypatch.setattr(written, "add_numbers", more)
+    folder = file_of(build("qwen2"), tmp_path)
+    with pytest.raises(BadModel, match=f"has {what}, which transformers does not read"):
+        gguf_config(folder / "model.gguf")
+
+
+def test_a_tensor_that_no_parameter_takes_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("layerbudget.models.gguf_file._FACTORS", "none")
+    with pytest.raises(BadModel, match=r"the tensor rope_freqs.weight"):
+        gguf_config(file_of(build("llama"), tmp_path) / "model.gguf")
+
+
+def test_a_file_that_is_none_is_refused(tmp_path):
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    with pytest.raises(BadModel, match="does not read as GGUF"):
+        load_gguf(str(tmp_path / "x.gguf"))
+    with pytest.raises(InvalidInput, match="no GGUF file"):
+        load_gguf(str(tmp_path))
+    (tmp_path / "model.gguf").write_bytes(b"")
+    assert gguf_of(str(tmp_path)) == tmp_path / "model.gguf"
+    (tmp_path / "config.json").write_text("{}")
+    assert gguf_of(str(tmp_path)) is None
+
+
+def test_evaluate_reads_what_apply_wrote_and_apply_names_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = tmp_path / "my.txt"
+    text.write_text("the cat sat on the mat, and the dog lay by the door of the house. " * 60)
+    small = ["--data", str(text), "--samples", "2", "--length", "64"]
+    plan = ["plan", "bits", "demo", "--bits", "5", "--format", "gguf", "--formats", "Q4_0,Q8_0", *small]
+    assert main([*plan, "--set", "check=0", "-o", "p.json"]) == 0
+    capsys.readouterr()
+    assert main(["apply", "demo", "p.json", "-o", "out", "--json", "--set", "check=false"]) == 0
+    said = json.loads(capsys.readouterr().out)["next"]
+    assert said == "layerbudget evaluate out --against demo --dtype float32 --perplexity TEXT"
+    words = ["--against", "demo", "--dtype", "float32", "--perplexity", str(text), "--length", "64", "--json"]
+    decided = "layerbudget.cli.evaluate.texts_of_folder"
+    monkeypatch.setattr(decided, lambda folder: {"my.txt"} if str(folder) == "out" else set())
+    results = []
+    for name in ("out", "out/model.gguf"):
+        assert main(["evaluate", name, *words]) == 0
+        results.append(json.loads(capsys.readouterr().out))
+    first, second = (r["perplexity"][str(text)]["nll"] for r in results)
+    np.testing.assert_array_equal(first, second)
+    assert results[0]["against"]["perplexity"][str(text)]["difference"] > 0, "five bits cost"
+    assert all("my.txt decided the plan" in r["against"]["verdict"] for r in results)
+    for more in (["--stream"], ["--four-bit"]):
+        assert main(["evaluate", "out", *more]) == 2
+    assert main(["score", "out", "-o", "s.json"]) == 2
+    assert "can be evaluated" in capsys.readouterr().err
