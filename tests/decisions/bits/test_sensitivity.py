@@ -374,3 +374,34 @@ def test_bad_input_is_one_sentence():
         rounding_damage(model, data, runtime="mlx")
     with pytest.raises(InvalidInput, match="by is 'row'"):
         rounding_damage(model, data, by="row")
+
+
+@pytest.mark.parametrize(
+    ("rule", "family", "limit", "left_out"),
+    [
+        ("mix", "gguf", {"like": "Q4_0"}, "IQ4_NL"),
+        ("uniform", "gguf", {"like": "Q4_0"}, "IQ4_NL"),
+        ("uniform", "compressed-tensors", {"bits": 6.0}, "w2-g32"),
+        ("ends", "compressed-tensors", {"bits": 6.0}, "w2-g32"),
+    ],
+)
+def test_a_rule_without_a_program_measures_its_own_formats_alone(rule, family, limit, left_out, monkeypatch, tmp_path):
+    measured, measure = [], R.rounding_damage
+    own = {"rule": rule, "family": family, "draws": 1, **limit, **({"group": 32} if family != "gguf" else {})}
+
+    def seen(model, data, **options):
+        scores = measure(model, data, **options)
+        measured.append(scores.extra["choices"]["formats"])
+        return scores
+
+    monkeypatch.setattr("layerbudget.decisions.bits.plan.rounding_damage", seen)
+    model, data = zoo.build("llama", hidden_size=64, intermediate_size=64), zoo.tokens(2, 8)
+    alone = plan_bits(model, data, **own)
+    everything = plan_bits(model, data, save_scores=tmp_path / "s.json", **own)
+    few, many = measured
+    assert set(few) < set(many) and left_out in set(many) - set(few)
+    assert alone.extra["formats"] == everything.extra["formats"] and alone.budget == everything.budget
+    beside = {n: row["spent"] for n, row in everything.extra["baselines"].items() if n != "choices"}
+    assert {n: row["spent"] for n, row in alone.extra["baselines"].items()} == beside
+    assert alone.extra["curve"] == [], "the best plans would have other formats"
+    assert "the exact program" not in str(standing(alone)) and "nats per token" in verdict(alone)

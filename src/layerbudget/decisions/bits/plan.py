@@ -33,7 +33,7 @@ from .gguf import head_bytes
 from .gguf_names import is_written
 from .imatrix import imatrix_digest
 from .packed import header_bytes
-from .program import PEER, Limits, is_allowed, other_plan, plan_from_table, types_like
+from .program import PEER, Limits, formats_of_rules, is_allowed, other_plan, plan_from_table, types_like
 from .sensitivity import DenseOutput, mean_and_error, rounding_damage
 from .table import Table
 
@@ -75,7 +75,8 @@ def plan_bits(
         forbid: Formats that are not used, or classes of slow ones: ``slow-cpu``, ``slow-gpu``.
         keep: Formats of some matrices, by regular expressions that are searched in their names: ``{"lm_head": "Q8_0"}``.
         tokenizer: The one that goes into the GGUF file: its vocabulary counts.
-        rule: ``choices`` (the exact program), ``uniform`` (one format for all, what is left is spread evenly), ``ends`` (a
+        rule: ``choices`` (the exact program); others need no program, and without ``check`` and ``save_scores`` only the
+            formats that they use are measured: ``uniform`` (one format for all, what is left is spread evenly), ``ends`` (a
             better format for the first and last layers) or, for GGUF, ``mix`` (the mix of llama.cpp that ``like`` names, else
             the best one that fits).
         batch_size: Sequences per forward.
@@ -111,12 +112,19 @@ def plan_bits(
         options["formats"] = types_like(table, like)
         table = empty_table(source, tokenizer, options)
     limits.bytes(limits.restrict(table))
+    alone = rule != "choices" and check is None and save_scores is None  # nothing but the rules needs a damage
+    if alone:
+        options |= {"formats": formats_of_rules(table, limits), "group": None}  # their names have their groups
+        table = empty_table(source, tokenizer, options)
     measuring = {"batch_size": batch_size, **options}
     parts, scores = measured_formats(source, data, check, resume, table.head, measuring, progress)
     if save_scores is not None:
         scores.save(save_scores, overwrite=overwrite)
     plan = plan_from_table(scores, limits, rule)
     plan = dataclasses.replace(plan, extra={**plan.extra, "passes": scores.extra["choices"]["passes"]})
+    if alone:  # the program would have chosen among all formats
+        others = {name: row for name, row in plan.extra["baselines"].items() if name != "choices"}
+        plan = dataclasses.replace(plan, extra={**plan.extra, "baselines": others, "curve": []})
     if check is None:
         return plan
     return check_plan(source, plan, scores, data, check, batch_size, parts, progress)

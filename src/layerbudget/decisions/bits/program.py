@@ -425,6 +425,20 @@ def types_like(table: Table, mix: str) -> list[str]:
     return list(dict.fromkeys((*table.formats, *known)))
 
 
+def formats_of_rules(table: Table, limits: Limits) -> list[str]:
+    """Return the formats that the rules without a program may use within the limits, by bytes alone; no damage is read."""
+    held, k = limits.restrict(table), np.arange(len(table.blocks))
+    limit = limits.bytes(held)
+    ways = [make(held, limit) for make in BASELINES.values()]
+    mixes = () if table.llama is None else table.llama.mixes if limits.like is None else (find_mix(limits.like),)
+    for mix in mixes:
+        chosen = mix_of(table, mix)[1]
+        if chosen is not None and table.size[k, chosen].sum() - _spared(table, mix) <= limit:
+            ways.append(chosen)
+    used = {int(j) for chosen in ways for j in chosen}
+    return [name for j, name in enumerate(table.formats) if j in used]
+
+
 def best_mix(table: Table, limit: int, like: str | None = None, *, free: bool = True) -> tuple[str | None, np.ndarray | None]:
     """Return the mix that a plan of so many bytes is compared with, and its formats: the one named, or the best that fits.
 
