@@ -112,7 +112,7 @@ def one_class(answers: Sequence[int], options: Sequence[int]) -> int | None:
 
 
 def _task_manager(tasks: Sequence[str]) -> Any:
-    """The harness's index of some tasks: of those with local rows their own folders, else of all, which are thousands of files."""
+    """The harness's index of tasks: where all have local rows, of their own folders; else of all, which are thousands."""
     if set(tasks) <= set(LOCAL):
         index = _index(tuple(sorted({task.partition("_")[0] for task in tasks})))
         if set(tasks) <= set(index.all_subtasks):
