@@ -379,8 +379,8 @@ def test_bad_input_is_one_sentence():
 @pytest.mark.parametrize(
     ("rule", "family", "limit", "left_out"),
     [
-        ("mix", "gguf", {"like": "Q4_0"}, "IQ4_NL"),
-        ("uniform", "gguf", {"like": "Q4_0"}, "IQ4_NL"),
+        ("mix", "gguf", {"like": "Q4_0"}, "MXFP4"),
+        ("uniform", "gguf", {"like": "Q4_0"}, "MXFP4"),
         ("uniform", "compressed-tensors", {"bits": 6.0}, "w2-g32"),
         ("ends", "compressed-tensors", {"bits": 6.0}, "w2-g32"),
     ],
