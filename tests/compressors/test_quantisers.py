@@ -219,7 +219,7 @@ def test_a_missing_package_is_one_sentence(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ImportError, match=r"Install layerbudget\[bits\]"):
+    with pytest.raises(ImportError, match=r"pip install '.\[bits\]'"):
         find_quantiser("rtn").apply(weight(), None, Level(format="Q4_0"))
 
 

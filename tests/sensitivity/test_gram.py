@@ -204,7 +204,7 @@ def test_the_verdict_warns_when_gain_and_excess_disagree_and_the_floor_can_be_ta
         (4.0, -0.3, True, "", "can be told from"),
         (99.5, -0.3, False, "100", "about 100 sequences"),
         (99.5, 1.0, True, "100", "about 100 sequences"),
-        (9999.0, 1.0, False, "uniform", "about 9999 sequences"),
+        (9999.0, 1.0, False, "uniform", "about 9,999 sequences"),
         (math.inf, 1.0, False, "uniform", "no number of sequences"),
         (4.0, 1.0, False, "", "can be told from"),
     ],
