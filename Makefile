@@ -45,8 +45,8 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 bench: install
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/program.py
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/scores.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.programs solvers
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.scores cost
 	@echo "benchmarks that compare with peers take their checkouts as arguments: see benchmarks/README.md"
 
 lint: install

@@ -1,6 +1,6 @@
 """Pictures of report pages as a reader sees them: headless Chromium at two widths, light and dark.
 
-    python benchmarks/screenshots.py demo=layerbudget-demo finetune=adapters bits=bits ranks=ranks --out DIR
+    python -m benchmarks.screenshots demo=layerbudget-demo finetune=adapters bits=bits ranks=ranks --out DIR
 
 Every folder becomes a page (``layerbudget report``), the page is drawn in a frame of 1200 and of 420 pixels (a window cannot be
 narrower than 500), as tall as it is up to ``--tall``, and kept as a PNG of 128 colours.
@@ -14,10 +14,6 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-
-from PIL import Image
-
-from layerbudget.report.page import write_report
 
 WIDTHS = (1200, 420)
 LEAST = 500  # pixels of the narrowest window
@@ -54,6 +50,8 @@ def tall(browser: str, page: Path, width: int, folder: Path) -> int:
 
 def shoot(browser: str, page: Path, width: int, height: int, picture: Path, *, dark: bool, colours: int) -> None:
     """Draw one page at one width and keep it small."""
+    from PIL import Image
+
     own = page.read_text()
     if dark:  # what the system asks for cannot be said on the command line
         own = own.replace("prefers-color-scheme:dark", "min-width:1px")
@@ -74,6 +72,8 @@ def main() -> None:
     p.add_argument("--tall", type=int, default=2600, help="most pixels of a picture's height (default %(default)s)")
     p.add_argument("--colours", type=int, default=128)
     a = p.parse_args()
+    from layerbudget.reporting.page import write_report
+
     browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if browser is None:
         p.error("no headless browser is installed (Debian: chromium)")

@@ -1,7 +1,7 @@
 """Train a small model on books, as a second one for the quality tables (minutes on one core).
 
-    python benchmarks/train_second_model.py --books FOLDER --out FOLDER [--minutes 6] [--architecture gemma2]
-    python benchmarks/train_second_model.py --books FOLDER --wikitext FOLDER --python --large --architecture qwen3_moe \
+    python -m benchmarks.train_second_model --books FOLDER --out FOLDER [--minutes 6] [--architecture gemma2]
+    python -m benchmarks.train_second_model --books FOLDER --wikitext FOLDER --python --large --architecture qwen3_moe \
         --minutes 24 --threads 2 --out FOLDER
 
 Of every book the first 90 % is training text, the next 5 % calibration.txt, the last 5 % evaluation.txt. --wikitext adds
@@ -15,12 +15,6 @@ import argparse
 import math
 import time
 from pathlib import Path
-
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
-
-from layerbudget.data import stdlib
 
 SMALL = {
     "hidden_size": 128,
@@ -80,12 +74,16 @@ def split(folder: Path, wikitext: Path | None, python: bool):
         if wikitext is not None:
             parts[name].append((wikitext / WIKITEXT[name]).read_text(encoding="utf-8")[: most[name]])
         if python:
+            from layerbudget.data import stdlib
+
             group = stdlib.read("training" if name == "train" else name)[0]
             parts[name].append("\n".join(text for _, text in group)[: most[name]])
     return parts
 
 
 def configuration(architecture: str, large: bool, vocabulary: int, length: int):
+    from transformers import AutoConfig
+
     sizes, more = dict(LARGE if large else SMALL), dict(ARCHITECTURES[architecture])
     width = more.get("hidden_size", sizes["hidden_size"]) // sizes["num_attention_heads"]
     if architecture.startswith("gemma"):
@@ -99,17 +97,20 @@ def configuration(architecture: str, large: bool, vocabulary: int, length: int):
     )  # fmt: skip
 
 
-@torch.no_grad()
 def perplexity(model, ids, length=256, most=64):
     """Perplexity on up to ``most`` windows spread evenly over a stream."""
+    import torch
+
     model.eval()
     starts = torch.linspace(0, len(ids) - length, most).long()
-    total = sum(float(model(input_ids=ids[None, i : i + length], labels=ids[None, i : i + length]).loss) for i in starts)
+    with torch.no_grad():
+        total = sum(float(model(input_ids=ids[None, i : i + length], labels=ids[None, i : i + length]).loss) for i in starts)
     return math.exp(total / most)
 
 
 def balance(model, speed=0.002):
     """Let correction biases follow the load, as DeepSeek-V3 trains them: experts with few tokens are chosen more often."""
+    import torch
 
     def follow(router, given, output):
         if router.training:
@@ -122,6 +123,9 @@ def balance(model, speed=0.002):
 
 
 def tokenizer_of(texts, size):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -134,7 +138,7 @@ def tokenizer_of(texts, size):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--books", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=6.0, help="of processor time, where no steps are given")
@@ -149,6 +153,9 @@ def main():
     parser.add_argument("--steps", type=int, default=0, help="stop after so many: a model that can be made again")
     parser.add_argument("--single", action="store_true", help="fp32 instead of bf16 autocast")
     a = parser.parse_args()
+    import torch
+    from transformers import AutoModelForCausalLM
+
     torch.manual_seed(0)
     torch.set_num_threads(a.threads)
     parts = split(a.books, a.wikitext, a.python)

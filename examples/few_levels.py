@@ -1,7 +1,7 @@
 """A recipe for llm-compressor with four distinct sparsities and the same total as the plan."""
 
 import layerbudget as lb
-from layerbudget.exports import llm_compressor, with_levels
+from layerbudget.decisions.sparsity.export import llm_compressor, with_levels
 
 model = lb.load_model("demo")
 scores = lb.score(model, None, lb.partition(model, "linear", exclude="lm_head"), "spectral-tail")

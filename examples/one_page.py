@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 import layerbudget as lb
-from layerbudget.report.page import write_report
+from layerbudget.reporting.page import write_report
 
 folder = Path(tempfile.mkdtemp())
 model = lb.load_model("demo")

@@ -7,7 +7,7 @@ from layerbudget.sensitivity.estimators import estimator
 
 @estimator("my-norm", summary="mean square of the weights", data=False)
 def my_norm(model, data, blocks, *, power=2.0):
-    """One number per block; keyword-only parameters are its options (``--set power=1``)."""
+    """One number per block; keyword-only parameters are its options (``--power 1``)."""
     values = {}
     for block in blocks:
         total = sum(weight_of(model, m.name)[1].abs().pow(power).sum().item() for m in block.modules)

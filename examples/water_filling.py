@@ -12,7 +12,7 @@ import argparse
 
 import numpy as np
 
-from layerbudget.report.figures import new_figure, save_figure
+from layerbudget.reporting.figures import new_figure, save_figure
 from layerbudget.solvers import allocate, round_capacity
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from layerbudget.evaluation.statistics import compare_means
-from layerbudget.plans.compare import transfer_scores
 from layerbudget.progress import Progress, Steps
+from layerbudget.reporting.sweep import transfer_scores
 from layerbudget.solvers.transfer import spearman
 
 from .expert_bench import BETAS, ExpertRuns, accuracy_row
@@ -51,7 +51,7 @@ def run_drift(
     for task, wrong in trained.items():
         target = runs.influence(task, "positive")
         t = transfer_scores(
-            source, target, program="experts", budget=f"{runs.total} experts", exponent=beta, exponent_on="block",
+            source, target, program="lora-experts", budget=f"{runs.total} experts", exponent=beta, exponent_on="block",
             smoothing=1e-6,
         )  # fmt: skip
         own, moved = (accuracy_row(w) for w in wrong if w is not None)
@@ -98,7 +98,7 @@ def _finding(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _draw(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    from layerbudget.report.figures import ACCENT, ALERT, new_figure, save_figure
+    from layerbudget.reporting.figures import ACCENT, ALERT, new_figure, save_figure
 
     figure = new_figure(8.0, 3.0)
     first, second = figure.subplots(1, 2)

@@ -15,7 +15,7 @@ import numpy as np
 
 from layerbudget.comparison.bench import TaskBench
 from layerbudget.data.tasks import load_task
-from layerbudget.decisions.experts.plan import plan_experts
+from layerbudget.decisions.lora_experts.plan import plan_lora_experts
 from layerbudget.evaluation.statistics import compare_means
 from layerbudget.finetuning.adapters import classifier_loader
 from layerbudget.models.blocks import describe, partition
@@ -64,17 +64,17 @@ class ExpertRuns:
 
     def mdl(self, task: str, aggregation: str, beta: float) -> Plan:
         """The program on LayerIF's scores."""
-        return plan_experts(self.influence(task, aggregation), total=self.total, exponent=beta, exponent_on="block")
+        return plan_lora_experts(self.influence(task, aggregation), total=self.total, exponent=beta, exponent_on="block")
 
     def layerif(self, task: str, aggregation: str) -> Plan:
         """LayerIF's heuristic on them."""
         scores = self.influence(task, aggregation)
-        return plan_experts(scores, total=self.total, rule="layerif", exponent=EXPONENTS[aggregation])
+        return plan_lora_experts(scores, total=self.total, rule="layerif", exponent=EXPONENTS[aggregation])
 
     def free(self, rule: str) -> Plan:
         """A plan that reads no score of the task."""
         scores = score(self.model, None, self.blocks, "spectral-tail") if rule == "alphalora" else self.blocks
-        return plan_experts(scores, total=self.total, rule=rule, min_experts=0 if rule == "alphalora" else 1)
+        return plan_lora_experts(scores, total=self.total, rule=rule, min_experts=0 if rule == "alphalora" else 1)
 
     def wrong(self, make: Callable[[], Plan], task: str) -> list[list[float]] | None:
         """Mistakes of the fine-tuned plan, ``[seed][question]``; None where another part of the grid finds some of them."""

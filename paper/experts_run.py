@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from layerbudget.decisions.experts.plan import plan_experts
+from layerbudget.decisions.lora_experts.plan import plan_lora_experts
 from layerbudget.plan import Plan
 from layerbudget.progress import Progress, Steps
 
@@ -101,7 +101,7 @@ def run_strategies(
     columns: dict[str, Column] = {
         "MoLA 5555": lambda t: free["mola-5555"], "MoLA 2468": lambda t: free["mola-2468"],
         "MoLA 8642": lambda t: free["mola-8642"], "AlphaLoRA": lambda t: free["alphalora"],
-        "Fisher (grad. norm)": lambda t: plan_experts(runs.gradients(t), total=runs.total, rule="layerif"),
+        "Fisher (grad. norm)": lambda t: plan_lora_experts(runs.gradients(t), total=runs.total, rule="layerif"),
         "LayerIF": lambda t: runs.layerif(t, "all"), "MDL": lambda t: runs.mdl(t, "all", BETAS["mistral"]),
     }  # fmt: skip
     cells = _train(runs, columns, progress)
@@ -150,7 +150,7 @@ def run_beta(
 
 
 def _draw(rows: Sequence[Mapping[str, Any]], names: Sequence[str], path: Path) -> Path:
-    from layerbudget.report.figures import new_figure, save_figure
+    from layerbudget.reporting.figures import new_figure, save_figure
 
     figure = new_figure(1.5 + 1.6 * len(rows), 3.2)
     axes, width = figure.subplots(), 0.8 / len(names)

@@ -59,7 +59,7 @@ def run_histogram(
 
 
 def _draw(rows: list[dict[str, Any]], path: Path) -> Path:
-    from layerbudget.report.figures import ACCENT, ALERT, new_figure, save_figure
+    from layerbudget.reporting.figures import ACCENT, ALERT, new_figure, save_figure
 
     figure = new_figure(max(4.0, 0.35 * len(rows)), 2.8)
     axes = figure.subplots()

@@ -94,7 +94,7 @@ def _finding(tables: Mapping[str, Any]) -> str:
 
 
 def _draw(tables: Mapping[str, Any], path: Path) -> Path:
-    from layerbudget.report.figures import ACCENT, ALERT, MUTED, new_figure, save_figure
+    from layerbudget.reporting.figures import ACCENT, ALERT, MUTED, new_figure, save_figure
 
     figure = new_figure(3.4 * (len(tables) + 1), 3.2)
     theirs = {str(t): {p: {"spearman": m["spearman"]} for p, m in rows.items()} for t, rows in mlp_entries().items()}

@@ -200,7 +200,7 @@ def _finding(tests: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str
 
 
 def _draw(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    from layerbudget.report.figures import new_figure, save_figure
+    from layerbudget.reporting.figures import new_figure, save_figure
 
     figure = new_figure(8.0, 3.2)
     axes = figure.subplots()
@@ -280,7 +280,7 @@ def _kappa_claim(rows: Sequence[Mapping[str, Any]], title: str) -> Claim:
 
 
 def _draw_kappa(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    from layerbudget.report.figures import new_figure, save_figure
+    from layerbudget.reporting.figures import new_figure, save_figure
 
     figure = new_figure(9.0, 2.8)
     for axes, title in zip(figure.subplots(1, len(METHODS)), METHODS.values(), strict=True):

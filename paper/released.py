@@ -192,7 +192,7 @@ def run_released(*, files: Path | str | None = None, **_: Any) -> Outcome:
 
 
 def _draw(found: dict[str, Any], path: Path) -> Path:
-    from layerbudget.report.figures import ACCENT, ALERT, new_figure, save_figure
+    from layerbudget.reporting.figures import ACCENT, ALERT, new_figure, save_figure
 
     figure = new_figure(9.0, 2.6)
     for axes, (name, task) in zip(figure.subplots(1, len(found["tasks"])), found["tasks"].items(), strict=True):

@@ -80,7 +80,7 @@ def run_tests(**_: Any) -> Outcome:
 
 
 def _draw(rows: list[dict[str, Any]], path: Path) -> Path:
-    from layerbudget.report.figures import ACCENT, INK, new_figure, save_figure
+    from layerbudget.reporting.figures import ACCENT, INK, new_figure, save_figure
 
     figure = new_figure(6.0, 2.6)
     axes = figure.subplots()

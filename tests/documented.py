@@ -40,7 +40,7 @@ def shrink() -> Callable[[], None]:
     A memory that holds the small model in 16 bits, which pages give for large ones, is planned for all the same.
     """
     from layerbudget.data import text
-    from layerbudget.decisions.fit import plan as fit
+    from layerbudget.decisions.memory import plan as fit
     from layerbudget.finetuning import protocol
 
     whole, needed = text.calibration, fit.check_needed
@@ -48,7 +48,7 @@ def shrink() -> Callable[[], None]:
     def few(source, tokenizer, *, samples=128, length=256, **options):
         return whole(source, tokenizer, samples=min(samples or 4, 4), length=min(length, 32), **options)
 
-    def planned(ready, terms):
+    def planned(unmeasured, terms):
         """Refuse no memory."""
 
     def put(old, new):

@@ -15,10 +15,9 @@ import layerbudget as lb
 from layerbudget.comparison.run import ScoreComparison, flat
 from layerbudget.compressors import TREATMENTS
 from layerbudget.compressors.base import QUANTISERS
-from layerbudget.decisions.apply import rules_of
+from layerbudget.decision import DECISIONS
 from layerbudget.decisions.ranks.apply import adapted_ranks
-from layerbudget.kinds import KINDS
-from layerbudget.planning.rule import RULES
+from layerbudget.decisions.rules import RULES, rules_of
 from layerbudget.sensitivity.curvature.common import SWEEPS
 from layerbudget.sensitivity.estimators import ESTIMATORS
 
@@ -29,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 def registries():
     """Tables that are afterwards as they were."""
     rules_of("sparsity")
-    with ESTIMATORS.kept(), RULES["sparsity"].kept(), TREATMENTS.kept(), KINDS.kept(), QUANTISERS.kept():
+    with ESTIMATORS.kept(), RULES["sparsity"].kept(), TREATMENTS.kept(), DECISIONS.kept(), QUANTISERS.kept():
         yield
 
 
@@ -74,8 +73,8 @@ def test_the_page_on_what_fits_writes_a_model(tmp_path, monkeypatch):
     pytest.importorskip("compressed_tensors")
     monkeypatch.chdir(tmp_path)
     space: dict = {}
-    (block,) = blocks_of("docs/fit.md")
-    exec(compile(block, "docs/fit.md", "exec"), space)
+    (block,) = blocks_of("docs/memory.md")
+    exec(compile(block, "docs/memory.md", "exec"), space)
     plan, longer = space["plan"], space["longer"]
     assert space["receipt"].bytes == plan.extra["parts"]["weights"]["bytes"] and (tmp_path / "quantised/cache.json").is_file()
     assert plan.budget["spent"] <= plan.budget["limit"] == longer.budget["limit"] == 12 * 2**20
@@ -138,7 +137,7 @@ def test_every_page_with_python_is_run_here():
     assert shown == {
         "README.md",
         "CONTRIBUTING.md",
-        *(f"docs/{n}.md" for n in ("bits", "cache", "fine-tuning", "fit", "serving", "smaller-matrices")),
+        *(f"docs/{n}.md" for n in ("bits", "cache", "fine-tuning", "memory", "serving", "smaller-matrices")),
     }
 
 

@@ -10,8 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.cli.helpers import parsed
 
-from layerbudget.cli import COMMANDS, parse
+from layerbudget.cli.commands import VERBS
+from layerbudget.cli.parser import WrongCommand
+from layerbudget.decision import DECISIONS, EXPORTS
+from layerbudget.errors import LayerbudgetError
 from layerbudget.sensitivity.estimators import ESTIMATORS
 
 ROOT = Path(__file__).parents[1]
@@ -29,10 +33,10 @@ def test_every_command_that_is_shown_has_the_flags_that_it_shows():
     count = 0
     for page in PAGES:
         for _, verb, *words in commands_of(page):
-            assert verb in COMMANDS, f"{page}: {verb}"
+            assert verb in VERBS, f"{page}: {verb}"
             try:
-                parse([verb, *words])
-            except SystemExit:
+                parsed([verb, *words])
+            except (SystemExit, WrongCommand, LayerbudgetError):
                 pytest.fail(f"{page} shows a command that does not parse: {verb} {' '.join(words)}")
             count += 1
     assert count > 30
@@ -68,7 +72,7 @@ def test_the_notebook_stores_what_it_prints_and_a_figure_for_every_step(monkeypa
 def test_the_gallery_runs(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    with ESTIMATORS.kept():
+    with ESTIMATORS.kept(), DECISIONS.kept(), EXPORTS.kept():
         runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
     assert capsys.readouterr().out.strip()
     assert f"examples/{name}" in (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")

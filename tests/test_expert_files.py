@@ -1,7 +1,7 @@
-"""Experts of a few layouts beside the plain code of ``benchmarks/expert_files.py``, which looks at every family."""
+"""Experts of a few layouts beside the plain code of ``benchmarks.expert_pruning files``, which looks at every family."""
 
 import pytest
-from benchmarks.expert_files import check, silent
+from benchmarks.expert_pruning.files import check, silent
 
 pytest.importorskip("gguf")
 pytest.importorskip("compressed_tensors")

@@ -12,9 +12,11 @@ import yaml
 from tests import zoo
 
 from layerbudget.cli import main
+from layerbudget.decision import DECISIONS, Decision, Export
 from layerbudget.decisions.ranks.apply import adapted_ranks
+from layerbudget.decisions.sparsity.export import llm_compressor, with_levels
 from layerbudget.errors import InvalidInput
-from layerbudget.exports import EXPORTS, export, llm_compressor, with_levels
+from layerbudget.exports import EXPORTS, export, format_for
 from layerbudget.plan import Plan, PlanBlock
 from layerbudget.records import Block, Module
 from layerbudget.solvers.rounding import few_levels
@@ -33,7 +35,7 @@ def test_a_lora_config_gives_every_module_its_rank(mistral, tmp_path, capsys):
     plan = zoo.linears(mistral, lambda n: 3 if "q_proj" in n else 5 if "down" in n else 0)
     plan.save(tmp_path / "ranks.json")
     out = tmp_path / "adapter_config.json"
-    assert main(["export", str(tmp_path / "ranks.json"), "--set", "dropout=0.1", "-o", str(out)]) == 0
+    assert main(["export", str(tmp_path / "ranks.json"), "--dropout", "0.1", "-o", str(out)]) == 0
     assert "The plan of ranks (rule by-hand) is written to" in capsys.readouterr().out
     for config in (peft.LoraConfig(**json.loads(out.read_text())), peft.LoraConfig.from_pretrained(str(tmp_path))):
         assert config.lora_dropout == 0.1
@@ -58,7 +60,7 @@ def test_axolotl_gets_the_ranks_that_peft_gets(mistral, tmp_path):
     adapted = peft.get_peft_model(zoo.mistral(), peft.LoraConfig(**own, **patterns))
     assert adapted_ranks(adapted) == {m: b.count for m, b in plan.by_module().items() if b.count}
     assert {m.scaling["default"] for m in adapted.modules() if hasattr(m, "lora_A")} == {2.0}
-    assert main([*words, "--overwrite", "--set", "alpha_policy=constant-alpha"]) == 0  # the mean is whole here: 4
+    assert main([*words, "--overwrite", "--alpha-policy", "constant-alpha"]) == 0  # the mean is whole here: 4
     plan = zoo.linears(mistral, lambda n: 3 if "q_proj" in n else 6 if "down" in n else 4 if "up" in n else 0)
     with pytest.raises(InvalidInput, match="whole alphas"):
         EXPORTS.find("axolotl").text(plan, {"alpha_policy": "constant-alpha"})
@@ -66,7 +68,7 @@ def test_axolotl_gets_the_ranks_that_peft_gets(mistral, tmp_path):
 
 def test_a_recipe_names_every_module_once_and_says_how_it_is_run(sparsity, tmp_path, capsys):
     out = tmp_path / "recipe.yaml"
-    assert main(["export", str(tmp_path), "--set", "method=sparsegpt", "--set", "levels=2", "-o", str(out)]) == 0
+    assert main(["export", str(tmp_path), "--method", "sparsegpt", "--levels", "2", "-o", str(out)]) == 0
     stages = [m for s in yaml.safe_load(out.read_text()).values() for g in s.values() for m in g.values()]
     assert len(stages) == 2
     ratios = {module: m["sparsity"] for m in stages for module in m["targets"]}
@@ -130,10 +132,10 @@ def test_what_a_format_does_not_write_or_read_is_refused(sparsity, tmp_path, cap
     plan = str(tmp_path / "plan.json")
     for words, said in (
         (["--to", "lora"], "no format for a plan of kind sparsity"),
-        (["--to", "csv", "--set", "levels=2"], "has no option levels"),
+        (["--to", "csv", "--levels", "2"], "Unknown option: --levels"),
         (["--to", "gguf"], "export format"),
-        (["--to", "peft"], "There are lora (PEFT's LoraConfig as JSON), "),
-        (["--set", "method=magnitude"], "cannot be written"),
+        (["--to", "peft"], "lora (PEFT's LoraConfig as JSON), "),
+        (["--method", "magnitude"], "cannot be written"),
     ):  # fmt: skip
         assert main(["export", plan, *words, "-o", str(tmp_path / "x")]) == 2
         assert said in " ".join(capsys.readouterr().err.split())
@@ -163,6 +165,24 @@ def test_a_format_of_ones_own(sparsity, tmp_path):
         def names(plan, *, separator="\n"):
             return separator.join(plan.names)
 
-        words = ["export", str(tmp_path), "--to", "names", "--set", "separator=;", "-o", str(tmp_path / "n.txt")]
+        words = ["export", str(tmp_path), "--to", "names", "--separator", ";", "-o", str(tmp_path / "n.txt")]
         assert main(words) == 0
     assert (tmp_path / "n.txt").read_text() == ";".join(sparsity.names)
+
+
+def test_a_decision_brings_its_formats(mistral):
+    """Also one that comes after the table of formats was read; what a user added under the same name stays."""
+
+    class Lengths(Decision):
+        name, decides, counts = "lengths", "length", "tokens"
+        exports = (Export(name="lengths", call=lambda plan: "its own", kinds=("lengths",)),)
+
+    with DECISIONS.kept(), EXPORTS.kept():
+        assert "lengths" not in EXPORTS.names()
+        DECISIONS.add("lengths", Lengths())
+        plan = dataclasses.replace(zoo.plan(mistral), kind="lengths", extra={})
+        assert format_for(plan) == "lengths" and EXPORTS.find("lengths").text(plan, {}) == "its own"
+        with pytest.raises(InvalidInput, match="For this plan there are .*lengths"):
+            EXPORTS.find("recipe").text(plan, {})
+        EXPORTS.add("lengths", Export(name="lengths", call=lambda plan: "another"))
+        assert EXPORTS.find("lengths").text(plan, {}) == "another"

@@ -5,7 +5,9 @@ import re
 import shlex
 from pathlib import Path
 
-from layerbudget.cli import main, parse
+from tests.cli.helpers import parsed
+
+from layerbudget.cli import main
 
 PAGE = (Path(__file__).parents[1] / "docs/scripts.md").read_text(encoding="utf-8")
 TEXT = ["--samples", "2", "--length", "16"]
@@ -16,7 +18,7 @@ COMMANDS = (  # row of the page's table, and a command of it; later ones read wh
     ("`explain`", ["explain", "plan.json"]),
     ("`explain diff`", ["explain", "diff", "plan.json", "plan.json"]),
     ("`export`", ["export", "plan.json", "--to", "csv"]),
-    ("`plan`", ["plan", "bits", "demo", "--bits", "4", *TEXT, "--set", "draws=1", "--set", "check=0", "-o", "bits.json"]),
+    ("`plan`", ["plan", "bits", "demo", "--bits", "4", *TEXT, "--draws", "1", "--check", "0", "-o", "bits.json"]),
     ("`apply` of bits", ["apply", "demo", "bits.json", "-o", "small"]),
     ("`evaluate`", ["evaluate", "demo", "--perplexity", "stdlib", "--windows", "1"]),
     ("`doctor`", ["doctor", "demo"]),
@@ -38,7 +40,7 @@ def test_every_document_has_the_fields_that_the_page_names(tmp_path, monkeypatch
             assert {name: told[name] for name in held} == held and held["made_by"].startswith(f"layerbudget {words[0]} ")
         if words[0] in ("plan", "apply"):
             assert told["verdict"].endswith(".") and not told["verdict"].startswith("Verdict") and "verdict" not in held
-            assert told["next"].startswith("layerbudget ") and parse(shlex.split(told["next"])[1:]).handler
+            assert told["next"].startswith("layerbudget ") and parsed(shlex.split(told["next"])[1:])
     assert main(["plan", "sparsity", "scores.json", "--json", "--quiet"]) == 0
     assert json.loads(capsys.readouterr().out)["next"] is None, "nothing was written"
 
@@ -55,9 +57,9 @@ def test_the_commands_of_the_short_form_can_be_parsed():
     lines = [line for line in re.findall(r"`(layerbudget [^`]+)`", short) if line != "layerbudget VERB"]
     assert len(lines) > 8
     for line in lines:
-        assert parse(shlex.split(line)[1:]).handler
+        assert parsed(shlex.split(line)[1:])
     planned = {line.split()[2] for line in lines if line.startswith("layerbudget plan ")}
-    assert planned == {"sparsity", "bits", "fit", "cache", "shapes", "kept-experts", "ranks"}
+    assert planned == {"sparsity", "bits", "memory", "cache", "shapes", "expert-pruning", "ranks"}
     for page in re.findall(r"\((\S+)\.html\)", short):
         assert (Path(__file__).parents[1] / f"docs/{page}.md").is_file()
 

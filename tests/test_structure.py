@@ -19,7 +19,7 @@ def tree_of(file: Path) -> ast.Module:
 
 def test_the_decision_core_never_imports_torch():
     code = (
-        "import sys; import layerbudget.plan, layerbudget.planning, layerbudget.planning.costs, layerbudget.scores;"
+        "import sys; import layerbudget.plan, layerbudget.decisions.rules, layerbudget.budget, layerbudget.scores;"
         "import pkgutil, importlib, layerbudget.solvers as p;"
         "[importlib.import_module(f'layerbudget.solvers.{m.name}') for m in pkgutil.iter_modules(p.__path__)];"
         "bad = [m for m in sys.modules if m.split('.')[0] in ('torch', 'transformers')]; sys.exit(str(bad) if bad else 0)"
@@ -83,39 +83,48 @@ def test_the_formatter_is_never_switched_off():
 
 ROOMS = (
     "errors",
-    "verdicts",
     "progress",
     "canonical",
     "storage",
     "records",
     "registry",
-    "kinds",
+    "requests",
+    "decision",
     "plan",
     "scores",
+    "verdicts",
+    "solvers",
+    "budget",
     "models",
     "data",
     "execution",
-    "solvers",
     "compressors",
+    "gguf",
     "sensitivity",
-    "planning",
     "evaluation",
+    "cost",
+    "decisions/files",
+    "decisions/describe",
+    "decisions/charts",
+    "decisions/rules",
+    "decisions/capacity",
+    "decisions/adapters",
+    "decisions/formats",
     "decisions/sparsity",
     "decisions/bits",
     "decisions/cache",
     "decisions/ranks",
-    "decisions/experts",
-    "decisions/kept_experts",
+    "decisions/lora_experts",
+    "decisions/expert_pruning",
     "decisions/shapes",
-    "decisions/fit",
+    "decisions/memory",
     "decisions/joint",
     "decisions",
-    "plans",
-    "report",
+    "reporting",
     "exports",
     "finetuning",
     "comparison",
-    "doctor",
+    "diagnosis",
     "demo",
     "cli",
 )

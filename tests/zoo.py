@@ -317,7 +317,7 @@ def plan(model: nn.Module, sparsity: float = 0.5, by: str = "layer", spread: flo
     return _by_hand(model, "sparsity", chosen, "parameters")
 
 
-def layers(model: nn.Module, counts: Sequence[int], kind: str = "experts") -> Plan:
+def layers(model: nn.Module, counts: Sequence[int], kind: str = "lora-experts") -> Plan:
     """A plan with one block per layer, in the order of the layers."""
     chosen = tuple(PlanBlock.of(b, c, c) for b, c in zip(B.partition(model, "layer"), counts, strict=True))
     return _by_hand(model, kind, chosen)
@@ -368,7 +368,7 @@ def fit_scores(seed: int = 0, layers: int = 2) -> Scores:
     error = np.linalg.norm(rows["weights"]["rest"], axis=-1).tolist()
     choices = {"formats": weights, "size": size, "error": error, "cache": memory, **own, **rows["weights"]}
     cache = {"runtime": "transformers", "formats": cached, "group": 32, "kept": [dataclasses.asdict(k) for k in kept]}
-    extra = {"choices": choices, "cache": {**cache, **rows["cache"], "passes": 9.0}}
+    extra = {"formats": choices, "cache": {**cache, **rows["cache"], "passes": 9.0}}
     return Scores.from_values(held, {b.name: 1.0 for b in held}, estimator="rounding", extra=extra)
 
 

@@ -8,12 +8,12 @@ what=$1 out=$2 shape=${3:-mistral-7b}
 mkdir -p "$out"
 case $what in
 timing)
-    [ -f "$out/$shape/config.json" ] || $PYTHON benchmarks/shapes.py "$shape" "$out/$shape"
-    $PYTHON benchmarks/size.py "$out/$shape" --device "$DEVICE" --samples "$SAMPLES" --length "$LENGTH" --batch-size "$BATCH" \
+    [ -f "$out/$shape/config.json" ] || $PYTHON -m benchmarks.size random_models "$shape" "$out/$shape"
+    $PYTHON -m benchmarks.size tasks "$out/$shape" --device "$DEVICE" --samples "$SAMPLES" --length "$LENGTH" --batch-size "$BATCH" \
         --name "$shape-$DEVICE" --scratch "$out" --out "$out" --tasks walk perplexity wanda sparsegpt fisher-trace measure rank-gain
     ;;
 quality)
-    [ -f "$out/model/config.json" ] || $PYTHON benchmarks/gpu/train.py "$out/model" --device "$DEVICE" --steps "$STEPS" --width "$WIDTH" --depth "$DEPTH" --batch "$ROWS"
+    [ -f "$out/model/config.json" ] || $PYTHON -m benchmarks.gpu.train "$out/model" --device "$DEVICE" --steps "$STEPS" --width "$WIDTH" --depth "$DEPTH" --batch "$ROWS"
     for sparsity in $SPARSITIES; do
         $PYTHON -m layerbudget compare "$out/model" --scores fisher-gram --rules mdl,owl,alphapruning --sparsity "$sparsity" \
             --samples 16 --length 128 --windows "$WINDOWS" --device "$DEVICE" -o "$out/compare-$sparsity"

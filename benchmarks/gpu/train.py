@@ -1,6 +1,6 @@
 """Train a language model of about 100 million parameters on the Python sources that are installed.
 
-python benchmarks/gpu/train.py OUT --steps 1500
+python -m benchmarks.gpu.train OUT --steps 1500
 """
 
 from __future__ import annotations
@@ -8,11 +8,6 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
-
-import torch
-from transformers import MistralConfig, MistralForCausalLM
-
-import layerbudget as lb
 
 
 def main() -> None:
@@ -27,6 +22,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rate", type=float, default=6e-4)
     given = parser.parse_args()
+    import torch
+    from transformers import MistralConfig, MistralForCausalLM
+
+    import layerbudget as lb
+
     tokenizer = lb.load_tokenizer("demo")
     config = MistralConfig(
         vocab_size=len(tokenizer), hidden_size=given.width, intermediate_size=given.width * 8 // 3 // 16 * 16,

@@ -17,31 +17,31 @@ if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and 
     from .data.calibration import CalibrationSet as CalibrationSet
     from .data.text import calibration as calibration
     from .decisions.apply import apply_plan as apply_plan
-    from .decisions.bits.apply import write_bits as write_bits
-    from .decisions.bits.plan import plan_bits as plan_bits
-    from .decisions.cache.plan import plan_cache as plan_cache
-    from .decisions.experts.method import add_experts as add_experts
-    from .decisions.experts.plan import plan_experts as plan_experts
-    from .decisions.fit.plan import plan_fit as plan_fit
-    from .decisions.fit.plan import write_fit as write_fit
-    from .decisions.joint.plan import plan_joint as plan_joint
-    from .decisions.kept_experts.apply import keep_experts as keep_experts
-    from .decisions.kept_experts.plan import plan_kept_experts as plan_kept_experts
-    from .decisions.ranks.apply import add_ranks as add_ranks
-    from .decisions.ranks.apply import fold_scales as fold_scales
-    from .decisions.ranks.apply import pad_ranks as pad_ranks
-    from .decisions.ranks.apply import to_lora_config as to_lora_config
-    from .decisions.ranks.plan import plan_ranks as plan_ranks
-    from .decisions.shapes.apply import apply_shapes as apply_shapes
-    from .decisions.shapes.apply import remove_units as remove_units
-    from .decisions.shapes.plan import plan_shapes as plan_shapes
-    from .decisions.shapes.speed import Speed as Speed
-    from .decisions.shapes.speed import measure_speed as measure_speed
-    from .decisions.sparsity.apply import prune as prune
-    from .decisions.sparsity.plan import plan_sparsity as plan_sparsity
-    from .decisions.sparsity.receipt import recount as recount
-    from .decisions.sparsity.save import save_pruned as save_pruned
-    from .doctor import diagnose as diagnose
+    from .decisions.bits import plan_bits as plan_bits
+    from .decisions.bits import write_bits as write_bits
+    from .decisions.cache import plan_cache as plan_cache
+    from .decisions.expert_pruning import keep_experts as keep_experts
+    from .decisions.expert_pruning import plan_expert_pruning as plan_expert_pruning
+    from .decisions.joint import plan_joint as plan_joint
+    from .decisions.lora_experts import add_lora_experts as add_lora_experts
+    from .decisions.lora_experts import plan_lora_experts as plan_lora_experts
+    from .decisions.memory import plan_memory as plan_memory
+    from .decisions.memory import write_memory as write_memory
+    from .decisions.ranks import add_ranks as add_ranks
+    from .decisions.ranks import fold_scales as fold_scales
+    from .decisions.ranks import pad_ranks as pad_ranks
+    from .decisions.ranks import plan_ranks as plan_ranks
+    from .decisions.ranks import to_lora_config as to_lora_config
+    from .decisions.shapes import Speed as Speed
+    from .decisions.shapes import apply_shapes as apply_shapes
+    from .decisions.shapes import measure_speed as measure_speed
+    from .decisions.shapes import plan_shapes as plan_shapes
+    from .decisions.shapes import remove_units as remove_units
+    from .decisions.sparsity import plan_sparsity as plan_sparsity
+    from .decisions.sparsity import prune as prune
+    from .decisions.sparsity import recount as recount
+    from .decisions.sparsity import save_pruned as save_pruned
+    from .diagnosis import diagnose as diagnose
     from .evaluation.harness import evaluate_tasks as evaluate_tasks
     from .evaluation.perplexity import evaluation_set as evaluation_set
     from .evaluation.perplexity import perplexity as perplexity
@@ -54,11 +54,11 @@ if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and 
     from .models.loading import load_model as load_model
     from .models.loading import load_tokenizer as load_tokenizer
     from .plan import Plan as Plan
-    from .plans.compare import diff_plans as diff_plans
-    from .plans.compare import sweep as sweep
-    from .plans.compare import transfer_scores as transfer_scores
-    from .plans.explain import explain_plan as explain_plan
-    from .report.page import write_report as write_report
+    from .reporting.explain import explain_plan as explain_plan
+    from .reporting.page import write_report as write_report
+    from .reporting.sweep import diff_plans as diff_plans
+    from .reporting.sweep import sweep as sweep
+    from .reporting.sweep import transfer_scores as transfer_scores
     from .scores import Scores as Scores
     from .sensitivity.certificate import certify_ranking as certify_ranking
     from .sensitivity.certificate import direct_check as direct_check
@@ -72,33 +72,24 @@ _HOMES = {
     "models.blocks": "partition",
     "data.text": "calibration",
     "data.calibration": "CalibrationSet",
-    "doctor": "diagnose",
+    "diagnosis": "diagnose",
     "sensitivity.gain": "score",
     "sensitivity.importing": "import_scores",
     "scores": "Scores",
     "sensitivity.certificate": "certify_ranking direct_check",
-    "decisions.sparsity.plan": "plan_sparsity",
-    "decisions.bits.plan": "plan_bits",
-    "decisions.cache.plan": "plan_cache",
-    "decisions.fit.plan": "plan_fit write_fit",
-    "decisions.shapes.plan": "plan_shapes",
-    "decisions.shapes.speed": "Speed measure_speed",
-    "decisions.kept_experts.plan": "plan_kept_experts",
-    "decisions.ranks.plan": "plan_ranks",
-    "decisions.experts.plan": "plan_experts",
-    "decisions.joint.plan": "plan_joint",
+    "decisions.sparsity": "plan_sparsity prune recount save_pruned",
+    "decisions.bits": "plan_bits write_bits",
+    "decisions.cache": "plan_cache",
+    "decisions.memory": "plan_memory write_memory",
+    "decisions.shapes": "plan_shapes Speed measure_speed apply_shapes remove_units",
+    "decisions.expert_pruning": "plan_expert_pruning keep_experts",
+    "decisions.ranks": "plan_ranks add_ranks fold_scales pad_ranks to_lora_config",
+    "decisions.lora_experts": "plan_lora_experts add_lora_experts",
+    "decisions.joint": "plan_joint",
     "plan": "Plan",
-    "plans.explain": "explain_plan",
-    "plans.compare": "diff_plans sweep transfer_scores",
+    "reporting.explain": "explain_plan",
+    "reporting.sweep": "diff_plans sweep transfer_scores",
     "decisions.apply": "apply_plan",
-    "decisions.sparsity.apply": "prune",
-    "decisions.sparsity.receipt": "recount",
-    "decisions.sparsity.save": "save_pruned",
-    "decisions.bits.apply": "write_bits",
-    "decisions.shapes.apply": "apply_shapes remove_units",
-    "decisions.ranks.apply": "add_ranks fold_scales pad_ranks to_lora_config",
-    "decisions.kept_experts.apply": "keep_experts",
-    "decisions.experts.method": "add_experts",
     "finetuning.finetune": "finetune",
     "finetuning.adapters": "load_adapter",
     "finetuning.tracking": "GainTracker",
@@ -107,7 +98,7 @@ _HOMES = {
     "evaluation.statistics": "compare_results",
     "comparison.run": "compare_scores",
     "comparison.bench": "TextBench TaskBench",
-    "report.page": "write_report",
+    "reporting.page": "write_report",
 }
 _PUBLIC = {name: module for module, names in _HOMES.items() for name in names.split()}
 

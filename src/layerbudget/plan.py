@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from typing_extensions import Self
 
+from .decision import DECISIONS
 from .errors import CorruptFile, InvalidInput, ModelMismatch, NotFound
-from .kinds import KINDS
 from .records import Block, BlockRecord
 from .storage import reading
-from .storage.schemas import (
-    CacheFormats,
-    Certificate,
-    Extra,
-    FitFormats,
-    Formats,
-    JointExtra,
-    KeptExperts,
-    PlanBudget,
-    RecipeExtra,
-    ShapeSettings,
-    SmallerShapes,
-)
+from .storage.schemas import Certificate, PlanBudget
 from .storage.writing import new_file
+
+P = TypeVar("P")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +65,7 @@ class Plan(BlockRecord):
     made_by: str = ""  #: The command that made it; empty where Python did.
 
     def __post_init__(self) -> None:
-        KINDS.find(self.kind)
+        DECISIONS.find(self.kind)
         super().__post_init__()
 
     @property
@@ -98,6 +89,11 @@ class Plan(BlockRecord):
     def sparsity(self) -> float:
         """Pruned parameters over prunable parameters (sparsity plans)."""
         return int(self.counts.sum()) / int(self.numel.sum())
+
+    @functools.cached_property
+    def payload(self) -> Any:
+        """What only plans of this kind say, as the decision's own type; see :func:`payload_of`."""
+        return reading.converted(self.extra, DECISIONS.find(self.kind).Payload)
 
     @property
     def rows(self) -> RowGroups | None:
@@ -163,23 +159,27 @@ class Plan(BlockRecord):
 
     def _check(self) -> None:
         super()._check()
-        shapes: dict[str, Any] = {"budget": PlanBudget, "extra": _EXTRA.get(self.kind, Extra)}
+        decision = DECISIONS.find(self.kind)
+        shapes: dict[str, Any] = {"budget": PlanBudget, "extra": decision.Payload}
         shapes |= {"certificate": Certificate} if self.certificate else {}
-        shapes |= {"hyperparameters": ShapeSettings} if self.kind == "shapes" else {}
+        shapes |= {} if decision.Settings is None else {"hyperparameters": decision.Settings}
         for name, shape in shapes.items():
             try:
                 reading.converted(getattr(self, name), shape)
             except ValueError as error:
                 raise CorruptFile(f"The {name} of this plan does not read ({error}).", "", "Make the plan again.") from error
-        if self.kind in ("sparsity", "joint"):
-            for b in self.blocks:
-                if not (0 <= b.value <= 1 + 1e-9 and b.count <= b.numel):
-                    what = f"{b.name} of this plan of {self.kind} has {b.value:.4g} and {b.count:,} of {b.numel:,} weights."
-                    raise CorruptFile(what, "A share of zeros is from 0 to 1.", "Make the plan again.")
+        decision.check(self)
 
 
-_EXTRA = {"shapes": SmallerShapes, "bits": Formats, "recipe": RecipeExtra, "kept-experts": KeptExperts}
-_EXTRA |= {"cache": CacheFormats, "fit": FitFormats, "joint": JointExtra}
+def payload_of(plan: Plan, kind: type[P]) -> P:
+    """Return what only plans of a decision say; the plan is of that decision.
+
+    Raises:
+        InvalidInput: It is of another one.
+    """
+    if not isinstance(plan.payload, kind):
+        raise InvalidInput(f"A plan of kind {plan.kind} has no {kind.__name__}.", "", "Use a plan of the other kind.")
+    return plan.payload
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -123,8 +123,8 @@ def read_json(path: Path | str, kind: str, command: str | None = None, *, as_typ
             f"Plan from them first: layerbudget plan {'bits' if head.estimator == 'rounding' else 'sparsity'} FILE.",
         )
     if head.schema_version != SCHEMA_VERSION:
-        told = f"{path} has schema version {str(head.schema_version)[:40]}."
-        raise CorruptFile(told, f"This release reads version {SCHEMA_VERSION}.", f"Make the {kind} again.")
+        message = f"{path} has schema version {str(head.schema_version)[:40]}."
+        raise CorruptFile(message, f"This release reads version {SCHEMA_VERSION}.", f"Make the {kind} again.")
     return reading.parse(content, str(path), kind, as_type=as_type)
 
 
@@ -186,9 +186,9 @@ def freeze(value: Any) -> Any:
     if isinstance(value, (Frozen, FrozenList)):
         return value
     if isinstance(value, Mapping):
-        return Frozen({name: freeze(held) for name, held in value.items()})
+        return Frozen({name: freeze(item) for name, item in value.items()})
     if isinstance(value, (list, tuple)):
-        return (tuple if isinstance(value, tuple) else FrozenList)(freeze(held) for held in value)
+        return (tuple if isinstance(value, tuple) else FrozenList)(freeze(item) for item in value)
     if isinstance(value, np.ndarray):
         value = value.view()
         value.flags.writeable = False
@@ -204,7 +204,7 @@ class Record:
     def to_dict(self) -> dict[str, Any]:
         """Return the content of the file."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
-        fields = {name: to_jsonable(held) if isinstance(held, Frozen) else held for name, held in fields.items()}
+        fields = {name: to_jsonable(value) if isinstance(value, Frozen) else value for name, value in fields.items()}
         if isinstance(fields.get("blocks"), tuple):
             fields["blocks"] = [b.to_dict() for b in fields["blocks"]]
         return {"schema_version": SCHEMA_VERSION, **fields}
@@ -222,13 +222,13 @@ class Record:
             InvalidInput: A key is missing, or a value has another type or range than the field.
         """
         try:
-            found: Self = reading.converted(to_jsonable(record), cls)
+            rebuilt: Self = reading.converted(to_jsonable(record), cls)
         except msgspec.MsgspecError as error:
             raise InvalidInput(
                 f"This is no {cls.what} record: {error}.", "", "Take the JSON form as it was written."
             ) from error
-        found._check()
-        return found
+        rebuilt._check()
+        return rebuilt
 
     def _check(self) -> None:
         """Refuse what is too deep or holds too large numbers."""
@@ -252,9 +252,9 @@ class Record:
             CorruptFile: Not such a file.
             InvalidInput: Values that contradict each other.
         """
-        found: Self = read_json(path, cls.what, cls.command, as_type=cls)
-        found._check()
-        return found
+        loaded: Self = read_json(path, cls.what, cls.command, as_type=cls)
+        loaded._check()
+        return loaded
 
 
 class BlockRecord(Record):
@@ -362,10 +362,10 @@ def values_by_name(blocks: Sequence[Block], values: Mapping[str, float] | Sequen
     """
     names = [b.name for b in blocks]
     if not isinstance(values, Mapping):
-        given = [float(v) for v in values]
-        if len(given) != len(names):
-            raise InvalidInput(f"There are {len(given)} values for {len(names)} blocks.", "One each.", "Give one per block.")
-        values = dict(zip(names, given, strict=True))
+        numbers = [float(v) for v in values]
+        if len(numbers) != len(names):
+            raise InvalidInput(f"There are {len(numbers)} values for {len(names)} blocks.", "One each.", "Give one per block.")
+        values = dict(zip(names, numbers, strict=True))
     known = set(names)
     missing, unknown = [n for n in names if n not in values], [n for n in values if n not in known]
     if missing or unknown:
@@ -381,7 +381,7 @@ def values_by_name(blocks: Sequence[Block], values: Mapping[str, float] | Sequen
 
 
 class Result(Mapping[str, Any]):
-    """Base of dataclasses that are read like the dictionary of their fields too: ``found.moved`` is ``found["moved"]``."""
+    """Base of dataclasses that are read like the dictionary of their fields too: ``result.moved`` is ``result["moved"]``."""
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.__dict__:
@@ -393,6 +393,26 @@ class Result(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.__dict__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Receipt(Result):
+    """What is given back where a plan was applied in memory: which plan to which model, and what a subclass has counted.
+
+    Attributes:
+        plan_digest: Digest of the plan.
+        model: What :func:`layerbudget.models.blocks.describe` says of the model before.
+        notes: Sentences on what was met on the way.
+    """
+
+    plan_digest: str
+    model: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+
+    def counted(self) -> dict[str, Any]:
+        """Return what was counted, by field: that which is not said of every receipt."""
+        common = {field.name for field in dataclasses.fields(Receipt)}
+        return {name: value for name, value in self.items() if name not in common}
 
 
 def unit_of(size: float) -> tuple[int, str]:

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 import inspect
 import sys
@@ -37,9 +36,19 @@ class Option:
     default: Any = None
     help: str = ""
 
+    @property
+    def kind(self) -> str:
+        """Its type in words, such as ``a number``; empty where there are none, as for an array."""
+        words = spoken(self.type)
+        if words == "Any" or "_" in words:
+            return "a number" if isinstance(self.default, (int, float)) else ""
+        return words
+
     def listed(self, value: Any) -> Any:
-        """Return a value that was typed, split at commas where this option is a list of texts and that is text."""
+        """Return a value that was typed: of a list of texts ``A,B`` split at commas, of a table of texts ``NAME=A,OTHER=B``."""
         kinds = typing.get_args(self.type) if isinstance(self.type, types.UnionType) else (self.type,)
+        if isinstance(value, str) and "=" in value and Mapping[str, str] in kinds:
+            return {name: text for name, _, text in (part.partition("=") for part in value.split(","))}
         return value.split(",") if isinstance(value, str) and Sequence[str] in kinds and str not in kinds else value
 
     def read(self, value: Any, what: str) -> Any:
@@ -80,20 +89,31 @@ def options_of(source: Callable[..., Any], *, without: Collection[str] = ()) -> 
     >>> options_of(lambda model, *, rank=8, progress=None: rank, without=("progress",))
     {'rank': Option(name='rank', type=<class 'int'>, default=8, help='')}
     """
-    parameters = inspect.signature(source).parameters.values()
     fields = dataclasses.is_dataclass(source)
+    parameters = [
+        p
+        for p in inspect.signature(source).parameters.values()
+        if (fields or p.kind is p.KEYWORD_ONLY) and p.name not in without
+    ]
+    written = {p.name: p.annotation for p in parameters if p.annotation is not p.empty}
     module = sys.modules.get(source.__module__)
-    return {p.name: _option(p, module) for p in parameters if (fields or p.kind is p.KEYWORD_ONLY) and p.name not in without}
+    try:
+        types_of = typing.get_type_hints(
+            types.SimpleNamespace(__annotations__=written), vars(module) if module else {}, include_extras=True
+        )
+    except NameError as error:
+        raise InvalidInput(
+            f"The type of an option of {source.__module__} is not known when it runs ({error}).",
+            "Options are checked by their types.",
+            "Import that type outside of `if TYPE_CHECKING`.",
+        ) from error
+    return {p.name: _option(p, types_of.get(p.name)) for p in parameters}
 
 
-def _option(parameter: inspect.Parameter, module: types.ModuleType | None) -> Option:
-    declared, default, line = parameter.annotation, parameter.default, ""
-    if isinstance(declared, str):
-        try:
-            declared = eval(declared, vars(module) if module else {})  # an annotation, as inspect evaluates it
-        except (NameError, AttributeError, TypeError):
-            declared = Any  # imported for type checkers only, or an alias that is text
-    if declared is parameter.empty:
+def _option(parameter: inspect.Parameter, declared: Any) -> Option:
+    """An option by its parameter and declared type; without one, the type of a plain default."""
+    default, line = parameter.default, ""
+    if declared is None:
         declared = type(default) if isinstance(default, (bool, int, float, str)) else Any
     if typing.get_origin(declared) is typing.Annotated:
         declared, line = typing.get_args(declared)[:2]
@@ -126,6 +146,25 @@ def load_function(home: str | T, package: str | None) -> T:
     module, name = home.split(":")
     found: T = getattr(importlib.import_module(module, package), name)
     return found
+
+
+def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a package: names are imported on first use, each from the module that has it.
+
+    Args:
+        package: Name of the package.
+        homes: Names, separated by blanks, by the module below the package.
+    """
+    modules = {name: module for module, names in homes.items() for name in names.split()}
+
+    def find(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f".{modules[name]}", package), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return find
 
 
 class Registry(Generic[T]):
@@ -189,7 +228,7 @@ class Registry(Generic[T]):
         """
         file, _, own = name.rpartition(":")
         if file.endswith(".py"):
-            _run(Path(file))
+            run_file(Path(file))
             name = own
         self._load()
         if name not in self._items:
@@ -201,14 +240,20 @@ class Registry(Generic[T]):
     def _load(self) -> None:
         """Import what installed packages bring, once."""
         if not self._loaded:
+            import importlib.metadata  # slow to import
+
             self._loaded = True
             for entry in importlib.metadata.entry_points(group=self.group):
                 entry.load()
 
 
 @functools.cache
-def _run(path: Path) -> None:
-    """Run a Python file, once."""
+def run_file(path: Path) -> None:
+    """Run a Python file, once: what it registers is then there.
+
+    Raises:
+        NotFound: No such file.
+    """
     spec = importlib.util.spec_from_file_location(f"layerbudget_file_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
         raise NotFound(f"There is no file {path}.", "", "Name a Python file that registers the entry: my.py:name.")

@@ -153,3 +153,16 @@ class Scores(BlockRecord):
         """
         fields = {"estimator": "imported", "unit": "arbitrary", **fields}
         return cls(blocks=tuple(blocks), gain=(tuple(values_by_name(blocks, values)),), **fields)
+
+
+def tokens_of(scores: Scores) -> int:
+    """Return the tokens that the loss of the scored text counts: of conversations the answers, without prompts and padding.
+
+    Raises:
+        InvalidInput: The record does not say it.
+    """
+    if "tokens" in scores.extra:
+        return int(scores.extra["tokens"])
+    if {"samples", "length"} <= set(scores.data):
+        return int(scores.data["samples"]) * (int(scores.data["length"]) - 1)
+    raise InvalidInput("The scores do not say how many tokens they are over.", "", "Give it: --tokens, or tokens=.")

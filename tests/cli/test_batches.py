@@ -1,6 +1,5 @@
 """Where no batch is named, as many sequences run at a time as fit; what comes out does not depend on it."""
 
-import argparse
 import json
 
 import numpy as np
@@ -9,7 +8,8 @@ from tests import zoo
 
 import layerbudget as lb
 from layerbudget.cli import main
-from layerbudget.cli.options import batch_of
+from layerbudget.cli.session import Session
+from layerbudget.decisions.sparsity.request import SparsityRequest
 from layerbudget.execution import memory
 from layerbudget.plan import Plan
 
@@ -35,12 +35,12 @@ def scarce(monkeypatch):
 
 def test_a_batch_that_was_given_stays(scarce):
     model, data = zoo.mistral(2), zoo.tokens(4, 8, vocabulary=61)
-    assert batch_of(argparse.Namespace(batch_size=None), model, data) == 8
-    assert batch_of(argparse.Namespace(batch_size=None), model, data, most=16) == 16
+    assert Session(SparsityRequest(source="demo")).batch(model, data) == 8
+    assert Session(SparsityRequest(source="demo")).batch(model, data, most=16) == 16
     scarce()
-    assert batch_of(argparse.Namespace(batch_size=5), model, data) == 5
-    assert batch_of(argparse.Namespace(batch_size=None), model, data) == 1
-    assert batch_of(argparse.Namespace(batch_size=None)) == 8
+    assert Session(SparsityRequest(source="demo", batch_size=5)).batch(model, data) == 5
+    assert Session(SparsityRequest(source="demo")).batch(model, data) == 1
+    assert Session(SparsityRequest(source="demo")).batch() == 8
 
 
 def test_verbs_give_the_same_in_little_memory(saved_model, tmp_path, scarce, capsys):

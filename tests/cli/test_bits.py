@@ -29,12 +29,12 @@ def plan(folder):
     words = [
         "--bits",
         "4.0",
-        "--set",
-        "group=32",
-        "--set",
-        "draws=1",
-        "--set",
-        "check=2",
+        "--group",
+        "32",
+        "--draws",
+        "1",
+        "--check",
+        "2",
         "--save-scores",
         str(folder / "scores.json"),
     ]
@@ -45,7 +45,7 @@ def plan(folder):
 @pytest.fixture(scope="module")
 def source(folder):
     """A GGUF file of the model in 16 bits, as a conversion writes it."""
-    plan, quick = str(folder / "f16.json"), [*SMALL, "--set", "draws=1", "--set", "check=0"]
+    plan, quick = str(folder / "f16.json"), [*SMALL, "--draws", "1", "--check", "0"]
     assert main(["plan", "bits", "demo", "--bits", "16", "--format", "gguf", "--formats", "F16", *quick, "-o", plan]) == 0
     assert main(["apply", "demo", plan, "--quiet", "-o", str(folder / "F16")]) == 0
     return folder / "F16" / "model.gguf"
@@ -106,7 +106,7 @@ def test_a_file_that_would_not_fit_on_the_disk_is_not_made(folder, plan, capsys,
 def test_a_gguf_file_gets_its_rounding_from_the_inputs_of_its_model(tmp_path, capsys):
     """The same tensors as the model's own file; text beside a file alone is refused with what works."""
     gguf = pytest.importorskip("gguf")
-    folder, model, quick = tmp_path, tmp_path / "model", [*SMALL, "--set", "draws=1", "--set", "check=0", "--format", "gguf"]
+    folder, model, quick = tmp_path, tmp_path / "model", [*SMALL, "--draws", "1", "--check", "0", "--format", "gguf"]
     zoo.build("llama", hidden_size=64, intermediate_size=64, vocab_size=2048).save_pretrained(model)
     lb.load_tokenizer("demo").save_pretrained(model)
     plain, fine, place = folder / "f16.json", folder / "feedback.json", folder / "own"
@@ -116,21 +116,21 @@ def test_a_gguf_file_gets_its_rounding_from_the_inputs_of_its_model(tmp_path, ca
     assert told["next"] == f"layerbudget apply {model} {fine} -o DIR"
     document(capsys, "apply", model, fine, *SMALL, "-o", place)
     source, out = folder / "F16" / "model.gguf", folder / "planned.gguf"
-    done = document(capsys, "apply", source, fine, "--set", f"inputs={model}", *SMALL, "-o", out)
+    done = document(capsys, "apply", source, fine, "--inputs", str(model), *SMALL, "-o", out)
     assert done["method"] == "gptq" and done["planned"] == done["bytes"]
     own, placed = ({t.name: t.data.tobytes() for t in gguf.GGUFReader(f).tensors} for f in (place / "model.gguf", out))
     assert own == placed
-    assert "Add --set inputs=MODEL" in sentence(capsys, "apply", source, fine, "-o", folder / "no.gguf")
+    assert "Add --inputs MODEL" in sentence(capsys, "apply", source, fine, "-o", folder / "no.gguf")
     said = sentence(capsys, "apply", source, fine, "--method", "rtn", "--data", "stdlib", "-o", folder / "no.gguf")
-    assert "--set inputs=MODEL reads text" in said and not (folder / "no.gguf").exists()
+    assert "--inputs MODEL reads text" in said and not (folder / "no.gguf").exists()
 
 
 def test_a_gguf_file_that_gets_a_fit_is_said_to_cost_what_was_measured_of_both(folder, source, capsys):
     """The weights alone were named, which nothing had measured; and the command that follows left the cache out."""
-    fit, quick = folder / "both.json", [*SMALL, "--set", "draws=1"]
+    fit, quick = folder / "both.json", [*SMALL, "--draws", "1"]
     capsys.readouterr()
-    given = ["--memory", "8 MiB", "--context", "64", "--formats", "Q4_0,Q8_0", "--set", "check=1"]
-    document(capsys, "plan", "fit", "demo", *given, *quick, "-o", fit)
+    given = ["--memory", "8 MiB", "--context", "64", "--formats", "Q4_0,Q8_0", "--check", "1"]
+    document(capsys, "plan", "memory", "demo", *given, *quick, "-o", fit)
     done = document(capsys, "apply", source, fit, "-o", folder / "fit.gguf")
     check = json.loads(fit.read_text())["extra"]["check"]["rows"]
     cost = f"{check[json.loads(fit.read_text())['rule']]['kl']:.3g} nats per token were measured on held-out text"
@@ -141,29 +141,29 @@ def test_a_model_that_is_not_written_as_gguf_gets_the_way_that_works(tmp_path, c
     model, tokenizer = zoo.build("gpt-neox", hidden_size=64, intermediate_size=64, vocab_size=2048), lb.load_tokenizer("demo")
     model.save_pretrained(tmp_path / "neox")
     tokenizer.save_pretrained(tmp_path / "neox")
-    quick, out = [*SMALL, "--set", "draws=1", "--set", "check=0"], tmp_path / "bits.json"
+    quick, out = [*SMALL, "--draws", "1", "--check", "0"], tmp_path / "bits.json"
     told = document(
         capsys, "plan", "bits", tmp_path / "neox", "--bits", "6", "--format", "gguf", "--method", "gptq", *quick, "-o", out
     )
-    assert told["next"] == f"layerbudget apply model-f16.gguf {out} --set inputs={tmp_path / 'neox'} -o planned.gguf"
+    assert told["next"] == f"layerbudget apply model-f16.gguf {out} --inputs {tmp_path / 'neox'} -o planned.gguf"
     assert "convert_hf_to_gguf.py" in sentence(capsys, "apply", tmp_path / "neox", out, *SMALL, "-o", tmp_path / "no")
-    fit, terms = tmp_path / "fit.json", ["--memory", "1500 KiB", "--context", "32", "--set", "cache=F16"]
-    told = document(capsys, "plan", "fit", tmp_path / "neox", *terms, *quick, "-o", fit)
+    fit, terms = tmp_path / "fit.json", ["--memory", "1500 KiB", "--context", "32", "--cache", "F16"]
+    told = document(capsys, "plan", "memory", tmp_path / "neox", *terms, *quick, "-o", fit)
     assert told["next"] == f"layerbudget apply model-f16.gguf {fit} -o planned.gguf"
 
 
 def test_gptq_reads_its_data(folder, plan, capsys):
-    done = document(capsys, "apply", "demo", plan, "--method", "gptq", "--set", "damping=0.1", *SMALL, "-o", folder / "gptq")
+    done = document(capsys, "apply", "demo", plan, "--method", "gptq", "--damping", "0.1", *SMALL, "-o", folder / "gptq")
     assert done["method"] == "gptq" and done["bytes"] == done["planned"]
 
 
 def test_what_was_measured_serves_other_budgets(folder, plan, capsys):
     scores = folder / "scores.json"
     again = document(capsys, "plan", "bits", scores, "--bits", "4.0", "-o", folder / "again.json")
-    assert again["blocks"] == json.loads(plan.read_text())["blocks"] or json.loads(plan.read_text())["rule"] != "choices"
+    assert again["blocks"] == json.loads(plan.read_text())["blocks"] or json.loads(plan.read_text())["rule"] != "exact"
     rows = document(capsys, "explain", "sweep", scores, "--kind", "bits", "--budgets", 3, 4, 5)["rows"]
     assert [r["front"] for r in rows] == [1, 1, 1]
-    given = ["--rule", "uniform", "--set", "forbid=w2-g32,w6-g32", "--set", 'keep={"q_proj": "w8-g32"}']
+    given = ["--rule", "uniform", "--forbid", "w2-g32,w6-g32", "--keep", "q_proj=w8-g32"]
     assert main(["explain", "sweep", str(scores), "--kind", "bits", "--budgets", "5", "6", *given]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert f"{scores} --bits 6 --rule uniform --forbid w2-g32,w6-g32 --keep q_proj=w8-g32 -o plan.json" in shown
@@ -181,7 +181,7 @@ def test_exports_are_what_other_tools_read(folder, plan, capsys):
 
 def test_options_without_meaning_are_refused(folder, plan, capsys):
     scores = folder / "scores.json"
-    flags = {"--formats": "w4-g32", "--by": "layer", "--set": "group=64",
+    flags = {"--formats": "w4-g32", "--by": "layer", "--group": "64", "--draws": "4", "--check": "0",
              "--samples": 3, "--save-scores": "x", "--resume": "x"}  # fmt: skip
     for flag, value in flags.items():
         assert f"{flag} has no meaning for scores" in sentence(capsys, "plan", "bits", scores, "--bits", 4, flag, value)
@@ -189,7 +189,7 @@ def test_options_without_meaning_are_refused(folder, plan, capsys):
         capsys, "apply", "demo", plan, "--samples", 3, "-o", folder / "no"
     )
     assert "rtn has no option damping" in sentence(
-        capsys, "apply", "demo", plan, "--set", "damping=1", "-o", folder / "no", "--quiet"
+        capsys, "apply", "demo", plan, "--damping", "1", "-o", folder / "no", "--quiet"
     )
     assert not (folder / "no").exists()
 
@@ -212,7 +212,7 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(folder, plan, capsys):
     assert "not in bytes" in sentence(capsys, "plan", "bits", scores, "--budget", "3M params", "-o", out)
     assert "cannot store" in sentence(capsys, "plan", "bits", "demo", "--bits", 4, "--formats", "w4-g128", *SMALL, "-o", out)
     assert "no format 'q3_x'" in sentence(capsys, "plan", "bits", "demo", "--bits", 4, "--formats", "q3_x", *SMALL, "-o", out)
-    assert "check is -1" in sentence(capsys, "plan", "bits", "demo", "--bits", 4, "--set", "check=-1", *SMALL, "-o", out)
+    assert "check is -1" in sentence(capsys, "plan", "bits", "demo", "--bits", 4, "--check", "-1", *SMALL, "-o", out)
     assert "exists already" in sentence(capsys, "plan", "bits", scores, "--bits", 4, "-o", plan)
     assert not out.exists()
     ranks = folder / "ranks.json"
@@ -229,17 +229,17 @@ def _config(folder):
 
 
 @pytest.mark.parametrize(("name", "tool"), [("gpt2", "auto-round"), ("mixtral", "csv")])
-@pytest.mark.parametrize("kind", ["bits", "fit"])
+@pytest.mark.parametrize("kind", ["bits", "memory"])
 def test_a_plan_that_apply_writes_no_file_of_is_followed_by_an_export(saved_model, tmp_path, capsys, kind, name, tool):
     """The command that followed was refused."""
     model, out = str(saved_model(name)), str(tmp_path / "plan.json")
     size = {
         "bits": ["--bits", "9"],
-        "fit": ["--memory", "1 MiB", "--context", "32", "--set", "cache=bf16", "--set", "forbid=bf16"],
+        "memory": ["--memory", "1 MiB", "--context", "32", "--cache", "bf16", "--forbid", "bf16"],
     }[kind]
     words = ["plan", kind, model, *size, "--runtime", "transformers", "--samples", "2", "--length", "16", "--quiet", "--json"]
-    words += ["--set", "group=16", "--set", "draws=1", "--set", "check=0", "-o", out]
-    assert main([*words, *(["--unwritten", "plan"] if kind == "bits" else ["--set", "unwritten=plan"])]) == 0
+    words += ["--group", "16", "--draws", "1", "--check", "0", "-o", out]
+    assert main([*words, "--unwritten", "plan"]) == 0
     follows = json.loads(capsys.readouterr().out)["next"]
     assert follows == f"layerbudget export {out} --to {tool}"
     assert main([*shlex.split(follows)[1:], "-o", str(tmp_path / "table")]) == 0
@@ -278,7 +278,7 @@ def test_a_plan_from_scores_that_were_kept_knows_its_text(folder, plan, capsys):
 
 def test_one_file_is_replaced_and_never_the_one_that_is_read(source, capsys, tmp_path):
     gguf = pytest.importorskip("gguf")
-    quick = [*SMALL, "--set", "draws=1", "--set", "check=0", "--format", "gguf"]
+    quick = [*SMALL, "--draws", "1", "--check", "0", "--format", "gguf"]
     eight, place = tmp_path / "q8.json", tmp_path / "F16"
     shutil.copytree(source.parent, place)
     capsys.readouterr()
@@ -308,7 +308,7 @@ def test_no_command_writes_over_what_it_reads(folder, plan, capsys, tmp_path):
         ("plan", "bits", kept, "--bits", "5", "-o", kept),
         ("export", made, "-o", made),
         ("plan", "bits", "demo", "--bits", "5", "--data", made, "-o", made),
-        ("plan", "bits", "demo", "--bits", "5", "--set", f"imatrix={kept}", "-o", kept),
+        ("plan", "bits", "demo", "--bits", "5", "--imatrix", str(kept), "-o", kept),
         ("evaluate", "demo", "--against", made, "-o", made),
     ):
         assert "is the same" in sentence(capsys, *words, "--overwrite")

@@ -22,13 +22,13 @@ def test_certify_on_a_saved_model(folder, capsys):
         assert row["contradicted"] == {"paper": 0, "paper_with_gap": 0, "exact": 0}
     assert main(words) == 0
     assert "read the column with the gap" in capsys.readouterr().out
-    assert main([*words, "--set", "steps=5"]) == 2  # fisher needs no products
+    assert main([*words, "--steps", "5"]) == 2  # fisher needs no products
 
 
 def test_unconverged_steps_certify_nothing(folder, capsys):
     words = ["explain", "certify", str(folder / "model"),
              "--data", str(folder / "text.txt"), "--samples", "4", "--length", "16",
-             "--quiet", "--curvature", "ggn", "--damping", "0.001", "--set", "steps=1"]  # fmt: skip
+             "--quiet", "--curvature", "ggn", "--damping", "0.001", "--steps", "1"]  # fmt: skip
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert "not converged" in shown and "certifies nothing" in shown

@@ -1,6 +1,5 @@
 """The command line end to end, on folders holding tiny models of several architectures."""
 
-import argparse
 import json
 import subprocess
 import sys
@@ -9,7 +8,11 @@ import pytest
 import torch
 from tests import zoo
 
-from layerbudget.cli import COMMANDS, build_parser, main
+from layerbudget.cli import main
+from layerbudget.cli.commands import QUESTIONS, VERBS, requests_of_all
+from layerbudget.decision import DECISIONS
+from layerbudget.errors import InvalidInput
+from layerbudget.requests import EVERY
 
 SMALL = ("--samples", "6", "--length", "24", "--quiet")
 
@@ -82,14 +85,14 @@ def test_mistakes_are_one_sentence_and_leave_nothing(saved_model, tmp_path, caps
         (["score", folder, "--data", tmp_path / "empty.txt"], "holds no text"),
         (["score", folder, "--length", "10000000"], "tokens, one sample needs 10000000"),
         (["score", folder, *SMALL, "--estimator", "magic"], "There is no estimator"),
-        (["score", folder, *SMALL, "--set", "drawz=2"], "has no option drawz"),
+        (["score", folder, *SMALL, "--drawz", "2"], "Unknown option: --drawz"),
         (["score", folder, "--import", s, "--excess"], "--excess has no meaning"),
         (["score", folder / "nan", *SMALL], "model.layers.1.mlp.up_proj.weight holds 1 values that are not finite"),
         (["score", folder, *SMALL, "-o", s], "exists already"),
         (["score", folder, *SMALL, "-o", tmp_path / "file" / "s.json"], "cannot be written"),
         (["evaluate", folder, "--quiet", "-o", tmp_path / "old.json"], "exists already"),
         (["plan", "sparsity", s, "--sparsity", "1.2"], "1.2"),
-        (["plan", "sparsity", s, "-o", tmp_path / "file" / "p.json"], "choose another one"),
+        (["plan", "sparsity", s, "-o", tmp_path / "file" / "p.json"], "cannot be written"),
         (["plan", "sparsity", folder, *SMALL, "--passes", "2"], "needs 6"),
         (["plan", "sparsity", folder, *SMALL, "--by", "rows:x"], "rows:G"),
         (["apply", other, p, *SMALL, "-o", "out"], "was made for"),
@@ -144,33 +147,9 @@ def test_measure_steps_down_and_says_what_it_spent(saved_model, tmp_path, capsys
     assert receipt["rows"]["exact"] == receipt["rows"]["groups"] and (tmp_path / "out" / "plan.rows.safetensors").exists()
 
 
-def test_settings_are_listed_whatever_else_is_missing(tmp_path, monkeypatch, capsys):
-    """Where the answer depends on what is missing, that is asked for; nothing is written."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "scores.json").write_text("kept")
-    for words, named in (
-        ("plan ranks", "min_rank"), ("finetune", "alpha_policy"), ("score", "damping_unit"), ("plan bits", "draws"),
-        ("plan sparsity", "trust"), ("plan fit", "draws"), ("plan cache", "draws"),
-    ):  # fmt: skip
-        with pytest.raises(SystemExit) as stop:
-            main([*words.split(), "--set", "help"])
-        assert stop.value.code == 0 and named in capsys.readouterr().out
-    with pytest.raises(SystemExit) as stop:
-        main(["apply", "demo", "--set=help"])
-    said = capsys.readouterr().err
-    assert stop.value.code == 2 and "arguments are required: PLAN" in said
-    assert said.splitlines()[1:] == ["layerbudget apply --help says what there is."]
-    assert [f.name for f in tmp_path.iterdir()] == ["scores.json"] and (tmp_path / "scores.json").read_text() == "kept"
-    zoo.scores([3.0, 1.0]).save(tmp_path / "s.json")
-    assert main(["plan", "ranks", "s.json", "--mean-rank", "1", "--set", "largest=3"]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "has no option largest. --set takes multiple, min_rank, bytes_per_parameter, exponent" in said
-
-
 @pytest.mark.parametrize(
     ("words", "meant"),
     [
-        (["plan", "sparsity", "s.json", "--sparcity", ".5"], "--sparsity"),
         (["plan", "bits", "demo", "--bits", "4", "--runtimes=vllm"], "--runtime"),
         (["apply", "demo", "p.json", "--metod", "wanda", "-o", "out"], "--method"),
         (
@@ -178,50 +157,84 @@ def test_settings_are_listed_whatever_else_is_missing(tmp_path, monkeypatch, cap
             "--fix 'BLOCK=0', which leaves out the blocks of a name or regular expression",
         ),
         (["score", "demo", "--zzz"], None),
+        (["score", "demo", "--estimater", "kfac"], "--estimator"),
+        (["scor", "demo"], "score"),
+        (["plan", "sparsty", "s.json"], "plan sparsity"),
+        (["explain", "dif", "a.json", "b.json"], "explain diff"),
     ],
 )
-def test_a_misspelt_option_is_answered_with_the_right_one(words, meant, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(words)
+def test_a_misspelt_word_is_answered_with_the_right_one(words, meant, capsys):
+    try:
+        code = main(words)
+    except SystemExit as stop:  # a command that argparse reads
+        code = stop.code
     said = capsys.readouterr().err
-    assert stop.value.code == 2 and (f"Did you mean {meant}?" in said if meant else "Did you mean" not in said)
+    assert code == 2 and (f"Did you mean {meant}?" in said if meant else "Did you mean" not in said)
+    assert said.splitlines()[-1].startswith("layerbudget ") and "--help " in said.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        ("score demo --estimator kfac", "labels: "),
-        ("score demo --import own.csv", "orientation: text; default: gain"),
-        ("plan ranks config.json --mean-rank 4 --rule uniform", "multiple: a whole number; default: 1"),
-        ("plan ranks scores.json", "bytes_per_parameter: a number; default: 2; of budgets in bytes"),
-        ("plan sparsity scores.json --rule owl", "width: a number; default: 0.08; OWL's lambda"),
-        ("plan sparsity scores.json --rule mdl", "penalty: quadratic, log-barrier; default: quadratic; damage"),
-        ("plan sparsity scores.json --rule mdl", "spend: exactly, at_most, at_least; default: exactly; "),
-        ("plan experts scores.json", "min_experts: a number; default: 1"),
-        ("plan bits demo --bits 4", "draws: a whole number; default: 4"),
-        ("plan shapes demo --save 10%flops", "compensate: "),
-        ("plan kept-experts demo --keep 0.5", "draws: a whole number; default: 4"),
-        ("export ranks.json", "alpha_policy: text; default: constant-ratio"),
-        ("finetune demo ranks.json --data x -o out", "warmup: "),
+        ("score demo --estimator kfac", ["--labels", "--damping-unit"]),
+        ("score demo --import own.csv", ["--orientation", "default: gain"]),
+        ("compare demo --ranks 4 --rules by-rank", ["--no-controls", "--max-rank", "--damping"]),
+        ("explain sweep s.json --kind ranks --rule by-rank", ["--multiple", "--min-rank", "--damping"]),
+        ("explain sweep s.json --rule owl", ["--width", "OWL's lambda", "--max-sparsity"]),
+        ("export ranks.json", ["--alpha-policy", "constant-ratio", "--dropout"]),
+        ("export ranks.json --to csv", ["--to"]),
+        ("plan sparsity scores.json --rule owl", ["--width", "OWL's lambda"]),
+        ("plan sparsity scores.json --rule mdl", ["--penalty", "--spend", "default: exactly"]),
     ],
-)  # fmt: skip
-def test_set_help_prints_the_options_that_there_are(words, shown, tmp_path, monkeypatch, capsys):
+)
+def test_help_all_lists_the_options_of_what_is_named(words, shown, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     zoo.linears(zoo.speaker("llama"), 2).save("ranks.json")
-    zoo.build("llama").config.save_pretrained(".")
-    with pytest.raises(SystemExit) as stop:
-        main([*words.split(), "--set", "help"])
-    said = capsys.readouterr().out
-    assert stop.value.code == 0 and shown in said and "progress" not in said and "batch_size" not in said
-    if words.startswith(("plan sparsity", "plan ranks", "plan experts")):
-        assert "Any" not in said and all("default: " in line for line in said.splitlines()), "no setting without its default"
+    assert main([*words.split(), "--help-all"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert all(word in said for word in [*shown, "--dry-run"]) and "--progress" not in said
+    assert [f.name for f in tmp_path.iterdir()] == ["ranks.json"]
 
 
-def test_the_whole_command_line_has_few_options():
-    def leaves(parser):
-        below = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-        return [p for a in below for q in a.choices.values() for p in leaves(q)] or [parser]
+@pytest.mark.parametrize(("words", "listed"), [("", VERBS), ("plan", DECISIONS.names()), ("explain", QUESTIONS)])
+def test_lists_of_commands_fit_a_screen(words, listed, capsys):
+    assert main([*words.split(), "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert (
+        len(lines) <= 24 and max(map(len, lines)) <= 96 and all(any(f"  {name} " in line for line in lines) for name in listed)
+    )
+    assert main([*words.split(), "--help-all"]) == 0
+    assert "--dry-run" in capsys.readouterr().out
 
-    found = {leaf.prog: leaf for verb in COMMANDS for leaf in leaves(build_parser(verb))}
-    count = sum(bool(a.option_strings) and a.dest != "help" for leaf in found.values() for a in leaf._actions)
-    assert len(found) == 22 and count <= 240, count
+
+def test_every_option_has_a_sentence_with_its_default():
+    for command, request in requests_of_all().items():
+        assert request.command == command and request.__doc__
+        for name, field in request.options().items():
+            said = field.metadata["help"]
+            said = said() if callable(said) else said
+            assert said and (not said.endswith(".") or said.endswith("...")), (command, name)
+            if isinstance(field.default, (int, float, str)) and not isinstance(field.default, bool):
+                assert "(default: " in said or "(default)" in said, (command, name)
+
+
+def test_options_of_every_command_stand_anywhere_or_are_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    zoo.linears(zoo.speaker("llama"), 2).save("ranks.json")
+    for words in ("--json export ranks.json --to csv", "export --to csv ranks.json --json --overwrite"):
+        assert json.loads(answer_text(capsys, words))["format"] == "csv"
+    every = {name for name, field in DECISIONS.find("sparsity").Request.options().items() if field.metadata["group"] == EVERY}
+    assert every == {"json", "quiet", "overwrite", "table", "dry_run", "plugin"}
+    for command, request in requests_of_all().items():
+        for name in request.unread:
+            flag = f"--{name.replace('_', '-')}"
+            places = {n: "x" for n, f in request.options().items() if not isinstance(f.default, (bool, int, float, str, tuple))}
+            asked = request(**{n: v for n, v in places.items() if request.options()[n].default is not None}, **{name: True})
+            with pytest.raises(InvalidInput, match=f"{flag} has no meaning for {command}: it belongs to commands that"):
+                asked.check()
+
+
+def answer_text(capsys, words):
+    """What a command prints."""
+    assert main(words.split()) == 0
+    return capsys.readouterr().out

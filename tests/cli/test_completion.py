@@ -1,4 +1,4 @@
-"""Completion of a shell: every command and option is in what shtab writes, and bash completes them from it."""
+"""Completion of a shell: every command and option is in what is installed, and bash completes them from it."""
 
 import shutil
 import subprocess
@@ -6,45 +6,45 @@ import sys
 
 import pytest
 
-from layerbudget.cli import COMMANDS, build_parser, leaves_below, options_below, whole_parser
-
-
-def test_the_whole_parser_has_the_options_of_every_command():
-    whole, common = {leaf.prog: leaf for leaf in leaves_below(whole_parser())}, {"--json", "--quiet", "--dry-run"}
-    single = {leaf.prog: leaf for verb in COMMANDS for leaf in leaves_below(build_parser(verb))}
-    assert whole.keys() == single.keys() and len(whole) == 22
-    for name, leaf in single.items():
-        assert options_below(leaf) | common <= options_below(whole[name])
-    assert options_below(build_parser()) <= options_below(whole_parser())
+from layerbudget.cli import main
+from layerbudget.cli.commands import VERBS, requests_of_all
+from layerbudget.cli.completion import SHELLS, whole_app
+from layerbudget.requests import flag_of, positional
 
 
 @pytest.fixture(scope="module")
 def scripts():
-    shtab = pytest.importorskip("shtab")
-    return {shell: shtab.complete(whole_parser(), shell) for shell in ("bash", "zsh", "fish")}
+    app = whole_app()
+    return {shell: app.generate_completion(shell=shell) for shell in SHELLS}
 
 
-def test_all_shells_get_verbs_and_options(scripts):
+def test_every_shell_gets_every_command_and_option(scripts):
+    requests = requests_of_all()
+    flags = {flag_of(r, n) for r in requests.values() for n, f in r.options().items() if not positional(n, f)}
+    words = {word for command in requests for word in command.split()} | {flag.removeprefix("--") for flag in flags}
+    assert len(words) > 80 and words >= {"sparsity", "dry-run", "sweep", "four-bit"}
+    assert set(VERBS) - {"finetune"} <= {command.split()[0] for command in requests}
     for shell, script in scripts.items():
-        assert all(word in script for word in (*COMMANDS, "kept-experts", "like", "mean-rank", "dry-run")), shell
+        assert [word for word in words if word not in script] == [], shell
 
 
 @pytest.mark.parametrize(
     ("typed", "among"),
     [
         (["pl"], {"plan"}),
-        (["plan", "k"], {"kept-experts"}),
-        (["plan", "bits", "--li"], {"--like"}),
-        (["plan", "bits", "demo", "--format", "gg"], {"gguf"}),
-        (["finetune", "--dry"], {"--dry-run"}),
-        (["apply", "demo", "pla"], {"plan.json"}),
+        (["plan", "spa"], {"sparsity"}),
+        (["plan", "sparsity", "--sp"], {"--sparsity"}),
+        (["explain", "sweep", "s.json", "--kind", "ra"], {"ranks"}),
+        (["score", "--dry"], {"--dry-run"}),
+        (["export", "pla"], {"plan.json"}),
+        (["plan", "sparsity", "s.json", "--curves", "pla"], {"plan.json"}),
     ],
 )
 def test_bash_completes(scripts, tmp_path, typed, among):
     (tmp_path / "plan.json").write_text("{}")
     (tmp_path / "c.bash").write_text(scripts["bash"])
     words = " ".join(["layerbudget", *typed])
-    ask = f"source ./c.bash; COMP_WORDS=({words}); COMP_CWORD={len(typed)}; _shtab_layerbudget; echo ${{COMPREPLY[@]}}"
+    ask = f"source ./c.bash; COMP_WORDS=({words}); COMP_CWORD={len(typed)}; _layerbudget; echo ${{COMPREPLY[@]}}"
     done = subprocess.run(["bash", "-c", ask], cwd=tmp_path, capture_output=True, text=True)
     assert set(done.stdout.split()) == among, done.stderr
 
@@ -57,25 +57,24 @@ def test_other_shells_read_their_script(scripts, shell, tmp_path):
     assert subprocess.run([shell, "-n", str(tmp_path / "c")], capture_output=True).returncode == 0
 
 
-@pytest.mark.parametrize(("typed", "among"), [(["pl"], {"plan"}), (["plan", "bits", "demo", "--meth"], {"--method"})])
-def test_fish_completes(scripts, tmp_path, typed, among):
-    if shutil.which("fish") is None:
-        pytest.skip("fish is not installed")
-    (tmp_path / "c.fish").write_text(scripts["fish"])
-    ask = f"source ./c.fish; complete -C '{' '.join(['layerbudget', *typed])}'"
-    done = subprocess.run(["fish", "--no-config", "-c", ask], cwd=tmp_path, capture_output=True, text=True)
-    assert {line.split("\t")[0] for line in done.stdout.splitlines()} == among, done.stderr
+@pytest.mark.parametrize(("shell", "file"), [("bash", ".local/share/bash-completion"), ("fish", ".config/fish/completions")])
+def test_completion_is_installed_where_the_shell_reads_it(shell, file, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("XDG_DATA_HOME", "XDG_CONFIG_HOME", "BASH_COMPLETION_USER_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["--install-completion", shell]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"Written to {tmp_path / file}") and said.endswith("It works in the next shell that you start.\n")
+    assert [f for f in tmp_path.rglob("*") if f.is_file() and "layerbudget" in f.read_text()]
 
 
-def test_zsh_takes_the_script_for_the_command(scripts, tmp_path):
-    if shutil.which("zsh") is None:
-        pytest.skip("zsh is not installed")
-    (tmp_path / "_layerbudget").write_text(scripts["zsh"])
-    load = f"fpath=({tmp_path} $fpath); autoload -Uz compinit; compinit -u -D; autoload +X _layerbudget"
-    done = subprocess.run(["zsh", "-f", "-c", f"{load} && echo $_comps[layerbudget]"], capture_output=True, text=True)
-    assert done.stdout.strip() == "_layerbudget", done.stderr
+def test_a_shell_that_is_not_known_is_refused(capsys):
+    assert main(["--install-completion", "tcsh"]) == 2
+    assert "There are bash, zsh, fish." in capsys.readouterr().err
 
 
 def test_a_start_loads_nothing_for_it():
-    ask = "import sys; from layerbudget.cli import parse; parse(['report', 'x']); print({'shtab', 'torch'} & {*sys.modules})"
-    assert subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True).stdout.strip() == "set()"
+    ask = "import sys; from layerbudget.cli import main; main(['report', 'x', '--help']); "
+    ask += "print({'torch', 'scipy'} & {*sys.modules}); print('layerbudget.cli.completion' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-2:] == ["set()", "False"], done.stderr

@@ -8,7 +8,8 @@ import pytest
 from tests.documented import shrink
 from tests.furniture import furnish
 
-from layerbudget.cli import COMMANDS, display, main
+from layerbudget.cli import display, main
+from layerbudget.cli.commands import VERBS
 
 VOLATILE = {"seconds", "took", "expected", "started", "created", "elapsed", "words", "command"}
 FEW = (
@@ -30,13 +31,13 @@ LINES = (
     "plan sparsity MODEL --sparsity 0.5 --passes 6 -o plan.json",
     "apply MODEL plan.json -o pruned",
     "evaluate pruned -o evaluated.json",
-    "plan bits MODEL --bits 4.5 --set group=32 --set draws=1 -o bits.json",
+    "plan bits MODEL --bits 4.5 --group 32 --draws 1 -o bits.json",
     "apply MODEL bits.json -o OUT",
     "evaluate OUT --against MODEL",
     "plan shapes MODEL --save 20%flops --even -o shapes.json",
     "finetune MODEL ranks.json --data my.jsonl -o adapters",
     "export ranks.json",
-    "compare MODEL --scores owl --sparsity 0.5 --set controls=false -o grid",
+    "compare MODEL --scores owl --sparsity 0.5 --no-controls -o grid",
     "doctor MODEL",
     "report pruned -o page.html",
 )
@@ -66,7 +67,7 @@ SLOW = [pytest.param(LINES, w, marks=pytest.mark.slow) for w in (["--json"], [],
 
 @pytest.mark.parametrize(("lines", "shown"), [(FEW, ["--json"]), *SLOW])
 def test_the_display_changes_no_result(tmp_path, monkeypatch, capsys, lines, shown):
-    assert {line.split()[0] for line in LINES} == set(COMMANDS) - {"demo"}  # which is the verbs above, one after the other
+    assert {line.split()[0] for line in LINES} == set(VERBS) - {"demo"}  # which is the verbs above, one after the other
     undo, found = shrink(), {}
     monkeypatch.setattr(display, "conclude", lambda arguments, result: found.setdefault("last", result))  # times left out
     results, files = {}, {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import subprocess
@@ -10,13 +9,15 @@ import sys
 
 import pytest
 from tests import zoo
+from tests.cli.helpers import parsed
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from layerbudget.cli import main, parse
-from layerbudget.cli.display import terminal
-from layerbudget.cli.finetune import _adapter_parameters, _say_what_follows, _verdict
-from layerbudget.decisions.ranks.apply import add_ranks
+from layerbudget.cli import main
+from layerbudget.cli.finetune import _say_what_follows, _verdict
+from layerbudget.cli.session import Session
+from layerbudget.decisions.ranks.apply import adapter_parameters, add_ranks
+from layerbudget.finetuning.request import FinetuneRequest
 from layerbudget.models.blocks import describe
 
 
@@ -47,7 +48,7 @@ def test_trains_reports_and_compares(setting, capsys):
     result = json.loads(capsys.readouterr().out)
     assert result["seeds"] == [0, 1] and result["kind"] == "ranks"
     assert set(result["metrics"]["held_out"]) == {"accuracy", "matthews", "f1"}
-    assert main(command(setting, "--set", "start=gradients", "--overwrite", "--json")) == 0
+    assert main(command(setting, "--start", "gradients", "--overwrite", "--json")) == 0
     again = json.loads(capsys.readouterr().out)
     assert again["seeds"] == [0] and again["identity"]["protocol"]["start"] == "gradients"
     assert main(command(setting, "--seeds", "0", "1", "--overwrite")) == 0
@@ -71,18 +72,16 @@ def test_the_words_behind_a_training(capsys):
         ({"data": "my.jsonl"}, ["report", "out", "-o", "out/report.html"]),
         ({"task": "rte"}, ["report", "out", "-o", "out/report.html"]),
     ):
-        a = argparse.Namespace(console=terminal(stderr=False), model="demo", out="out", task=None, held_out=None, data=None)
-        vars(a).update(given)
-        _say_what_follows(a, result)
+        _say_what_follows(Session(FinetuneRequest(model="demo", plan="plan.json", out="out", **given)), result)
         line = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix("Next: layerbudget "))
-        assert line[-len(words) :] == words and parse(line).handler
+        assert line[-len(words) :] == words and parsed(line)
 
 
 def test_the_size_of_an_adapter_is_that_of_its_factors():
     """Every expert of a stack has factors of its own; the rule of thumb was told of those of one."""
     model = zoo.tiny("mixtral")
     plan = zoo.linears(model, lambda n: 2 if "experts" in n or "q_proj" in n else 0)
-    counted = _adapter_parameters(plan, model)
+    counted = adapter_parameters(plan, model)
     adapted = add_ranks(model, plan)
     assert counted == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
 
@@ -110,7 +109,7 @@ def test_a_progress_bar_lasts_for_all_seeds(setting, capsys):
 
 
 def test_numbers_of_the_protocol_and_the_base(setting, capsys):
-    words = ["--set", "dropout=0.1", "--set", "ratio=1", "--set", "alpha_policy=rslora", "--dtype", "bfloat16"]
+    words = ["--dropout", "0.1", "--ratio", "1", "--alpha-policy", "rslora", "--dtype", "bfloat16"]
     words += ["--gradient-checkpointing"]
     assert main(command(setting, *words, "--device", "cpu", "--json")) == 0
     protocol = json.loads(capsys.readouterr().out)["identity"]["protocol"]
@@ -119,8 +118,8 @@ def test_numbers_of_the_protocol_and_the_base(setting, capsys):
     assert saved["lora_dropout"] == 0.1 and not saved["use_rslora"]
     ratios = {saved["alpha_pattern"][key] / rank for key, rank in saved["rank_pattern"].items()}
     assert ratios == {1.0} and saved["lora_alpha"] == saved["r"]
-    for wrong, said in (("lr", "NAME=VALUE"), ("droput=0.1", "no option droput"), ("dropout=2", "lies in")):
-        assert main(command(setting, "--set", wrong, out="x")) == 2
+    for wrong, said in ((("--droput", "0.1"), "Did you mean --dropout?"), (("--dropout", "2"), "lies in")):
+        assert main(command(setting, *wrong, out="x")) == 2
         assert said in capsys.readouterr().err.replace("\n", " ")
     assert not (setting / "x").exists()
 

@@ -1,35 +1,29 @@
-"""No option is ignored: every option of ``plan`` and ``score`` under every rule and estimator changes something or is refused.
-
-The table in docs/options.md is made by this file: ``LAYERBUDGET_WRITE=1 pytest tests/test_options.py`` writes it anew.
-"""
+"""No option is ignored: every one of ``plan`` and ``score`` under every rule and estimator changes something or is refused."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from tests.cli.helpers import command_result
 
-from layerbudget.cli import build_parser
+from layerbudget.cli.commands import requests_of_all
+from layerbudget.cli.parser import WrongCommand
 from layerbudget.data.calibration import CalibrationSet
-from layerbudget.decisions.apply import rules_of
+from layerbudget.decisions.rules import OPTIONS, rules_of
 from layerbudget.errors import InfeasibleBudget, InvalidInput
 from layerbudget.models.blocks import partition
 from layerbudget.models.loading import blocks_from_config
-from layerbudget.planning.rule import OPTIONS
+from layerbudget.requests import EVERY, flag_of, positional
 from layerbudget.scores import Scores
 from layerbudget.sensitivity.estimators import ESTIMATORS, SHARED
 from layerbudget.sensitivity.gain import score
 from layerbudget.sensitivity.noise import subtract_floor
 
-PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 CONFIG = {
     "hidden_size": 32,
     "intermediate_size": 96,
@@ -38,7 +32,7 @@ CONFIG = {
     "num_key_value_heads": 2,
 }
 
-INVENTED = ("strange", "nothing")  # options that there are not: every rule refuses them, and no page lists them
+REFUSED = ("has no option", "does not read", "has no meaning", "are the penalty", "Unknown option")
 # flag: what is given without it, and with it. The rest of the command makes its effect visible.
 SPARSITY = {
     "--sparsity": (["--sparsity", 0.5], ["--sparsity", 0.4]), "--max-sparsity": ([], ["--max-sparsity", 0.52]),
@@ -64,6 +58,8 @@ EXPERTS = {
     "--max-experts": ([], ["--max-experts", 5]),
     "--expert-rank": (["--budget", "90k params"], ["--budget", "90k params", "--expert-rank", 4]),
     "--latency": (["--budget", "90k params"], ["--budget", "0.08 s", "--latency", "latency.json"]),
+    "--lower": ([], ["--lower", 3]),
+    "--bytes-per-parameter": (["--budget", "180 KB"], ["--budget", "180 KB", "--bytes-per-parameter", 4]),
     **CAPACITY,
     "--exponent-on": (
         ["--budget", "90k params", "--exponent", 2], ["--budget", "90k params", "--exponent", 2, "--exponent-on", "block"]
@@ -73,26 +69,18 @@ RANKS = {
     "--mean-rank": (["--mean-rank", 6.3], ["--mean-rank", 7.1]), 
     "--budget": (["--mean-rank", 6.3], ["--budget", "23 KB"]), "--multiple": ([], ["--multiple", 4]),
     "--min-rank": ([], ["--min-rank", 5]), "--max-rank": ([], ["--max-rank", 6]),
-    "--latency": (["--mean-rank", 6.3], ["--budget", "0.08 s", "--latency", "latency.json"]), **CAPACITY,
+    "--latency": (["--mean-rank", 6.3], ["--budget", "0.08 s", "--latency", "latency.json"]),
+    "--bytes-per-parameter": (["--budget", "23 KB"], ["--budget", "23 KB", "--bytes-per-parameter", 4]), **CAPACITY,
 }  # fmt: skip
 JOINT = {
-    "--budget": (["--budget=-8KiB"], ["--budget=-6KiB"]), "--capacity": ([], ["--capacity", "experts"]),
-    "--expert-rank": (["--capacity", "experts"], ["--capacity", "experts", "--expert-rank", 2]),
+    "--budget": (["--budget=-8KiB"], ["--budget=-6KiB"]), "--capacity": ([], ["--capacity", "lora-experts"]),
+    "--expert-rank": (["--capacity", "lora-experts"], ["--capacity", "lora-experts", "--expert-rank", 2]),
     "--max-sparsity": ([], ["--max-sparsity", 0.5]), "--gamma": ([], ["--gamma", 5]), "--eta": ([], ["--eta", 20]),
     "--spend": (["--budget", "20KiB"], ["--budget", "20KiB", "--spend", "at_most"]), "--exponent": ([], ["--exponent", 3]),
     "--exponent-on": (["--exponent", 2], ["--exponent", 2, "--exponent-on", "block"]), "--damping": ([], ["--damping", 1.0]),
     "--alpha": ([], ["--alpha", 3]), "--min-capacity": ([], ["--min-capacity", 4]),
     "--max-capacity": ([], ["--max-capacity", 2]), "--bytes-per-parameter": ([], ["--bytes-per-parameter", 4]),
-    "--formats": ([], ["--formats", "formats.json"]),
-    "--exchange": ([], ["--exchange", 2]), "--multiple": ([], ["--multiple", 2]), "--gain": ([], ["--gain", 2]),
 }  # fmt: skip
-RECIPE = {
-    "--budget": (["--budget=20KiB"], ["--budget=22KiB"]),
-    "--min-capacity": (["--budget=24KiB"], ["--budget=24KiB", "--min-capacity", 2]),
-    "--exchange": ([], ["--exchange", 0.001]),
-    "--gain": ([], ["--gain", 0.001]),
-    "--damping": ([], ["--damping", 1.0]),
-}
 SWEEP = {
     "--budgets": (["--budgets", 0.3], ["--budgets", 0.4]), "--exponents": ([], ["--exponents", 2]),
     "--rule": ([], ["--rule", "permuted"]), "--max-sparsity": ([], ["--max-sparsity", 0.35]),
@@ -101,12 +89,13 @@ SWEEP = {
 }  # fmt: skip
 TRANSFER = {
     "--sparsity": ([], ["--sparsity", 0.3]), "--max-sparsity": ([], ["--max-sparsity", 0.55]),
-    "--budget": ([], ["--budget", "80 experts"]), "--exponent": ([], ["--exponent", 2]),
+    "--budget": ([], ["--budget", "80 experts"]), "--max-experts": ([], ["--max-experts", 5]),
     "--exponent-on": (["--exponent", 2], ["--exponent", 2, "--exponent-on", "block"]), "--damping": ([], ["--damping", 1.0]),
-    "--smoothing": ([], ["--smoothing", 0.5]), "--utility": ([], ["--utility", "power"]),
+    "--smoothing": ([], ["--smoothing", 0.5]), "--exponent": ([], ["--exponent", 2]), "--utility": ([], ["--utility", "power"]),
     "--penalty": ([], ["--penalty", "log-barrier"]),
 }  # fmt: skip
 TIGHT = {
+    "--lower": 30,
     "--max-sparsity": 0.2,
     "--min-sparsity": 0.6,
     "--min-experts": 30,
@@ -114,7 +103,7 @@ TIGHT = {
     "--min-rank": 30,
     "--max-rank": 2,
 }
-ALWAYS = {"sparsity": [], "experts": ["--total", 61], "ranks": ["--mean-rank", 6.3], "joint": ["--budget=-8KiB"]}
+ALWAYS = {"sparsity": [], "lora-experts": ["--total", 61], "ranks": ["--mean-rank", 6.3], "joint": ["--budget=-8KiB"]}
 
 
 @pytest.fixture(scope="module")
@@ -130,14 +119,6 @@ def files(tmp_path_factory):
             estimator="rank-gain", blocks=blocks, damping=(1.0, 2.0, 4.0), gain=[g[::flip] for g in gain],
             extra={"increments": curves},
         ).save(folder / f"{name}.json")  # fmt: skip
-    size = np.array([[b.numel // 4 + 64, b.numel // 2 + 64, 2 * b.numel] for b in blocks])
-    held = {
-        "formats": ["w2-g32", "w4-g32", "bf16"], "size": size.tolist(),
-        "damage": (1e4 / size**1.0 * rng.random((len(blocks), 1))).tolist(),
-        "error": (0 * size).tolist(), "fixed": 0, "rest": np.zeros((*size.shape, 2)).tolist(),
-        "family": "compressed-tensors", "runtime": "transformers", "method": "rtn",
-    }  # fmt: skip
-    Scores(estimator="rounding", blocks=blocks, gain=gain[:1], extra={"choices": held}).save(folder / "formats.json")
     measured = {b.name: [[0.2, 0.4, 0.6, 0.8], np.cumsum(np.sort(rng.random(4))).tolist()] for b in blocks}
     (folder / "curves.json").write_text(json.dumps({"curves": measured}))
     (folder / "latency.json").write_text(json.dumps({b.name: 1e-3 * (1 + i % 3) for i, b in enumerate(blocks)}))
@@ -145,26 +126,11 @@ def files(tmp_path_factory):
 
 
 @functools.cache
-def leaf_of(*command):
-    """The parser of a command."""
-    parser = build_parser(command[0])
-    for word in command:
-        parser = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices[word]
-    return parser
-
-
-def spelt(command, words):
-    """Words in which every option that the command has no flag for is given by ``--set``."""
-    flags, found, i = leaf_of(*command)._option_string_actions, [], 0
-    while i < len(words):
-        word = str(words[i])
-        if not word.startswith("--") and word != "strange" or word.partition("=")[0] in flags:
-            found, i = [*found, word], i + 1
-            continue
-        value = words[i + 1] if i + 1 < len(words) and not str(words[i + 1]).startswith("--") else True
-        found += ["--set", f"{word.removeprefix('--').replace('-', '_')}={json.dumps(value)}"]
-        i += 1 if value is True else 2
-    return found
+def flags_of(command):
+    """The flags of a command."""
+    request = requests_of_all()[command]
+    known = {n: f for n, f in request.options().items() if f.metadata["group"] != EVERY and not positional(n, f)}
+    return {flag_of(request, name) for name in known}
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +139,7 @@ def run(files):
     def call(*words):
         command = words[:2]
         words = [str(files / w) if str(w).endswith(".json") else w for w in words[2:]]
-        return command_result(*command, *spelt(command, words))[0]
+        return command_result(*command, *("--strange" if w == "strange" else w for w in words))[0]
 
     return call
 
@@ -194,8 +160,8 @@ def cell(run, command, always, without, with_it) -> str:
         second = run(*words(with_it))
     except InfeasibleBudget:
         return "used"
-    except InvalidInput as error:
-        if not any(part in str(error) for part in ("has no option", "does not read", "has no meaning", "are the penalty")):
+    except (InvalidInput, WrongCommand) as error:
+        if not any(part in str(error) for part in REFUSED):
             raise
         return "refused"
     strip = lambda r: {k: v for k, v in r.items() if k not in ("scores_digest", "hyperparameters")}  # noqa: E731
@@ -217,9 +183,9 @@ def table_of(run, kind, flags):
         for flag, (without, with_it) in flags.items():
             try:
                 rows[rule][flag] = cell(run, command, ALWAYS[kind], without, with_it)
-            except InvalidInput as error:
+            except (InvalidInput, WrongCommand) as error:
                 if not any(
-                    p in str(error) for p in ("has no option", "does not read")
+                    p in str(error) for p in ("has no option", "does not read", "Unknown option")
                 ):  # the flag that makes the effect visible is itself refused
                     raise
                 rows[rule][flag] = cell(run, command, ALWAYS[kind], [], alone(flag, with_it))
@@ -236,7 +202,8 @@ def alone(flag, words):
 @pytest.fixture(scope="module")
 def tables(run):
     found = {
-        kind: table_of(run, kind, flags) for kind, flags in (("sparsity", SPARSITY), ("experts", EXPERTS), ("ranks", RANKS))
+        kind: table_of(run, kind, flags)
+        for kind, flags in (("sparsity", SPARSITY), ("lora-experts", EXPERTS), ("ranks", RANKS))
     }
     for rule in ("mdl", "permuted"):
         command = ["plan", "sparsity", "scores.json", "--rule", rule, "--curves", "curves.json"]
@@ -247,17 +214,6 @@ def tables(run):
             pair = ([], alone(flag, with_it)) if bare else (without, with_it)
             found["sparsity"][f"{rule} --curves"][flag] = cell(run, command, [], *pair)
     found["joint"] = {"mdl": {f: cell(run, ["plan", "joint", "scores.json"], ALWAYS["joint"], *p) for f, p in JOINT.items()}}
-    found["joint"]["mdl --formats"] = {
-        f: "used"
-        if f == "--formats"
-        else cell(
-            run,
-            ["plan", "joint", "scores.json", "--formats", "formats.json"],
-            ["--budget=20KiB"],
-            *(RECIPE[f] if f in RECIPE else ([], alone(f, p[1]))),
-        )
-        for f, p in JOINT.items()
-    }
     found["sweep"] = {
         "sparsity": {f: cell(run, ["explain", "sweep", "scores.json"], ["--budgets", 0.3], *p) for f, p in SWEEP.items()}
     }
@@ -270,27 +226,27 @@ def tables(run):
                 *([*priced, *w] for w in pair),
             )
             for f, pair in TRANSFER.items()
-            for priced in [["--budget", "90k params"] if (program, f) == ("experts", "--exponent-on") else []]
+            for priced in [["--budget", "90k params"] if (program, f) == ("lora-experts", "--exponent-on") else []]
         }
-        for program in ("sparsity", "experts")
+        for program in ("sparsity", "lora-experts")
     }
     return found
 
 
 MEASURED = {"--by", "--method", "--passes", "--pattern", "--resume", "--data", "--samples", "--length"}
-MEASURED |= {"--batch-size", "--dtype", "--device", "--no-stream"}
+MEASURED |= {"--batch-size", "--dtype", "--device", "--stream", "--no-stream", "--trust"}
 
 
 def options_of_command(command, kind=None) -> set[str]:
-    """Options of a command on scores, beside those of input and output, and what rules of its kind read by ``--set``."""
-    flags = {a.option_strings[-1] for a in leaf_of(*command)._actions if a.option_strings}
+    """Options of a command on scores, beside those of input and output, and what rules of its kind read."""
+    flags = flags_of(" ".join(command))
     read = {f"--{n.replace('_', '-')}" for r in rules_of(kind).values() for n in r.options if n in OPTIONS} if kind else set()
-    return (flags | read) - {"--help", "--out", "--rule", "--program", "--set"} - (MEASURED if kind == "sparsity" else set())
+    return (flags | read) - {"--out", "--rule", "--program"} - (MEASURED if kind == "sparsity" else set())
 
 
-@pytest.mark.parametrize("kind", ["sparsity", "experts", "ranks", "joint", "sweep"])
+@pytest.mark.parametrize("kind", ["sparsity", "lora-experts", "ranks", "joint", "sweep"])
 def test_every_flag_of_plan_has_a_cell_under_every_rule(tables, kind):
-    ruled = kind if kind in ("sparsity", "experts", "ranks") else None
+    ruled = kind if kind in ("sparsity", "lora-experts", "ranks") else None
     command = ["explain" if kind == "sweep" else "plan", kind]
     for rule, row in tables[kind].items():
         extra = {"--rule"} if kind == "sweep" else set()
@@ -306,10 +262,10 @@ def test_every_flag_of_transfer_has_a_cell(tables):
 def test_the_rules_that_read_nothing_refuse_everything(tables):
     for kind, rule, used in (
         ("sparsity", "uniform", {"--sparsity", "--max-sparsity", "--min-sparsity", "--exclude", "--fix"}),
-        ("experts", "mola-2468", {"--total", "--budget", "--min-experts", "--max-experts",
-                                  "--expert-rank", "--latency", "--fix"}),
+        ("lora-experts", "mola-2468", {"--total", "--budget", "--min-experts", "--max-experts",
+                                  "--expert-rank", "--latency", "--lower", "--bytes-per-parameter", "--fix"}),
         ("ranks", "by-rank", {"--mean-rank", "--budget", "--multiple", "--min-rank", "--max-rank", "--latency",
-                              "--fix", "--damping"}),
+                              "--bytes-per-parameter", "--fix", "--damping"}),
     ):  # fmt: skip
         assert {f for f, what in tables[kind][rule].items() if what == "used"} == used
 
@@ -446,8 +402,8 @@ SCORE_FLAGS = {
     "--data": ("--data", "more.txt"), "--samples": ("--samples", "5"), "--length": ("--length", "7"), "--seed": ("--seed", "4"),
     "--dtype": ("--dtype", "bfloat16"), "--device": ("--device", "nowhere"),
     "--by": ("--by", "linear"), "--include": ("--include", "mlp"), "--exclude": ("--exclude", "mlp"),
-    "validation": ("--set", "validation=MORE"), "--resume": ("--resume", "stage"), "--import": ("--import", "own.csv"),
-    "orientation": ("--set", "orientation=redundancy"), "nothing": ("--set", "nothing=1"), "--four-bit": ("--four-bit",),
+    "validation": ("--validation", "MORE"), "--resume": ("--resume", "stage"), "--import": ("--import", "own.csv"),
+    "orientation": ("--orientation", "redundancy"), "nothing": ("--nothing", "1"), "--four-bit": ("--four-bit",),
 }  # fmt: skip
 COLUMNS = {"gradient-norm": ("--estimator", "gradient-norm"), "layerif": ("--estimator", "layerif"),
            "spectral-tail": ("--estimator", "spectral-tail"), "--import": ("--import", "own.csv")}  # fmt: skip
@@ -516,51 +472,3 @@ def test_flags_of_score_are_heard_or_refused(flag_table, capsys):
     text = {"--data", "--samples", "--length", "--seed", "validation"}
     assert refused["spectral-tail"] == local | text | own
     assert refused["--import"] == local | text | {"--resume", "--dtype"}
-
-
-def render(tables, score_tables, flag_table) -> str:
-    """The page."""
-    lines = [
-        "# Which options each rule and estimator uses", "",
-        "Every option under every rule and estimator: **used** (a test shows that it changes the result or makes it "
-        "impossible, or for batch sizes and memory the number of passes) or *refused* with a sentence. This page is written by "
-        "`tests/cli/test_options.py`.", "",
-    ]  # fmt: skip
-    for kind, rows in tables.items():
-        title = {"sweep": "explain sweep --kind", "transfer": "explain transfer --program"}.get(kind, f"plan {kind} --rule")
-        lines += [f"## `{title}`", "", *_grid(rows, title.split()[:2]), ""]
-    shared = {n: {o: w for o, w in r.items() if o in (*SHARED, "excess")} for n, r in score_tables.items()}
-    lines += ["## `score --estimator`", "", *_grid(shared, ["score"]), ""]
-    lines += [
-        "On the command line `--seed` also draws the text. Flags beside those of estimators, for an estimator of text, one "
-        "with validation text, one that reads weights, and imported scores (`--device`, `--four-bit`: of a "
-        "local folder, a device that is not there, without bitsandbytes):", "", *_grid(flag_table, ["score"]), "",
-    ]  # fmt: skip
-    lines += ["Options of one estimator only (`--set NAME=VALUE`), all of them used:", ""]
-    for name, row in score_tables.items():
-        own = [f"`{o}`" for o in row if o not in (*SHARED, "excess")]
-        lines += [f"- `{name}`: {', '.join(own)}"] if own else []
-    return "\n".join(lines) + "\n"
-
-
-def _grid(rows, command) -> list[str]:
-    """A table of options; those that the command has no flag for are given by ``--set``."""
-    names = list(rows)
-    held = list(dict.fromkeys(f for row in rows.values() for f in row))
-    head = "| | " + " | ".join(f"`{n}`" for n in names) + " |"
-    word = {"used": "**used**", "refused": "*refused*"}
-    flags = leaf_of(*command)._option_string_actions
-
-    def label(name):
-        bare = name.removeprefix("--").replace("_", "-")
-        return f"--{bare}" if f"--{bare}" in flags else f"--set {bare.replace('-', '_')}"
-
-    body = [f"| `{label(f)}` | " + " | ".join(word[rows[n][f]] for n in names) + " |" for f in held if f not in INVENTED]
-    return [head, "|---" * (len(names) + 1) + "|", *body]
-
-
-def test_the_page_is_current(tables, score_tables, flag_table):
-    text = render(tables, score_tables, flag_table)
-    if os.environ.get("LAYERBUDGET_WRITE"):
-        PAGE.write_text(text, encoding="utf-8")
-    assert PAGE.read_text(encoding="utf-8") == text, "LAYERBUDGET_WRITE=1 pytest tests/test_options.py writes it anew"

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from tests import zoo
 from tests.cli.helpers import command_result as run
+from tests.cli.helpers import parsed
 
-from layerbudget.cli import parse
 from layerbudget.errors import CorruptFile, InvalidInput, ModelMismatch, NotFound
 from layerbudget.plan import Plan
 
@@ -37,11 +37,11 @@ def test_sparsity_writes_the_plan_that_it_prints(files):
 @pytest.mark.parametrize(
     "words",
     [
-        ("experts", "--total", 40), ("experts", "--budget", "90% flops"),
-        ("experts", "--budget", "50k params", "--rule", "size"),
-        ("experts", "--total", 40, "--rule", "mola-2468"), ("ranks", "--mean-rank", 4), ("ranks", "--budget", "4k params"),
-        ("ranks", "--budget", "16 KiB", "--set", "multiple=2", "--set", "min_rank=0"), ("joint", "--budget=-8KiB"),
-        ("sparsity", "--rule", "owl", "--set", "width=0.05"),
+        ("lora-experts", "--total", 40), ("lora-experts", "--budget", "90% flops"),
+        ("lora-experts", "--budget", "50k params", "--rule", "size"),
+        ("lora-experts", "--total", 40, "--rule", "mola-2468"), ("ranks", "--mean-rank", 4), ("ranks", "--budget", "4k params"),
+        ("ranks", "--budget", "16 KiB", "--multiple", "2", "--min-rank", "0"), ("joint", "--budget=-8KiB"),
+        ("sparsity", "--rule", "owl", "--width", "0.05"),
         ("sparsity", "--fix", "model.layers.0=0.1", "--exclude", r"layers\.7$"),
     ],
 )  # fmt: skip
@@ -99,13 +99,13 @@ def test_diff_explain_sweep_transfer(files):
     result, _ = run("explain", "sweep", files / "a.json", "--budgets", 0.3, 0.5, "--exponents", 1, 2)
     front = [r for r in result["rows"] if r["front"]]
     assert len(result["rows"]) == 4 and {r["exponent"] for r in front} == {1.0}
-    result, shown = run("explain", "sweep", files / "a.json", "--kind", "experts", "--budgets", 16, 40)
+    result, shown = run("explain", "sweep", files / "a.json", "--kind", "lora-experts", "--budgets", 16, 40)
     few, many = (r["value"] for r in result["rows"])
     worth = "the utility (mean of log(1 + experts), weighted by the scores)"
     told = f"Verdict: at 40 experts in all {worth} is {many:.3g}, at 16 experts in all {few:.3g}, {few / many:.0%} of it."
     assert " ".join(shown.split()).endswith(told)
     assert [r["spent"] for r in result["rows"]] == [16, 40]
-    for program, own in (("sparsity", ()), ("experts", ("--budget", "40 experts"))):
+    for program, own in (("sparsity", ()), ("lora-experts", ("--budget", "40 experts"))):
         result, _ = run("explain", "transfer", files / "a.json", files / "b.json", "--program", program, *own)
         assert 0 < result["regret"] <= result["sharp_bound"] <= result["bound"]
         assert result["squared_drift"] == pytest.approx(result["drift"] ** 2)  # the paper's table has the square
@@ -118,8 +118,8 @@ def test_mistakes(files):
     for words, kind in (
         (("explain", files / "nothing.json"), NotFound),
         (("plan", "sparsity", files / "a.json", "--fix", "x"), InvalidInput),
-        (("plan", "experts", files / "a.json", "--total", 40, "--fix", "layers.0=2.5"), InvalidInput),
-        (("plan", "experts", files / "a.json", "--budget", "1 ms", "--latency", files / "a.json"), CorruptFile),
+        (("plan", "lora-experts", files / "a.json", "--total", 40, "--fix", "layers.0=2.5"), InvalidInput),
+        (("plan", "lora-experts", files / "a.json", "--budget", "1 ms", "--latency", files / "a.json"), CorruptFile),
         (("explain", "transfer", files / "a.json", files / "other.json"), ModelMismatch),
     ):
         with pytest.raises(kind):
@@ -131,5 +131,5 @@ def test_a_plan_ends_with_the_command_that_follows(files, kind, words):
     _, shown = run("plan", kind, files / "a.json", *words, "-o", files / "a plan.json")
     said = shlex.split(shown.strip().splitlines()[-1])
     assert said[:2] == ["Next:", "layerbudget"] and str(files / "a plan.json") in said
-    assert parse(said[2:]).plan == str(files / "a plan.json")
+    assert parsed(said[2:]).plan == str(files / "a plan.json")
     assert "-o plan.json keeps the plan" in run("plan", kind, files / "a.json", *words)[1]

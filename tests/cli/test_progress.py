@@ -56,11 +56,10 @@ def test_every_long_verb_knows_its_total_and_its_cost_from_the_start(rarer, save
         ["apply", folder, sparsity, *SMALL, "-o", str(kept / "pruned")],
         ["evaluate", folder, "--length", "16", "--windows", "4"],
         ["plan", "shapes", folder, "--save", "20% flops", *SMALL, "-o", str(kept / "s.json")],
-        ["plan", "bits", folder, "--bits", "6", "--set", "group=16", *SMALL, "--set", "check=4", "--set",
-         "draws=1", "-o", bits],
+        ["plan", "bits", folder, "--bits", "6", "--group", "16", *SMALL, "--check", "4", "--draws", "1", "-o", bits],
         ["apply", folder, bits, "-o", str(kept / "rounded")],
         ["compare", folder, "--scores", "fisher-gram", "--sparsity", "0.5", "--samples", "4", "--length", "16", "--windows",
-         "4", "--set", "controls=false", "-o", str(kept / "compared")],
+         "4", "--no-controls", "-o", str(kept / "compared")],
         ["finetune", folder, str(kept / "ranks.json"), "--data", str(kept / "rows.jsonl"), "--epochs", "1", "-o",
          str(kept / "tuned")],
     ):  # fmt: skip
@@ -140,7 +139,7 @@ def test_the_check_of_a_plan_has_steps_of_its_own(saved_model, tmp_path, monkeyp
 
     monkeypatch.setattr(Progress, "__init__", init)
     monkeypatch.setattr(Progress, "__call__", call)
-    own = ("--bits", "6", "--set", "group=16", "--set", "check=2", "--set", "draws=1", *SMALL)
+    own = ("--bits", "6", "--group", "16", "--check", "2", "--draws", "1", *SMALL)
     assert main(["plan", "bits", str(saved_model("llama")), *own, "-o", str(tmp_path / "b.json")]) == 0
     check_of = {(text, total) for text, _, total in phases if "the check" in text}
     assert any("the dense model" in text for text, _ in check_of) and any("plan 1 of" in text for text, _ in check_of)

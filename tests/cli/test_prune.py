@@ -91,7 +91,7 @@ def test_a_plan_of_another_kind_is_refused_before_anything_is_said_or_loaded(sav
     scores = Scores.from_values(BLOCKS, {b.name: 1.0 + i for i, b in enumerate(BLOCKS)})
     scores.save(saved / "scores.json")
     plan_ranks(scores, mean_rank=4).save(saved / "ranks.json")
-    damages = dataclasses.replace(scores, estimator="rounding", extra={"choices": {}})
+    damages = dataclasses.replace(scores, estimator="rounding", extra={"formats": {}})
     damages.save(saved / "sizes.json")
     monkeypatch.setattr(loading, "load_model", lambda *_, **__: pytest.fail("the model was loaded"))
     for file, wanted in (
@@ -127,7 +127,7 @@ def test_a_plan_knows_its_pruner(saved_model, tmp_path, capsys):
     folder, small = saved_model("llama"), ("--samples", "2", "--length", "12", "--quiet")
     plan, curves = tmp_path / "p.json", tmp_path / "c.json"
     measured = ["plan", "sparsity", str(folder), "--sparsity", "0.5", "--method", "sparsegpt"]
-    assert main([*measured, "--set", "damping=0.2", "--passes", "6", *small, "-o", str(plan)]) == 0
+    assert main([*measured, "--damping", "0.2", "--passes", "6", *small, "-o", str(plan)]) == 0
     names = [b.name for b in partition(zoo.build("llama"))]
     table = {n: [[0.0, 0.4, 0.8], [0.0, 0.1 * i, 0.5 * i]] for i, n in enumerate(names, 1)}
     curves.write_text(json.dumps({"method": "sparsegpt", "curves": table}))
@@ -136,7 +136,7 @@ def test_a_plan_knows_its_pruner(saved_model, tmp_path, capsys):
     assert main([*planned, str(tmp_path / "d"), "--curves", str(curves)]) == 0 and main([*planned, str(tmp_path / "e")]) == 0
     assert [Plan.load(tmp_path / n).pruner for n in "de"] == [("sparsegpt", {}), (None, {})]
     said = {}
-    for name, more in (("own", ()), ("other", ("--method", "wanda")), ("weaker", ("--set", "damping=0.3"))):
+    for name, more in (("own", ()), ("other", ("--method", "wanda")), ("weaker", ("--damping", "0.3"))):
         capsys.readouterr()
         assert main(["apply", str(folder), str(plan), *more, *small, "-o", str(tmp_path / name)]) == 0
         said[name] = " ".join(capsys.readouterr().out.split())
@@ -145,7 +145,7 @@ def test_a_plan_knows_its_pruner(saved_model, tmp_path, capsys):
                 [
                     "export",
                     str(plan),
-                    *(("--set", "method=wanda") if name == "other" else ()),
+                    *(("--method", "wanda") if name == "other" else ()),
                     "-o",
                     str(tmp_path / f"{name}.yaml"),
                 ]

@@ -10,7 +10,7 @@ from tests import zoo
 
 from layerbudget.cli import main
 from layerbudget.cli.display import show_table
-from layerbudget.report.tables import plan_grid
+from layerbudget.reporting.tables import plan_grid
 
 
 def test_a_plan_of_matrices_is_a_picture_with_the_parameters_of_every_layer(mistral):

@@ -10,33 +10,33 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests import zoo
-from tests.cli.helpers import command_result
+from tests.cli.helpers import command_result, parsed
 
-from layerbudget.cli import display, main, parse
+from layerbudget.cli import display, main
 from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.models.blocks import partition
 from layerbudget.plan import Plan
-from layerbudget.plans.explain import explain_plan
-from layerbudget.plans.verdict import expected, verdict
-from layerbudget.report.tables import grid_table
+from layerbudget.reporting.explain import explain_plan
+from layerbudget.reporting.tables import grid_table
+from layerbudget.reporting.verdict import expected, verdict
 from layerbudget.scores import Scores
 from layerbudget.sensitivity.noise import remedy
 
 TEXT = ["--data", "text.txt", "--samples", "4", "--length", "16"]
-FEW = [*TEXT, "--set", "draws=1"]
+FEW = [*TEXT, "--draws", "1"]
 PLANS = {
     "sparsity": ["MODEL", "--sparsity", "0.5", "--passes", "6", *TEXT],
-    "bits": ["MODEL", "--bits", "4.5", "--set", "group=16", "--set", "check=2", *FEW],
-    "cache": ["MODEL", "--bits", "7", "--context", "32", "--set", "group=8", "--set", "check=2", *FEW],
-    "fit": ["SMALL", "--memory", "1100 KiB", "--context", "32", "--set", "check=2", *FEW],
+    "bits": ["MODEL", "--bits", "4.5", "--group", "16", "--check", "2", *FEW],
+    "cache": ["MODEL", "--bits", "7", "--context", "32", "--group", "8", "--check", "2", *FEW],
+    "memory": ["SMALL", "--memory", "1100 KiB", "--context", "32", "--check", "2", *FEW],
     "shapes": ["SMALL", "--save", "20%flops", "--even", "--passes", "32", *TEXT],
-    "kept-experts": ["MIXTURE", "--keep", "0.5", *FEW],
+    "expert-pruning": ["MIXTURE", "--keep", "0.5", *TEXT, "--draws", "1"],
     "ranks": ["scores.json", "--mean-rank", "2"],
-    "experts": ["scores.json", "--total", "200"],
+    "lora-experts": ["scores.json", "--total", "200"],
     "joint": ["scores.json", "--budget=-8KiB"],
 }
 WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}  # heads of 32 channels, for caches of llama.cpp
-SIX = ("sparsity", "bits", "cache", "shapes", "kept-experts", "ranks")
+SIX = ("sparsity", "bits", "cache", "shapes", "expert-pruning", "ranks")
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +80,8 @@ def test_a_plan_ends_with_its_verdict_and_the_command_that_follows(made, kind):
         assert lines[-1].startswith("Next, in Python: layerbudget.apply_plan(model, layerbudget.Plan.load('cache.json'))")
         return
     words = shlex.split(lines[-1].removeprefix("Next: "))
-    assert lines[-1].startswith("Next: layerbudget ") and f"{kind}.json" in words and parse(words[1:]).handler
-    most = 44 if kind == "fit" else 32  # 84 matrices: a grid of 12 layers; a fit has two grids and a curve
+    assert lines[-1].startswith("Next: layerbudget ") and f"{kind}.json" in words and parsed(words[1:])
+    most = 44 if kind == "memory" else 32  # 84 matrices: a grid of 12 layers; a fit has two grids and a curve
     assert len(lines) < most and result["kind"] == kind
     assert len(re.findall(r"(?<![\w.])\d[\d,.]*(?:e-\d+)?", lines[-2])) <= 4  # a person reads no more in one sentence
     if kind in SIX:
@@ -102,7 +102,7 @@ def test_the_verdict_has_the_numbers_of_the_plan(made):
     assert f"{check['uniform']['kl']:.3g}" in beside or plan.rule == "uniform" or check["uniform"]["same"]
     _, lines, plan = made("ranks")
     assert f"have {plan.extra['uniform_share']:.1%} of the plan's gain" in lines[-2]
-    _, lines, plan = made("kept-experts")
+    _, lines, plan = made("expert-pruning")
     assert f"{plan.counts.sum()} of 24 experts stay" in lines[-2] and f"{plan.extra['measured']:.3g} nats" in lines[-2]
     _, lines, plan = made("shapes")
     assert "Every runtime loads" in lines[-2] and "layers that differ" in lines[-2]
@@ -125,7 +125,7 @@ def test_one_damage_of_smaller_shapes_leads_and_says_of_which_text_it_is(made):
 
 def test_one_damage_of_fewer_experts_leads_and_says_of_which_text_it_is(made):
     """A plan had four damages: forecast, measured, predicted, and that of the text that chose; the first two had one name."""
-    _, lines, plan = made("kept-experts")
+    _, lines, plan = made("expert-pruning")
     e, shown = plan.extra, "\n".join(lines)
     leads = f"{e['measured']:.3g} nats per token measured with the others masked, on other text"
     assert e["crossed"] and leads in lines[-2] and leads in expected(plan)
@@ -140,7 +140,7 @@ def test_one_damage_of_fewer_experts_leads_and_says_of_which_text_it_is(made):
     assert "too low for other text" in " ".join(explain_plan(alone)["sentences"])
 
 
-@pytest.mark.parametrize(("kind", "alike"), [("kept-experts", False), ("shapes", True)])
+@pytest.mark.parametrize(("kind", "alike"), [("expert-pruning", False), ("shapes", True)])
 def test_the_verdict_compares_the_forecast_with_that_of_equal_layers(made, kind, alike):
     plan = made(kind)[2]
     known = plan.extra["beside"]
@@ -162,7 +162,7 @@ def test_the_verdict_compares_the_forecast_with_that_of_equal_layers(made, kind,
         ),
     ):
         beside = {"even": even, "uneven": uneven, "error": error}
-        if kind == "kept-experts" and len(set(plan.counts.tolist())) == 1:
+        if kind == "expert-pruning" and len(set(plan.counts.tolist())) == 1:
             plan = dataclasses.replace(plan, blocks=(dataclasses.replace(plan.blocks[0], count=1), *plan.blocks[1:]))
         assert words in verdict(dataclasses.replace(plan, extra={**plan.extra, "beside": beside}))
     assert "predict" not in verdict(dataclasses.replace(plan, extra={**plan.extra, "beside": None}))
@@ -208,13 +208,13 @@ def test_a_cap_that_leaves_a_part_of_the_budget_unused_is_named(tmp_path, monkey
 
 def test_a_difference_within_the_noise_is_none(made):
     plan = made("bits")[2]
-    rows = {"choices": {"kl": 0.01}, "uniform": {"kl": 0.011, "difference": 0.001, "difference_error": 0.002, "same": False}}
+    rows = {"exact": {"kl": 0.01}, "uniform": {"kl": 0.011, "difference": 0.001, "difference_error": 0.002, "same": False}}
     check = {**plan.extra["check"], "rows": rows}
-    plan = dataclasses.replace(plan, rule="choices", extra={**plan.extra, "check": check})
+    plan = dataclasses.replace(plan, rule="exact", extra={**plan.extra, "check": check})
     assert "level with uniform" in verdict(plan)
     rows["uniform"]["difference_error"] = 1e-5
     assert "9.1 % less than uniform" in verdict(dataclasses.replace(plan, extra={**plan.extra, "check": check}))
-    rows["choices"]["kl"] = 0.022
+    rows["exact"]["kl"] = 0.022
     assert "100 % more than uniform" in verdict(dataclasses.replace(plan, extra={**plan.extra, "check": check}))
 
 
@@ -267,7 +267,7 @@ def test_scores_that_need_more_text_are_not_planned_next(place, monkeypatch):
     lines = command_result("score", "MODEL", *TEXT, "-o", "gram.json")[1].strip().splitlines()
     need = remedy(Scores.load("gram.json"))
     words = shlex.split(lines[-1].removeprefix("Next: "))[1:]
-    assert parse(words).handler
+    assert parsed(words)
     if need.isdigit():
         assert f"about {int(need):,} sequences would do)" in lines[-2] and words[words.index("--samples") + 1] == need
     else:
@@ -276,7 +276,7 @@ def test_scores_that_need_more_text_are_not_planned_next(place, monkeypatch):
 
 def test_the_verdict_of_ranks_says_what_noise_alone_would_give(place, monkeypatch):
     monkeypatch.chdir(place)
-    shown = command_result("score", "MODEL", "--estimator", "rank-gain", *TEXT, "--set", "largest=12", "-o", "gains.json")[1]
+    shown = command_result("score", "MODEL", "--estimator", "rank-gain", *TEXT, "--largest", "12", "-o", "gains.json")[1]
     found = re.search(r"Verdict: .* of average loss; at mean rank 8, noise alone would give (\d+)% of the gain", shown)
     assert int(found[1]) == round(100 * plan_ranks(Scores.load("gains.json"), mean_rank=8).extra["noise_share"])
     assert "4 scored rows, fewer than 64, do not tell ranks apart: the plan says which uniform rank to take." in shown
@@ -298,10 +298,10 @@ def test_the_text_that_checks_is_beside_the_text_that_decides(place, monkeypatch
         "MODEL",
         "--bits",
         "4.5",
-        "--set",
-        "group=16",
-        "--set",
-        "draws=1",
+        "--group",
+        "16",
+        "--draws",
+        "1",
         "--data",
         "text.txt",
         "--length",
@@ -312,7 +312,7 @@ def test_the_text_that_checks_is_beside_the_text_that_decides(place, monkeypatch
     assert main([*words, "-o", "first.json", "--quiet"]) == 0
     first = Plan.load("first.json")
     assert "--samples 32" in first.made_by and first.extra["check"]["data"]["samples"] == 16
-    assert main([*shlex.split(first.made_by)[1:], "--overwrite", "--out", "second.json", "--quiet"]) == 0
+    assert main([*shlex.split(first.made_by.replace("first.json", "second.json"))[1:], "--quiet"]) == 0
     assert Plan.load("second.json").digest == first.digest
     assert main([*words, "--samples", "0", "-o", "none.json"]) == 2
     assert "--samples is 0. It is a whole number from 1" in " ".join(capsys.readouterr().err.split())

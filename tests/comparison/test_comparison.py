@@ -16,9 +16,9 @@ from layerbudget.comparison.bench import counted
 from layerbudget.comparison.names import by_name
 from layerbudget.comparison.run import _on_budget, _on_second, compare_scores
 from layerbudget.data.calibration import CalibrationSet
+from layerbudget.decisions.rules import shuffled
 from layerbudget.errors import InvalidInput
 from layerbudget.evaluation import statistics
-from layerbudget.planning.rule import shuffled
 from layerbudget.records import Block, Module
 from layerbudget.scores import Scores
 from layerbudget.storage.parts import standing_of
@@ -217,10 +217,10 @@ def test_the_command_leaves_its_files(folder, capsys):
     for other in (["--sparsity", "0.3"], ["--seeds", "1"], []):  # the last with other numbers in its file
         assert main([*words, *other]) == 2 and "another comparison" in capsys.readouterr().err
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*.*")} == written
-    assert main([*words[:-1], "--overwrite", "--quiet", "--set", "controls=false"]) == 0
+    assert main([*words[:-1], "--overwrite", "--quiet", "--no-controls"]) == 0
     said = capsys.readouterr().out
     assert "permuted scores" not in said and f"Written: {out / 'comparison.csv'} and " in said
-    for extra in (["--task", "cola"], ["--set", "width=0.1", "--overwrite", "--rules", "mdl"]):
+    for extra in (["--task", "cola"], ["--width", "0.1", "--overwrite", "--rules", "mdl"]):
         assert main([*words, *extra]) == 2
 
 
@@ -294,12 +294,12 @@ def test_parts_fill_one_folder(tmp_path, capsys):
     out = tmp_path / "grid"
     for _ in range(2):  # scores first, then what is planned from them
         for part in ("1/2", "2/2"):
-            assert main([*GRID, "--set", "controls=false", "--part", part, "-o", str(out)]) == 0
+            assert main([*GRID, "--no-controls", "--part", part, "-o", str(out)]) == 0
     capsys.readouterr()
-    assert main([*GRID, "--set", "controls=false", "-o", str(out), "--json"]) == 0
+    assert main([*GRID, "--no-controls", "-o", str(out), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     alone = tmp_path / "alone"
-    assert main([*GRID, "--set", "controls=false", "-o", str(alone), "--json"]) == 0
+    assert main([*GRID, "--no-controls", "-o", str(alone), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["budgets"] == record["budgets"]
     assert "3 measurements were there from an earlier run" in record["sentences"][-1]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gguf
 import numpy as np
 import pytest
 import torch
 
+import gguf
 from layerbudget.compressors import ggml
 from layerbudget.compressors.feedback import Factors, feed_back
 from layerbudget.compressors.formats import TYPES, find_format

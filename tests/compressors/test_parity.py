@@ -1,15 +1,23 @@
-"""SparseGPT and the parity rules against the plainest dense versions of what the papers and BASELINES say."""
+"""SparseGPT and the rules of the reference implementations against the plainest dense versions of what the papers say."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from tests import zoo
+from tests.reference_pruning import (
+    RunningMoments,
+    magnitude_mask,
+    prune_as_reference,
+    reference_factor,
+    sparsegpt_weights,
+    threshold_inclusive,
+    wanda_mask,
+)
 
 from layerbudget.compressors.base import Level
 from layerbudget.compressors.pruners import Magnitude, Wanda
-from layerbudget.compressors.sparsegpt import inverse_factor, reference_factor, sparsegpt_update
-from layerbudget.decisions.sparsity.apply import prune
+from layerbudget.compressors.sparsegpt import inverse_factor, sparsegpt_update
 from layerbudget.errors import CurvatureFailure
 from layerbudget.models.blocks import weight_of
 
@@ -20,8 +28,11 @@ def problem(rows=6, columns=20, seed=0):
     return torch.randn(rows, columns, generator=g), x.T @ x
 
 
-def plain_sparsegpt(weight, gram, ratio, block):
-    """Column by column, with the inverse of the trailing Hessian written out instead of a Cholesky factor."""
+def plain_sparsegpt(weight, gram, extra, block):
+    """Column by column, with the inverse of the trailing Hessian written out instead of a Cholesky factor.
+
+    Half the entries of every block of columns go, and ``extra`` more.
+    """
     h = gram.double().clone()
     h += 0.01 * h.diagonal().mean() * torch.eye(len(h), dtype=h.dtype)
     w = weight.double().clone()
@@ -30,7 +41,7 @@ def plain_sparsegpt(weight, gram, ratio, block):
     for start in range(0, columns, block):
         stop = min(start + block, columns)
         score = torch.stack([w[:, j] ** 2 / inverse[j][0, 0] for j in range(start, stop)], dim=1)
-        threshold = score.flatten().sort().values[int(score.numel() * ratio)]
+        threshold = score.flatten().sort().values[score.numel() // 2 + extra - 1]
         mask = score <= threshold
         for j in range(start, stop):
             error = w[:, j] * mask[:, j - start] / inverse[j][0, 0]
@@ -42,11 +53,13 @@ def plain_sparsegpt(weight, gram, ratio, block):
 @pytest.mark.parametrize("block", [20, 7])
 def test_sparsegpt_by_the_definition(block):
     weight, gram = problem()
-    wanted = plain_sparsegpt(weight, gram, 0.5, block)
-    for factor in (inverse_factor, reference_factor):
-        found = sparsegpt_update(weight, *factor(gram), 0, ratio=0.5, columns=block)
-        torch.testing.assert_close(found.double(), wanted, rtol=2e-3, atol=2e-3)
-        assert torch.equal(found == 0, wanted == 0)
+    for result, extra in (
+        (sparsegpt_update(weight, *inverse_factor(gram), 60, columns=block), 0),
+        (sparsegpt_weights(weight, *reference_factor(gram), 0.5, block), 1),
+    ):
+        wanted = plain_sparsegpt(weight, gram, extra, block)
+        torch.testing.assert_close(result.double(), wanted, rtol=2e-3, atol=2e-3)
+        assert torch.equal(result == 0, wanted == 0)
 
 
 def test_factor_reads_the_upper_triangle_only_and_inverts():
@@ -81,19 +94,34 @@ def test_compensation_beats_masking_and_hopeless_moments_are_refused():
 
 def test_reference_rules_are_off_by_one_and_take_ties():
     weight = torch.tensor([[1.0, -1.0, 2.0, 3.0], [1.0, 4.0, 5.0, 6.0]])
-    for level, count in ((Level(zeros=2), 2), (Level(zeros=2, ratio=0.25), 3), (Level(ratio=0.0), 3)):
-        assert int((Magnitude().apply(weight, None, level) == 0).sum()) == count
+    assert int((Magnitude().apply(weight, None, Level(zeros=2)) == 0).sum()) == 2
+    assert [int(magnitude_mask(weight, ratio).sum()) for ratio in (0.0, 0.25)] == [3, 3]
+    assert int(threshold_inclusive(weight, 0.125).sum()) == 3  # position 1 of -1, 1, 1, 2, 3, 4, 5, 6: both ones go
     for ratio, counts in ((0.3, [1, 1]), (0.0, [0, 0])):
-        assert (Wanda().apply(weight, torch.ones(4), Level(ratio=ratio)) == 0).sum(1).tolist() == counts
+        assert wanda_mask(weight.abs(), ratio).sum(1).tolist() == counts
+
+
+def test_running_means_are_over_sequences_and_dead_inputs_go_whole():
+    sequences = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
+    diagonal, gram = RunningMoments("diagonal"), RunningMoments("gram")
+    for x in sequences:
+        diagonal.add(x)
+        gram.add(x)
+    flat = sequences.reshape(-1, 8)
+    torch.testing.assert_close(diagonal.value, flat.square().sum(0) / 3)
+    torch.testing.assert_close(gram.value, 2 * flat.T @ flat / 3)
+    gram.value[3], gram.value[:, 3] = 0, 0
+    weights = sparsegpt_weights(torch.ones(4, 8), *reference_factor(gram.value), 0.0)
+    assert bool((weights[:, 3] == 0).all())
 
 
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
-def test_parity_mode_counts_as_the_references_do(method):
+def test_counts_are_those_of_the_references(method):
     model = zoo.build("llama")
     plan = zoo.plan(model, spread=0.0)
-    receipt = prune(model, plan, zoo.tokens(), method, parity=True)
-    for name, record in receipt.modules.items():
+    prune_as_reference(model, plan, zoo.tokens(), method)
+    for name in (name for block in plan.blocks for name in block.modules):
         w = weight_of(model, name)[1]
         blocks = -(-w.shape[1] // 128)
         extra = {"magnitude": 1, "wanda": 0, "sparsegpt": blocks}[method]
-        assert record["zeros"] == w.numel() // 2 + extra, name
+        assert int((w == 0).sum()) == w.numel() // 2 + extra, name

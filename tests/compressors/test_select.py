@@ -16,7 +16,6 @@ from layerbudget.compressors.select import (
     smallest_per_group,
     smallest_per_row,
     spread_over_rows,
-    threshold_inclusive,
 )
 from layerbudget.errors import InvalidInput
 
@@ -48,13 +47,9 @@ def test_rows_follow_a_stable_sort_even_with_ties(seed, rows, columns, ties):
         assert set(torch.nonzero(mask[r]).flatten().tolist()) == set(order[r, : counts[r]].tolist())
 
 
-def test_matrix_selection_and_reference_threshold():
+def test_matrix_selection():
     scores = torch.tensor([[3.0, 1.0, 1.0], [2.0, 1.0, 5.0]])
     assert smallest(scores, 2).tolist() == [[False, True, True], [False, False, False]]
-    # position 1 of 1,1,1,2,3,5 is a 1, and all its ties go with it
-    assert int(threshold_inclusive(scores, 1).sum()) == 3
-    with pytest.raises(InvalidInput, match="ratio below 1"):
-        threshold_inclusive(scores, 6)
 
 
 def test_the_extra_comes_from_the_cheapest_rows_of_a_group():

@@ -222,7 +222,7 @@ def test_a_refusal_says_how_many_rows_have_the_fault(tokenizer):
 
 def test_rows_are_checked_before_anything_is_loaded(tmp_path):
     """Whatever needs no chat template is refused by the command line at once."""
-    from layerbudget.cli.files import check_rows
+    from layerbudget.decisions.files import check_rows
 
     path = tmp_path / "a.jsonl"
     for row, fault in (

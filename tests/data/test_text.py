@@ -7,10 +7,10 @@ import torch
 import transformers
 from tests import zoo
 
+from layerbudget.cost import shape_in_memory
 from layerbudget.data import stdlib
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.data.text import calibration, column_rows, read_documents, token_stream
-from layerbudget.doctor.cost import shape_in_memory
 from layerbudget.errors import InvalidInput, NotEnoughText, NotFound, UnknownStructure
 from layerbudget.evaluation.perplexity import evaluation_set, perplexity
 from layerbudget.execution.loss import head_of

@@ -14,7 +14,7 @@ from tests import zoo
 from tests.execution.test_backward import ESTIMATORS, data_for, numbers
 
 import layerbudget as lb
-from layerbudget.decisions.kept_experts.plan import plan_kept_experts
+from layerbudget.decisions.expert_pruning.plan import plan_expert_pruning
 from layerbudget.decisions.sparsity.apply import prune
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.decisions.sparsity.save import save_pruned
@@ -114,7 +114,7 @@ def test_experts_that_stay_are_chosen_from_files_with_both_ends_at_rest(tmp_path
     plans = []
     for stream in (False, True):
         model = load_model(str(tmp_path), dtype="float32", stream=stream)
-        plans.append(plan_kept_experts(model, zoo.tokens(4, 12, vocabulary=61), 0.5))
+        plans.append(plan_expert_pruning(model, zoo.tokens(4, 12, vocabulary=61), 0.5))
     stacks = [tuple(p.shape) for p in model.parameters() if p.ndim == 3]
     assert sorted(spilled) == sorted(stacks) and stacks
     dense, lean = plans
@@ -261,12 +261,12 @@ def test_plans_of_bits_are_those_of_the_whole_model(demo_shards, tmp_path, dtype
         str(demo_shards),
         "--bits",
         "4.5",
-        "--set",
-        "group=32",
-        "--set",
-        "draws=1",
-        "--set",
-        "check=0",
+        "--group",
+        "32",
+        "--draws",
+        "1",
+        "--check",
+        "0",
         "--quiet",
     ]
     given += ["--samples", "4", "--length", "32", "--dtype", dtype]
@@ -277,20 +277,20 @@ def test_plans_of_bits_are_those_of_the_whole_model(demo_shards, tmp_path, dtype
         found.append([json.loads((tmp_path / f"{k}{way}.json").read_text()) for k in "sp"])
     (a, p), (b, q) = found
     assert p["blocks"] == q["blocks"] and p["extra"]["formats"] == q["extra"]["formats"]
-    damages = [np.array(s["extra"]["choices"]["damage"], dtype=float) for s in (a, b)]
+    damages = [np.array(s["extra"]["formats"]["damage"], dtype=float) for s in (a, b)]
     assert np.allclose(*damages, rtol=1e-3 if dtype == "float32" else 2e-2, equal_nan=True)
-    assert a["extra"]["choices"]["size"] == b["extra"]["choices"]["size"] and a["model"]["digest"] == b["model"]["digest"]
+    assert a["extra"]["formats"]["size"] == b["extra"]["formats"]["size"] and a["model"]["digest"] == b["model"]["digest"]
 
 
 def test_what_bits_can_do_with_streamed_weights_and_what_is_refused(demo_shards, tmp_path, capsys):
     from layerbudget.cli import main
 
     pytest.importorskip("compressed_tensors")
-    small = ["--samples", "4", "--length", "32", "--set", "group=32", "--quiet", "-o", str(tmp_path / "p.json")]
+    small = ["--samples", "4", "--length", "32", "--group", "32", "--quiet", "-o", str(tmp_path / "p.json")]
     given = ["plan", "bits", str(demo_shards), "--bits", "4.5", *small]
-    assert main([*given, "--set", "check=2", "--stream"]) == 2
+    assert main([*given, "--check", "2", "--stream"]) == 2
     assert "The check puts whole plans" in " ".join(capsys.readouterr().err.split())
-    assert main([*given, "--set", "draws=1", "--set", "check=0"]) == 0
+    assert main([*given, "--draws", "1", "--check", "0"]) == 0
     assert main(["apply", str(demo_shards), str(tmp_path / "p.json"), "--stream", "-o", str(tmp_path / "out")]) == 0
     assert any((tmp_path / "out").glob("*.safetensors"))
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests import zoo
 
 from layerbudget.cli import main
-from layerbudget.decisions.experts.method import add_experts
+from layerbudget.decisions.lora_experts.method import add_lora_experts
 from layerbudget.decisions.ranks.apply import add_ranks
 from layerbudget.errors import BadModel, NotFound
 from layerbudget.finetuning.adapters import adapt, classifier_loader, load_adapter, started
@@ -28,12 +28,12 @@ def ids():
 def saved(tmp_path):
     """Logits of an adapted model and the folder of its adapter, for ranks and for experts."""
     found = {}
-    for kind in ("ranks", "experts"):
+    for kind in ("ranks", "lora-experts"):
         base = zoo.adaptable().double()
         if kind == "ranks":
             model = add_ranks(base, zoo.linears(base, lambda n: 3 if "proj" in n else 0))
         else:
-            model = add_experts(base, zoo.layers(base, [2] * base.config.num_hidden_layers))
+            model = add_lora_experts(base, zoo.layers(base, [2] * base.config.num_hidden_layers))
         model = model.double().eval()
         zoo.perturb(model)
         with torch.no_grad():
@@ -52,7 +52,7 @@ def test_a_saved_adapter_computes_the_same_and_ranks_merge(saved):
                 assert torch.allclose(model(input_ids=ids()).logits, logits, atol=1e-12), (kind, merge)
             assert hasattr(model, "peft_config") != merge
     with pytest.raises(BadModel, match="cannot be merged"):
-        load_adapter(zoo.adaptable(), folder / "experts", merge=True)
+        load_adapter(zoo.adaptable(), folder / "lora-experts", merge=True)
 
 
 def test_a_trained_head_is_loaded_onto_a_base_in_half_precision(tmp_path):

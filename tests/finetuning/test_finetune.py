@@ -234,8 +234,8 @@ def test_a_start_in_the_gradients_directions(encoder, tokenizer, task):
     a = leaf.lora_A["default"].weight.detach()
     assert torch.allclose((a @ expected.T).abs(), torch.eye(4), atol=1e-3)
     assert not leaf.lora_B["default"].weight.any()
-    with pytest.raises(InvalidInput, match="A plan of experts does not read start"):
-        started(load(0), dataclasses.replace(plan, kind="experts"), protocol, rows, task)
+    with pytest.raises(InvalidInput, match="A plan of lora-experts does not read start"):
+        started(load(0), dataclasses.replace(plan, kind="lora-experts"), protocol, rows, task)
     with pytest.raises(InvalidInput, match="one of default, gradients"):
         Protocol(start="svd")
 
@@ -367,7 +367,7 @@ def test_a_causal_lm_is_trained_with_experts_and_judged_by_likelihood(tokenizer,
     protocol = Protocol(lr=2e-2, epochs=8, batch=16, warmup=2, cutoff=48, balance=0.001)
     load = classifier_loader(str(tmp_path / "lm"), 2)
     result = tuned((load, tokenizer, plan, task), tmp_path / "out", protocol=protocol)
-    assert result["kind"] == "experts"
+    assert result["kind"] == "lora-experts"
     stored = json.loads((tmp_path / "out" / "seed-0" / "result.json").read_text())
     assert stored["training_loss"] < 3.9  # a uniform guess over the vocabulary costs log 61 = 4.1
     from peft import PeftModel

@@ -47,7 +47,7 @@ def speaker(tmp_path_factory):
     model.save_pretrained(folder / "model")
     lb.load_tokenizer("demo").save_pretrained(folder / "model")
     zoo.linears(model, lambda n: 2 if "q_proj" in n or "v_proj" in n else 0).save(folder / "ranks.json")
-    zoo.linears(model, lambda n: 3 if "q_proj" in n else 0, "experts").save(folder / "experts.json")
+    zoo.linears(model, lambda n: 3 if "q_proj" in n else 0, "lora-experts").save(folder / "experts.json")
     said = [{"prompt": f"say {chr(97 + i % 20)}{i}:", "completion": f" {chr(97 + i % 20) * (1 + i % 5)}"} for i in range(60)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, said)))
     labelled = [{"text": f"the film was {('bad', 'good')[i % 2]} , {i}", "label": ("no", "yes")[i % 2]} for i in range(60)]
@@ -146,7 +146,7 @@ def test_two_processes_train_the_adapter_of_one_with_shared_weights_too_and_refu
         "import os, sys\nfrom accelerate.state import AcceleratorState\nfrom layerbudget.cli import main\n"
         "from layerbudget.finetuning import training\n"
         f"runs = {runs!r}\n"
-        "wrong = (['--batch', '15'], ['--batch', '9', '--set', 'accumulation=9'], ['--set', 'start=gradients'])\n"
+        "wrong = (['--batch', '15'], ['--batch', '9', '--accumulation', '9'], ['--start', 'gradients'])\n"
         "codes = [main([*runs['ddp'], *more]) for more in wrong]\n"
         "os.environ['ACCELERATE_USE_DEEPSPEED'] = 'true'\ncodes.append(main(runs['ddp']))\n"
         "os.environ |= {'ACCELERATE_USE_DEEPSPEED': 'false', 'ACCELERATE_USE_FSDP': 'true', 'FSDP_VERSION': '1'}\n"
@@ -184,7 +184,7 @@ def test_two_processes_train_the_adapter_of_one_with_shared_weights_too_and_refu
 
 
 def test_commands_train_a_seed_each_and_one_puts_them_together(speaker, tmp_path):
-    few = ("--data", str(speaker / "rows.jsonl"), "--set", "train_rows=16", "--epochs", "1", "--resume", str(tmp_path / "kept"))
+    few = ("--data", str(speaker / "rows.jsonl"), "--train-rows", "16", "--resume", str(tmp_path / "kept"))
     for seed in ("0", "1"):
         assert main(command(speaker, "ranks.json", tmp_path / seed, *few, "--seeds", seed)) == 0
     results = [tmp_path / "kept" / f"seed-{seed}" / "result.json" for seed in (0, 1)]
@@ -200,7 +200,7 @@ def test_commands_train_a_seed_each_and_one_puts_them_together(speaker, tmp_path
     [
         (
             "ranks.json",
-            ("--set", "accumulation=2", "--seeds", "0", "1", "--set", "alpha_policy=rslora", "--gradient-checkpointing"),
+            ("--accumulation", "2", "--seeds", "0", "1", "--alpha-policy", "rslora", "--gradient-checkpointing"),
         ),
     ],
 )
@@ -214,7 +214,7 @@ def test_experts_are_as_near_as_one_process_is_to_itself_in_two_passes(speaker, 
     """Choices of experts turn on rounding, so the yardstick is the same sum in another order within one process."""
     rows = ("--data", str(speaker / "rows.jsonl"))
     both(speaker, tmp_path, "experts.json", *rows)
-    assert main(command(speaker, "experts.json", tmp_path / "passes", *rows, "--set", "accumulation=2")) == 0
+    assert main(command(speaker, "experts.json", tmp_path / "passes", *rows, "--accumulation", "2")) == 0
     a, b = (load_file(tmp_path / o / "seed-0" / "adapter" / "adapter_model.safetensors") for o in ("one", "passes"))
     largest = max(float(v.abs().max()) for v in a.values())
     yardstick = max(float((v - b[k]).abs().max()) / largest for k, v in a.items())
@@ -258,7 +258,7 @@ def test_every_way_of_training_shares_weights(speaker, encoder, tmp_path, fsdp, 
     folder = encoder if way == "head" else speaker
     learned = ("--task", str(folder / "labels.jsonl")) if way in ("head", "labels") else ("--data", str(folder / "rows.jsonl"))
     more = {
-        "accumulation": ("--set", "accumulation=2", "--set", "alpha_policy=rslora", "--gradient-checkpointing"),
+        "accumulation": ("--accumulation", "2", "--alpha-policy", "rslora", "--gradient-checkpointing"),
     }.get(way, ())
     for name in ("fsdp", "ddp"):
         words = command(folder, "experts.json" if way == "experts" else "ranks.json", tmp_path / name, *learned, *more)

@@ -81,7 +81,7 @@ def test_from_the_command_line_with_a_paired_comparison(saved_model, rows, tmp_p
     assert main(["finetune", str(folder), str(tmp_path / "one.json"), *words, "-o", str(tmp_path / "one")]) == 0
     said = capsys.readouterr()
     assert "6 rows held out" in said.out
-    more = ["--against", str(tmp_path / "one"), "--set", "start=gradients", "--json"]
+    more = ["--against", str(tmp_path / "one"), "--start", "gradients", "--json"]
     assert main(["finetune", str(folder), str(tmp_path / "four.json"), *words, *more, "-o", str(tmp_path / "four")]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["rows"] == {"train": 54, "held_out": 6} and result["metric"] == "loss"

@@ -54,7 +54,7 @@ def test_a_training_that_diverged_is_no_result(tokenizer, rows, tmp_path):
 def test_a_divergence_is_an_error_of_the_command(saved_model, rows, tmp_path, capsys):
     plan_of().save(tmp_path / "plan.json")
     words = ["finetune", str(saved_model("llama")), str(tmp_path / "plan.json"), "--data", rows, "--lr", "1e25", "--quiet"]
-    assert main([*words, "--set", "warmup=0", "--batch", "8", "-o", str(tmp_path / "out")]) == 2
+    assert main([*words, "--warmup", "0", "--batch", "8", "-o", str(tmp_path / "out")]) == 2
     assert "Use a smaller one, say --lr 0.001" in " ".join(capsys.readouterr().err.split())
 
 
@@ -110,7 +110,7 @@ def test_rows_that_a_model_cannot_read_are_refused_before_the_training(tokenizer
     protocol = Protocol(epochs=1, batch=8, cutoff=64)
     for changes, words in (
         ({"vocab_size": 60}, "embeddings for tokens below 60.*resize"),
-        ({"max_position_embeddings": 8}, "cutoff=8"),
+        ({"max_position_embeddings": 8}, "cutoff 8"),
     ):
         texts = read_texts(rows, tokenizer, limit=64)
         with pytest.raises(InvalidInput, match=words):

@@ -24,6 +24,9 @@ import torch
 
 import layerbudget as lb
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.reference_pruning import prune_as_reference  # noqa: E402
+
 TINY = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
     "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "attn_implementation": "eager",
@@ -130,7 +133,7 @@ def plans_of(scores: lb.Scores) -> Iterator[tuple[str, Any]]:
         yield f"sparsity {rule}", plan_entry(lb.plan_sparsity(scores, sparsity=0.45, rule=rule))
     for rule in EXPERTS:
         for budget in ({"total": 6 * k}, {"budget": "45% flops"}):
-            yield f"experts {rule} {budget}", plan_entry(lb.plan_experts(scores, rule=rule, expert_rank=2, **budget))
+            yield f"experts {rule} {budget}", plan_entry(lb.plan_lora_experts(scores, rule=rule, expert_rank=2, **budget))
     for rule in ("mdl", "permuted", "uniform", "size"):
         yield f"ranks {rule}", plan_entry(lb.plan_ranks(scores, rule=rule, mean_rank=5, multiple=2))
     joint = lb.plan_joint(scores, budget=f"{-0.2 * float(scores.numel.sum()):.0f} B")
@@ -138,24 +141,28 @@ def plans_of(scores: lb.Scores) -> Iterator[tuple[str, Any]]:
 
 
 def pruned(make: Any, scores: lb.Scores, data: lb.CalibrationSet) -> Iterator[tuple[str, Any]]:
-    """Masks of every pruner in every mode."""
+    """Masks of every pruner in every mode, and of its reference implementation."""
     from layerbudget.errors import LayerbudgetError
 
     plan = lb.plan_sparsity(scores, sparsity=0.5)
     even = lb.plan_sparsity(scores, sparsity=0.5, rule="uniform")
     for method in ("magnitude", "wanda", "sparsegpt"):
+        inputs = None if method == "magnitude" else data
         modes: dict[str, tuple[Any, dict[str, Any]]] = {
-            "plain": (plan, {}), "parity": (plan, {"parity": True}), "2:4": (even, {"pattern": "2:4"}),
-            "n:8": (plan, {"pattern": "n:8"}), "sequential": (plan, {"true_sequential": True}),
+            "plain": (plan, {}), "2:4": (even, {"pattern": "2:4"}), "n:8": (plan, {"pattern": "n:8"}),
+            "sequential": (plan, {"true_sequential": True}),
         }  # fmt: skip
         for mode, (which, options) in modes.items():
             model = make()
             try:
-                lb.prune(model, which, None if method == "magnitude" else data, method, batch_size=4, **options)
+                lb.prune(model, which, inputs, method, batch_size=4, **options)
             except LayerbudgetError as error:
                 yield f"{method} {mode}", {"refused": type(error).__name__}
                 continue
             yield f"{method} {mode}", masks(model)
+        model = make()
+        prune_as_reference(model, plan, inputs, method)
+        yield f"{method} parity", masks(model)
 
 
 def architecture(kind: str) -> Iterator[tuple[str, Any]]:

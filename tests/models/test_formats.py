@@ -105,6 +105,6 @@ def test_a_gguf_file_and_a_context_that_is_too_long_are_refused_before_anything_
     assert "is a GGUF file" in capsys.readouterr().err
     monkeypatch.setattr("layerbudget.models.loading.load_model", lambda *_, **__: pytest.fail("loaded"))
     words = ["--context", "1M", "-o", str(tmp_path / "p.json")]
-    for own in (["fit", "demo", "--memory", "8 GiB"], ["cache", "demo", "--bits", "4"]):
+    for own in (["memory", "demo", "--memory", "8 GiB"], ["cache", "demo", "--bits", "4"]):
         assert main(["plan", *own, *words]) == 2
         assert "is too long" in capsys.readouterr().err

@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 import torch
-from tests.decisions.bits.test_gguf import LINEAR, build, planned
+from tests.gguf.test_writer import LINEAR, build, planned
 
 from layerbudget.cli import main
-from layerbudget.decisions.bits import gguf as written
 from layerbudget.decisions.bits.apply import write_bits
 from layerbudget.errors import BadModel, InvalidInput
+from layerbudget.gguf import writer as written
 from layerbudget.models.gguf_file import gguf_config, is_read, load_gguf
 from layerbudget.storage.checkpoint import gguf_of
 
@@ -120,9 +120,9 @@ def test_evaluate_reads_what_apply_wrote_and_apply_names_it(tmp_path, monkeypatc
     text.write_text("the cat sat on the mat, and the dog lay by the door of the house. " * 60)
     small = ["--data", str(text), "--samples", "2", "--length", "64"]
     plan = ["plan", "bits", "demo", "--bits", "5", "--format", "gguf", "--formats", "Q4_0,Q8_0", *small]
-    assert main([*plan, "--set", "check=0", "-o", "p.json"]) == 0
+    assert main([*plan, "--check", "0", "-o", "p.json"]) == 0
     capsys.readouterr()
-    assert main(["apply", "demo", "p.json", "-o", "out", "--json", "--set", "check=false"]) == 0
+    assert main(["apply", "demo", "p.json", "-o", "out", "--json", "--no-check"]) == 0
     said = json.loads(capsys.readouterr().out)["next"]
     assert said == "layerbudget evaluate out --against demo --dtype float32 --perplexity TEXT"
     words = ["--against", "demo", "--dtype", "float32", "--perplexity", str(text), "--length", "64", "--json"]

@@ -148,7 +148,7 @@ def test_bytes_are_those_of_the_checkpoint_that_is_written_whatever_the_model_co
     monkeypatch.setattr(loading, "quick_dtype", lambda held, place: torch.float32 if emulated else held)
     (tmp_path / "text.txt").write_text("some words of text, and more of them. " * 40)
     text = ["--data", "text.txt", "--samples", "3", "--length", "16", "--quiet", "--dtype", dtype]
-    kinds = {"qwen3-moe": ["kept-experts", "--keep", "140 KiB"], "llama": ["shapes", "--save", "8 KiB", "--even"]}
+    kinds = {"qwen3-moe": ["expert-pruning", "--keep", "140 KiB"], "llama": ["shapes", "--save", "8 KiB", "--even"]}
     for name, (kind, *budget) in kinds.items():
         zoo.speaker(name).bfloat16().save_pretrained(name)
         tokenizer.save_pretrained(name)
@@ -157,7 +157,7 @@ def test_bytes_are_those_of_the_checkpoint_that_is_written_whatever_the_model_co
         before, after = (sum(t.nbytes for t in load_file(tmp_path / f / "model.safetensors").values()) for f in (name, kind))
         plan = Plan.load(f"{kind}.json")
         assert plan.budget["spent"] == (after if name == "qwen3-moe" else before - after)
-    assert 135 << 10 < Plan.load("kept-experts.json").budget["spent"] <= 140 << 10
-    for kind in ("kept-experts", "shapes"):
-        words = ["--keep", "0.5"] if kind == "kept-experts" else ["--save", "9%"]
-        assert main(["plan", kind, "llama", *words, "--set", "bytes_per_parameter=2", "-o", "other.json"]) == 2
+    assert 135 << 10 < Plan.load("expert-pruning.json").budget["spent"] <= 140 << 10
+    for kind in ("expert-pruning", "shapes"):
+        words = ["--keep", "0.5"] if kind == "expert-pruning" else ["--save", "9%"]
+        assert main(["plan", kind, "llama", *words, "--bytes-per-parameter", "2", "-o", "other.json"]) == 2

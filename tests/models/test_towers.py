@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import load_file
 
 from layerbudget.cli import main
-from layerbudget.decisions.bits.gguf import GgufWriter
+from layerbudget.gguf.writer import GgufWriter
 from layerbudget.models.blocks import partition
 from layerbudget.models.loading import load_model
 
@@ -123,7 +123,7 @@ def test_layers_of_the_language_model_are_pruned_and_all_else_is_saved_as_it_was
 @pytest.mark.parametrize("name", ["gemma3"])
 def test_layers_of_the_language_model_are_packed_and_all_else_stays_in_16_bits(name, tower):
     place = tower(name)
-    run("plan", "bits", place / "model", "--bits", 6, "--set", "check=0", *text(place), "-o", place / "b.json")
+    run("plan", "bits", place / "model", "--bits", 6, "--check", "0", *text(place), "-o", place / "b.json")
     run("apply", place / "model", place / "b.json", "-o", place / "out")
     planned = json.loads((place / "b.json").read_text())["blocks"]
     check_rest(place, "out", [m for b in planned for m in b["modules"]])
@@ -160,7 +160,15 @@ def test_the_gguf_file_holds_the_language_model_as_that_of_the_language_model_al
 def test_experts_of_the_language_model_go_and_transformers_reads_even_plans(even, tower):
     place = tower("qwen3-vl-moe")
     run(
-        "plan", "kept-experts", place / "model", "--keep", "6 experts", *["--even"][:even], *text(place), "-o", place / "k.json"
+        "plan",
+        "expert-pruning",
+        place / "model",
+        "--keep",
+        "6 experts",
+        *["--even"][:even],
+        *text(place),
+        "-o",
+        place / "k.json",
     )
     run("apply", place / "model", place / "k.json", "-o", place / "out")
     check_rest(place, "out", [f"model.language_model.layers.{i}.mlp" for i in range(2)])
@@ -182,7 +190,7 @@ def test_what_reads_one_text_and_writes_another_is_refused_from_its_configuratio
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "architectures": [f"{own}ForConditionalGeneration"]}))
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
-    for verb in (["score"], ["plan", "bits", "--bits", "4"], ["plan", "kept-experts", "--keep", "0.5"]):
+    for verb in (["score"], ["plan", "bits", "--bits", "4"], ["plan", "expert-pruning", "--keep", "0.5"]):
         assert main([*verb, str(tmp_path), "-o", str(tmp_path / "o.json"), "--quiet"]) == 2
         said = " ".join(capsys.readouterr().err.split())
         assert f"{own}ForConditionalGeneration is an encoder-decoder. Take a decoder or an encoder" in said

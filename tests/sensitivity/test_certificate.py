@@ -11,12 +11,7 @@ from torch import nn
 from layerbudget.errors import InvalidInput
 from layerbudget.execution.loss import FeatureSet
 from layerbudget.models.blocks import partition
-from layerbudget.sensitivity.certificate import (
-    _row,
-    certify_ranking,
-    conjugate_gradients,
-    direct_check,
-)
+from layerbudget.sensitivity.certificate import _row, certify_ranking, conjugate_gradients, direct_check
 from layerbudget.sensitivity.curvature.exact import BlockProducts, score_ggn
 from layerbudget.sensitivity.curvature.fisher import score_gram
 

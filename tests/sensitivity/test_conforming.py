@@ -100,13 +100,12 @@ def test_an_estimator_in_a_file_is_named_with_it(tmp_path, capsys):
         found = score(model, None, partition(model), f"{file}:file-norm", power=1)
         assert found.estimator == "file-norm" and min(found.values()) > 0
         out = tmp_path / "scores.json"
-        assert main(["score", "demo", "--estimator", f"{file}:file-norm", "--set", "power=1.5", "-o", str(out)]) == 0
+        assert main(["score", "demo", "--estimator", f"{file}:file-norm", "--power", "1.5", "-o", str(out)]) == 0
         assert Scores.load(out).estimator == "file-norm"
         assert (
-            main(["score", "demo", "--estimator", f"{file}:file-norm", "--set", "power=high", "-o", str(tmp_path / "b.json")])
-            == 2
+            main(["score", "demo", "--estimator", f"{file}:file-norm", "--power", "high", "-o", str(tmp_path / "b.json")]) == 2
         )
         said = " ".join(capsys.readouterr().err.split())
-        assert "The option power of the estimator file-norm is 'high'. It is a number." in said
+        assert "The option power of score is 'high'. It is a number." in said
         with pytest.raises(InvalidInput, match="There is no estimator 'other'"):
             ESTIMATORS.find(f"{file}:other")

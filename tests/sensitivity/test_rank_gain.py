@@ -9,7 +9,7 @@ from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.errors import CoverageError, InfeasibleBudget, InvalidInput
 from layerbudget.execution import loss as L
 from layerbudget.models.blocks import is_conv1d, partition, weight_of
-from layerbudget.plans.explain import explain_plan
+from layerbudget.reporting.explain import explain_plan
 from layerbudget.sensitivity.gain import score
 from layerbudget.sensitivity.rank_gain import damping_scale
 
@@ -93,6 +93,14 @@ def test_halves_measure_the_noise():
         assert scores.noise_floor[0][k] == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("walk", ["whole", "layers"])
+def test_the_scores_hold_the_mean_loss(walk):
+    model, data = zoo.dense("mistral"), zoo.labelled("mistral")
+    scores = score(model, data, partition(model, "linear")[:2], "rank-gain", walk=walk)
+    mean = sum(L.summed_loss(L.logits_of(model, b), b.targets).item() for b in L.batches(model, data, 1))
+    assert scores.extra["loss"] == pytest.approx(mean / L.token_count(model, data), rel=1e-5)
+
+
 def test_a_plan_by_rank_spends_the_budget_where_further_ranks_pay():
     model, data = zoo.dense("mistral"), zoo.labelled("mistral")
     blocks = partition(model, "linear", exclude="lm_head")
@@ -117,7 +125,7 @@ def test_a_plan_by_rank_spends_the_budget_where_further_ranks_pay():
     short = score(model, data, blocks, "rank-gain", largest=4)
     assert plan_ranks(short, mean_rank=3, rule="by-rank", max_rank=4).counts.max() == 4
     assert plan_ranks(short, mean_rank=3, rule="by-rank").counts.max() == 4
-    with pytest.raises(InfeasibleBudget, match="largest=8"):
+    with pytest.raises(InfeasibleBudget, match="largest 8"):
         plan_ranks(short, mean_rank=5, rule="by-rank")
     with pytest.raises(InvalidInput, match="rank-gain --by linear"):
         plan_ranks(score(model, data, blocks, "gradient-norm"), mean_rank=3, rule="by-rank")

@@ -9,7 +9,7 @@ import pytest
 
 from layerbudget.errors import InfeasibleBudget, InvalidInput
 from layerbudget.solvers.choices import choose
-from layerbudget.solvers.mixed import choose_few
+from layerbudget.solvers.counted import choose_few
 
 
 def instance(rng):

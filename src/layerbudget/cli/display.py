@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import shlex
 import shutil
@@ -16,7 +15,8 @@ from rich.console import Console
 from ..errors import LayerbudgetError
 
 if TYPE_CHECKING:
-    from ..doctor.cost import Part, Text
+    from ..cost import Part, Text
+    from .session import Session
 
 ROWS = 400  # of a table: drawing a million takes minutes
 FEW = 15  # of a table that was not asked for
@@ -28,19 +28,19 @@ def terminal(*, stderr: bool = True) -> Console:
     return Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
 
 
-def say(a: argparse.Namespace, *sentences: str) -> None:
+def say(a: Session, *sentences: str) -> None:
     """Print sentences, one a line."""
     for sentence in sentences:
         a.console.print(sentence)
 
 
-def announce(a: argparse.Namespace, sentence: str) -> None:
+def announce(a: Session, sentence: str) -> None:
     """Print on stderr what is about to run, unless ``--quiet``."""
     if not a.quiet:
         terminal().print(sentence, style="dim")
 
 
-def say_next(a: argparse.Namespace, *words: str) -> str:
+def say_next(a: Session, *words: str) -> str:
     """Print the command that follows, the last line of a verb, and return it."""
     command = shlex.join(["layerbudget", *map(str, words)])
     say(a, f"Next: {command}")
@@ -52,13 +52,13 @@ def ending(verdict: str, follows: str | None) -> dict[str, Any]:
     return {"verdict": verdict.removeprefix("Verdict: "), "next": follows}
 
 
-def most_rows(a: argparse.Namespace) -> int:
+def most_rows(a: Session) -> int:
     """Return how many rows of a table are shown: few, or with ``--table`` as many as can be drawn."""
     return ROWS if getattr(a, "table", False) else FEW
 
 
 def show_table(
-    a: argparse.Namespace, title: str, head: Sequence[str], rows: Iterable[Any], cells: Callable[[Any], Sequence[Any]] = tuple
+    a: Session, title: str, head: Sequence[str], rows: Iterable[Any], cells: Callable[[Any], Sequence[Any]] = tuple
 ) -> None:
     """Print a table that a person may read; a long one loses its middle, and ``--table`` shows it."""
     if a.json and not a.console.is_terminal:
@@ -94,7 +94,7 @@ def _widths(columns: Sequence[Sequence[str]], room: int) -> list[int]:
     return widths
 
 
-def say_share(a: argparse.Namespace, model: Any, blocks: Sequence[Any]) -> None:
+def say_share(a: Session, model: Any, blocks: Sequence[Any]) -> None:
     """Say which share of the matrices the blocks hold, where that is not nearly all."""
     from ..models.blocks import ENOUGH, left_out, share_held
 
@@ -163,7 +163,7 @@ class DryRun(Exception):
 
 
 @contextlib.contextmanager
-def nothing_written(a: argparse.Namespace) -> Iterator[None]:
+def nothing_written(a: Session) -> Iterator[None]:
     """Remove what a dry run has begun to write, and empty folders of a run that was refused: both are made before the work."""
     paths = [Path(path) for name in ("out", "resume") if (path := getattr(a, name, None))]
     new = [path for path in paths if not path.exists()]
@@ -181,11 +181,11 @@ def nothing_written(a: argparse.Namespace) -> Iterator[None]:
                 shutil.rmtree(path)
 
 
-def end_dry_run(a: argparse.Namespace) -> None:
+def end_dry_run(a: Session) -> None:
     """End the command where ``--dry-run`` was given: say what would be read, run and written."""
     if not a.dry_run:
         return
-    told = getattr(a, "told", {"model": a.model, "runs": a.verb, "expected": None})
+    told = a.told or {"model": a.model, "runs": a.verb, "expected": None}
     writes = [path for name in ("out", "save_scores", "resume") if (path := getattr(a, name, None))]
     names = ("plan", "scores", "adapter", "held_out", "against")
     files = [path for name in names if isinstance(path := getattr(a, name, None), str)]
@@ -193,7 +193,7 @@ def end_dry_run(a: argparse.Namespace) -> None:
     files += getattr(a, "perplexity", None) or []
     known, cost = told["expected"], "its cost is not known"
     if known is not None:
-        from ..doctor.cost import HOWS, duration
+        from ..cost import HOWS, duration
 
         memory = f"{known['memory'] / 2**30:.2g} GiB{'' if known['fits'] else ', more than is free here'}"
         passes = f"{known['forwards']:.3g} forward equivalents, about {duration(known['seconds'])}"
@@ -210,7 +210,7 @@ def end_dry_run(a: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def progress_bar(a: argparse.Namespace, text: str) -> Iterator[Callable[..., None] | None]:
+def progress_bar(a: Session, text: str) -> Iterator[Callable[..., None] | None]:
     """Yield a callback ``(done, total, phase)`` that shows how far a command is, or nothing with ``--quiet``.
 
     It is told of zero steps when everything was checked and the work begins: there ``--dry-run`` ends.
@@ -229,14 +229,13 @@ def progress_bar(a: argparse.Namespace, text: str) -> Iterator[Callable[..., Non
 # --- cost -------------------------------------------------------------------------------------------------------------------
 
 
-def text_of(data: Any, a: argparse.Namespace) -> Text:
+def text_of(data: Any, a: Session) -> Text:
     """Return how much text a command reads: of a calibration set, in the batches that are named; one token of none."""
-    from ..doctor.cost import Text
-    from .options import batch_of
+    from ..cost import Text
 
     if data is None:
         return Text(samples=1, length=1, batch=1)
-    return Text(samples=data.samples, length=data.length, batch=min(batch_of(a), data.samples))
+    return Text(samples=data.samples, length=data.length, batch=min(a.batch(), data.samples))
 
 
 def words_of(what: str, data: Any) -> str:
@@ -249,12 +248,7 @@ def named_text(source: str, flag: str = "--data") -> str:
     return f"stdlib (Python's standard library; {flag} names another text)" if source == "stdlib" else source
 
 
-def on_check(check: Any) -> str:
-    """Return how many further samples check the plan, in words that follow :func:`words_of`."""
-    return "" if check is None else f", checked on {check.samples} more"
-
-
-def expect(a: argparse.Namespace, what: str, model: Any = None, parts: Sequence[Part] = ()) -> None:
+def expect(a: Session, what: str, model: Any = None, parts: Sequence[Part] = ()) -> None:
     """Say model, device, precision, expected time and memory in one line on stderr, and begin the clock.
 
     Called once the model is loaded, before the work. A second call (another model of the same run) says only what was loaded.
@@ -263,16 +257,16 @@ def expect(a: argparse.Namespace, what: str, model: Any = None, parts: Sequence[
         a: Arguments of the command; estimate and clock are left on it for :func:`conclude`.
         what: What will be done, and on which text.
         model: As it was loaded; None where each part of the work loads its own.
-        parts: What the command does, of :mod:`layerbudget.doctor.cost`; none where nobody knows what it costs.
+        parts: What the command does, of :mod:`layerbudget.cost`; none where nobody knows what it costs.
     """
-    from ..doctor.cost import HOWS, duration, place_of, price
+    from ..cost import HOWS, duration, place_of, price
     from ..errors import UnknownStructure
     from ..models.loading import describe_place
 
     if a.quiet and not a.json and not a.dry_run:
         return
     place = a.model if model is None else f"{a.model}: {describe_place(model)}."
-    if hasattr(a, "began"):
+    if a.began is not None:
         announce(a, place)
         return
     a.expected, said = None, ""
@@ -289,11 +283,11 @@ def expect(a: argparse.Namespace, what: str, model: Any = None, parts: Sequence[
         announce(a, f"{place} {what}{said}.")
 
 
-def conclude(a: argparse.Namespace, result: dict[str, Any]) -> dict[str, Any]:
+def conclude(a: Session, result: dict[str, Any]) -> dict[str, Any]:
     """Say how long it took beside what was expected, and return the result with both as fields."""
-    if not hasattr(a, "began"):
+    if a.began is None:
         return result
-    from ..doctor.cost import duration
+    from ..cost import duration
 
     seconds, expected = time.perf_counter() - a.began, a.expected
     beside = "" if expected is None else f"; expected {duration(expected.seconds)}"
@@ -304,7 +298,7 @@ def conclude(a: argparse.Namespace, result: dict[str, Any]) -> dict[str, Any]:
     return {**result, "expected": before, "took": {"seconds": seconds}}
 
 
-def expected_record(a: argparse.Namespace) -> dict[str, Any] | None:
+def expected_record(a: Session) -> dict[str, Any] | None:
     """Return the expected cost as fields; None where nobody knows it."""
     names = ("seconds", "memory", "how", "forwards", "fits")
     return None if a.expected is None else {name: getattr(a.expected, name) for name in names}

@@ -2,88 +2,113 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import copy
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ..errors import LayerbudgetError
-from ..plans.decided import is_same_text, texts_of_folder
+from ..reporting.decided import is_same_text, texts_of_folder
+from ..requests import TEXT, PlaceRequest, four_bit_option, model_option, option, out_option, resume_option
 from ..verdicts import CONVENTION, plus_minus
-from .display import expect, named_text, progress_bar, say, say_next
-from .options import (
-    add,
-    add_out,
-    add_place,
-    add_verb,
-    batch_of,
-    load_model,
-    load_tokenizer,
-    one_process,
-    refuse,
-    split_revision,
-)
+from .display import named_text
+from .session import Session, split_revision
 
 
-def register(subparsers: Any) -> None:
-    """Add the parser of ``evaluate``."""
-    p = add_verb(subparsers, "evaluate", handler)
-    add(p, "model", help="demo, a local folder, a hub id (owner/name[@revision]), or a GGUF file that transformers reads")
-    p.add_argument("--perplexity", nargs="+", metavar="DATA", help="texts to report perplexity on (default: stdlib)")
-    p.add_argument("--tasks", help="comma-separated: rte, boolq, arc_easy, arc_challenge, hellaswag, winogrande, openbookqa")
-    p.add_argument("--against", metavar="B", help="paired tests against another model, or a result that --out wrote (.json)")
-    add_out(p, "also write the result to this JSON file", metavar="FILE")
-    p.add_argument("--adapter", metavar="DIR", help="a saved adapter to put on the model: LoRA ranks or experts")
-    add(p, "--length", help="tokens per window (default: 256)")
-    add(p, "--windows", help="at most so many windows (default: all of the text)")
-    add(p, "--data-dir", help="folder with the tasks' local files; without it the hub is asked")
-    p.add_argument("--limit", type=int, help="at most so many examples of each task")
-    add(p, "--batch-size", help="sequences per forward pass (default: 16, fewer where memory is short)")
-    add_place(p)
-    add(p, "--four-bit", "--resume")
+@dataclasses.dataclass(kw_only=True)
+class EvaluateRequest(PlaceRequest):
+    """Measure perplexity and task accuracy."""
+
+    command: ClassVar[str] = "evaluate"
+    unread: ClassVar[tuple[str, ...]] = ("table",)
+
+    model: str = model_option("demo, a local folder, a hub id (owner/name[@revision]), or a GGUF file that transformers reads")
+    perplexity: tuple[str, ...] | None = option(
+        None, metavar="TEXT", role="reads", several=True, help="texts to report perplexity on (default: stdlib)"
+    )
+    tasks: str | None = option(
+        None, help="comma-separated: rte, boolq, arc_easy, arc_challenge, hellaswag, winogrande, openbookqa"
+    )
+    against: str | None = option(
+        None, metavar="B", role="reads", help="paired tests against another model, or a result that --out wrote (.json)"
+    )
+    out: str | None = out_option("also write the result to this JSON file")
+    adapter: str | None = option(
+        None, metavar="DIR", role="reads", help="a saved adapter to put on the model: LoRA ranks or experts"
+    )
+    length: int | None = option(None, group=TEXT, help="tokens per window (default: 256)")
+    windows: int | None = option(None, group=TEXT, help="at most so many windows (default: all of the text)")
+    batch_size: int | None = option(
+        None, group=TEXT, help="sequences per forward pass (default: 16, fewer where memory is short)"
+    )
+    data_dir: str | None = option(
+        None, metavar="DIR", role="reads", help="folder with the tasks' local files; without it the hub is asked"
+    )
+    limit: int | None = option(None, help="at most so many examples of each task")
+    four_bit: bool = four_bit_option()
+    resume: str | None = resume_option()
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the tasks."""
+        return list(dict.fromkeys(t.strip() for t in (self.tasks or "").split(",") if t.strip()))
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Names of the texts."""
+        return self.perplexity or (() if self.names else ("stdlib",))
+
+    def check(self) -> None:
+        """Refuse options of tasks without tasks, and of texts without texts."""
+        super().check()
+        self.refuse(() if self.names else ("data_dir", "limit"), "perplexity alone")
+        self.refuse(() if self.texts else ("length", "windows"), "tasks alone")
 
 
-def handler(a: argparse.Namespace) -> dict[str, Any]:
+def run(session: Session) -> dict[str, Any]:
     """Evaluate, show what was measured, with its parameters, and compare where asked."""
     from ..evaluation.statistics import compare_results
-    from ..execution.processes import is_main
+    from ..execution.processes import is_main, one_process
     from ..records import check_output, dumps, write_text
 
-    a.names = list(dict.fromkeys(t.strip() for t in (a.tasks or "").split(",") if t.strip()))
-    a.texts = a.perplexity or ([] if a.names else ["stdlib"])
-    if a.names:
+    request: EvaluateRequest = session.request
+    model, against, adapter = request.model, request.against, request.adapter
+    if request.names:
         one_process("Tasks are evaluated by lm-eval")
-    if a.out:
-        check_output(a.out, overwrite=a.overwrite)
-    refuse(a, () if a.names else ("data_dir", "limit"), "perplexity alone")
-    refuse(a, () if a.texts else ("length", "windows"), "tasks alone")
-    if a.data_dir:
+    if request.out:
+        check_output(request.out, overwrite=request.overwrite)
+    if request.data_dir:
         from ..evaluation.harness import local_rows
 
-        for name in a.names:
-            local_rows(name, a.data_dir)  # what does not read is refused before the work
-    other = _read(a.against) if a.against and a.against.endswith(".json") else None  # before the work
-    for name in (a.model, *([a.against] if a.against and other is None else [])):
-        _check_model(a, name)
-    result = _measured(a, 2.0 if a.against and other is None else 1.0)
-    if a.against:
-        other = other or _measured(argparse.Namespace(**{**vars(a), "model": a.against, "adapter": None}))
-        found = compare_results(result, other, (a.adapter or a.model, a.against))
-        found["verdict"] += _on_text((a.model, str(other["model"])), found["perplexity"]) + _on_rows(a)
-        result["against"] = {"model": other["model"], "dtype": other.get("dtype"), **found}
-        say(a, *_on_precision(a, result, other), *found["sentences"], f"Verdict: {found['verdict']}")
-    if a.out and is_main():
-        write_text(a.out, dumps(result), overwrite=a.overwrite)
-    if a.adapter and not a.against:
-        say(a, "Verdict: the adapter was compared with nothing.")
-        texts, tasks = (["--perplexity", *a.texts] if a.texts else []), (["--tasks", a.tasks] if a.names else [])
-        say_next(a, "evaluate", a.model, "--adapter", a.adapter, *texts, *tasks, "--against", a.model)
+        for name in request.names:
+            local_rows(name, request.data_dir)  # what does not read is refused before the work
+    other = _read(against) if against and against.endswith(".json") else None  # before the work
+    for name in (model, *([against] if against and other is None else [])):
+        _check_model(request, name)
+    result, learned = _measured(session, 2.0 if against and other is None else 1.0)
+    if against:
+        if other is None:
+            second = copy.copy(session)
+            second.request = dataclasses.replace(request, model=against, adapter=None)
+            other, _ = _measured(second)
+        compared = compare_results(result, other, (adapter or model, against))
+        compared["verdict"] += _on_text((model, str(other["model"])), compared["perplexity"]) + _on_rows(learned)
+        result["against"] = {"model": other["model"], "dtype": other.get("dtype"), **compared}
+        session.say(*_on_precision(model, against, result, other), *compared["sentences"], f"Verdict: {compared['verdict']}")
+    if request.out and is_main():
+        write_text(request.out, dumps(result), overwrite=request.overwrite)
+    if adapter and not against:
+        session.say("Verdict: the adapter was compared with nothing.")
+        texts = ["--perplexity", *request.texts] if request.texts else []
+        tasks = ["--tasks", request.tasks or ""] if request.names else []
+        session.follow("evaluate", model, "--adapter", adapter, *texts, *tasks, "--against", model)
     return result
 
 
-def _check_model(a: argparse.Namespace, name: str) -> None:
+def _check_model(request: EvaluateRequest, name: str) -> None:
     """Refuse what cannot be loaded, before the work."""
     from ..models.gguf_file import gguf_config
     from ..models.loading import resolve
@@ -92,19 +117,20 @@ def _check_model(a: argparse.Namespace, name: str) -> None:
     if (file := gguf_of(name)) is None:
         resolve(*split_revision(name))
         return
-    refuse(a, ("stream", "four_bit"), f"{name}, whose types become numbers when it is loaded")
+    request.refuse(("stream", "four_bit"), f"{name}, whose types become numbers when it is loaded")
     gguf_config(file)
 
 
-def _loaders(a: argparse.Namespace) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _loaders(session: Session) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """Return what loads the tokenizer and the model that the options name; a GGUF file by transformers' reader of it."""
     from ..models.gguf_file import load_gguf, load_gguf_tokenizer
     from ..storage.checkpoint import gguf_of
 
-    if gguf_of(a.model) is None:
-        return load_tokenizer, load_model
-    place = {"dtype": a.dtype or "auto", "device": a.device or "auto"}
-    return lambda _: load_gguf_tokenizer(a.model), lambda _: load_gguf(a.model, **place)
+    request = session.request
+    if gguf_of(request.model) is None:
+        return session.load_tokenizer, session.load_model
+    place = {"dtype": request.dtype or "auto", "device": request.device or "auto"}
+    return lambda: load_gguf_tokenizer(request.model), lambda: load_gguf(request.model, **place)
 
 
 def _on_text(folders: Sequence[str], texts: Iterable[str]) -> str:
@@ -118,9 +144,9 @@ def _on_text(folders: Sequence[str], texts: Iterable[str]) -> str:
     return "".join(said)
 
 
-def _on_rows(a: argparse.Namespace) -> str:
+def _on_rows(learned: Sequence[str]) -> str:
     """Words on texts that hold the rows which trained the adapter. Empty without any."""
-    return "".join(f" But {text} holds the rows that trained the adapter: judge it on other rows." for text in a.learned)
+    return "".join(f" But {text} holds the rows that trained the adapter: judge it on other rows." for text in learned)
 
 
 def _folder_of(name: str) -> Path:
@@ -131,15 +157,15 @@ def _folder_of(name: str) -> Path:
     return path.parent if path.name == GGUF_FILE else path
 
 
-def _on_precision(a: argparse.Namespace, result: dict[str, Any], other: dict[str, Any]) -> list[str]:
+def _on_precision(model: str, against: str, result: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """A sentence on two models that were not computed in the same precision; of a result of before it may not be known."""
     own, theirs = result["dtype"], other.get("dtype", result["dtype"])
     if own == theirs:
         return []
     remedy = "--dtype float32 computes both alike"
-    if a.against.endswith(".json"):  # that one is not computed again
+    if against.endswith(".json"):  # that one is not computed again
         remedy = f"--dtype {theirs} computes both alike" if " " not in theirs else "evaluate both models with --dtype float32"
-    return [f"{a.model} was computed in {own} and {a.against} in {theirs}, which is a part of the difference; {remedy}."]
+    return [f"{model} was computed in {own} and {against} in {theirs}, which is a part of the difference; {remedy}."]
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -153,65 +179,70 @@ def _read(path: str) -> dict[str, Any]:
     return record
 
 
-def _measured(a: argparse.Namespace, models: float = 1.0) -> dict[str, Any]:
-    """Evaluate one model, of so many."""
-    from ..doctor.cost import Part, Text
+def _measured(session: Session, models: float = 1.0) -> tuple[dict[str, Any], list[str]]:
+    """Evaluate one model, of so many; also which texts hold the rows that trained its adapter."""
+    from ..cost import Part, Text
     from ..evaluation.perplexity import evaluation_set, perplexity
     from ..models.loading import precision_of
 
-    tokenizer_of, model_of = _loaders(a)
-    tokenizer = tokenizer_of(a)
-    sets = {s: evaluation_set(s, tokenizer, length=a.length or 256, windows=a.windows) for s in a.texts}
-    model = model_of(a)
-    asked = Text(samples=4 * (a.limit or 1000), length=80, batch=batch_of(a, most=16))  # a forward for every option
-    texts = [Text(samples=d.samples, length=d.length, batch=min(asked.batch, d.samples)) for d in sets.values()]
+    request: EvaluateRequest = session.request
+    load_tokenizer, load_model = _loaders(session)
+    tokenizer = load_tokenizer()
+    sets = {s: evaluation_set(s, tokenizer, length=request.length or 256, windows=request.windows) for s in request.texts}
+    model = load_model()
+    options = Text(samples=4 * (request.limit or 1000), length=80, batch=session.batch(most=16))  # a forward for every option
+    texts = [Text(samples=d.samples, length=d.length, batch=min(options.batch, d.samples)) for d in sets.values()]
     named = {source: named_text(source, "--perplexity") for source in sets}
     windows = [f"{data.samples} windows of {data.length} tokens of {named[source]}" for source, data in sets.items()]
-    parts = [Part("forward", text, times=models) for text in (*texts, *(asked for _ in a.names))]
-    expect(a, ", ".join([*windows, *a.names]), model, parts)
-    precision, a.learned = precision_of(model), []
-    called = f"{a.model} with the adapter {a.adapter}" if a.adapter else a.model
-    if a.adapter:
+    parts = [Part("forward", text, times=models) for text in (*texts, *(options for _ in request.names))]
+    session.expect(", ".join([*windows, *request.names]), model, parts)
+    precision, learned = precision_of(model), list[str]()
+    called = f"{request.model} with the adapter {request.adapter}" if request.adapter else request.model
+    if request.adapter:
         from ..finetuning.adapters import load_adapter
 
-        model = load_adapter(model, a.adapter)
-        say(a, *_on_adapter(a, sets))
-    result: dict[str, Any] = {"model": a.model, "dtype": precision, "adapter": a.adapter, "perplexity": {}, "tasks": {}}
-    kept = _parts(a, model)
+        model = load_adapter(model, request.adapter)
+        sentences, learned = _on_adapter(request.adapter, sets)
+        session.say(*sentences)
+    result: dict[str, Any] = {"model": request.model, "dtype": precision, "adapter": request.adapter}
+    result |= {"perplexity": {}, "tasks": {}}
+    kept = _parts(session, model)
 
     def measure(data: Any, progress: Any) -> dict[str, Any]:
         """A perplexity with the likelihoods of its windows, which pair with another model's."""
-        found = perplexity(model, data, batch_size=batch_of(a, model, data, most=16), progress=progress)
+        found = perplexity(model, data, batch_size=session.batch(model, data, most=16), progress=progress)
         return {**found.to_dict(), "nll": list(found.nll), "counts": list(found.counts)}
 
     for source, data in sets.items():
-        with progress_bar(a, f"perplexity on {source}") as progress:
+        with session.progress(f"perplexity on {source}") as progress:
             found = kept.json(f"text-{data.digest}", partial(measure, data, progress))
         result["perplexity"][source] = found
         size = f"{found['tokens']} tokens, {found['windows']} windows of {found['length']}"
         value = f"{found['value']:.3f}{plus_minus(found['standard_error'], '.3f')}"
-        say(a, f"{called}: perplexity on {source} {value} ({CONVENTION}; {size})")
-        say(a, *([] if a.against else filter(None, [_on_text((a.model,), [source]).strip()])))
-    if a.names:
-        result |= _tasks(a, model, tokenizer, kept)
+        session.say(f"{called}: perplexity on {source} {value} ({CONVENTION}; {size})")
+        session.say(*([] if request.against else filter(None, [_on_text((request.model,), [source]).strip()])))
+    if request.names:
+        result |= _tasks(session, model, tokenizer, kept)
     kept.clear()
-    say(a, *_on_cache(a.model))
-    return result
+    session.say(*_on_cache(request.model))
+    return result, learned
 
 
-def _on_adapter(a: argparse.Namespace, sets: dict[str, Any]) -> list[str]:
-    """Sentences on the rows that trained the adapter, and on texts that hold those, which are left in ``a.learned``."""
+def _on_adapter(adapter: str, sets: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Sentences on the rows that trained the adapter, and the texts that hold those."""
     from ..finetuning.finetune import trained_on
 
-    if (trained := trained_on(a.adapter)) is None:
-        return []
-    a.learned = [source for source, data in sets.items() if data.text is not None and data.text == trained["text"]]
-    told = [f"The adapter {a.adapter} was trained on {trained['rows']} rows of {trained['source']}."]
-    return told + [f"{source} holds the rows that trained this adapter: that is no held-out figure." for source in a.learned]
+    if (trained := trained_on(adapter)) is None:
+        return [], []
+    learned = [source for source, data in sets.items() if data.text is not None and data.text == trained["text"]]
+    sentences = [f"The adapter {adapter} was trained on {trained['rows']} rows of {trained['source']}."]
+    sentences += [f"{source} holds the rows that trained this adapter: that is no held-out figure." for source in learned]
+    return sentences, learned
 
 
 def _on_cache(name: str) -> list[str]:
-    """A sentence on a folder that has the plan of a cache, which is no part of what is measured here."""
+    """Sentences on a folder that has the plan of a cache, which is no part of what is measured here."""
+    from ..decision import decision_of
     from ..plan import Plan
 
     file = _folder_of(name) / "cache.json"
@@ -219,42 +250,38 @@ def _on_cache(name: str) -> list[str]:
         return []
     with contextlib.suppress(LayerbudgetError):
         plan = Plan.load(file)
-        whole = plan.extra.get("whole")
-        if plan.kind == "cache" and whole and min(plan.values, default=16) < 16:
-            cost, how = (whole["measured"], "measured") if whole["measured"] is not None else (whole["predicted"], "predicted")
-            return [
-                f"{name}: these figures have the rounded weights in them and not the rounded cache, which is in 16 bits here; "
-                f"the {cost:.3g} nats per token that were {how} for the plan have both in them."
-            ]
+        return [f"{name}: {sentence}" for sentence in decision_of(plan).on_evaluation(plan)]
     return []
 
 
-def _tasks(a: argparse.Namespace, model: Any, tokenizer: Any, kept: Any) -> dict[str, Any]:
+def _tasks(session: Session, model: Any, tokenizer: Any, kept: Any) -> dict[str, Any]:
     """Accuracy of every task, and their mean."""
     from ..evaluation.harness import evaluate_tasks
     from ..evaluation.statistics import mean_accuracy
 
-    own, found = {"data_dir": a.data_dir, "limit": a.limit, "batch_size": batch_of(a, most=16)}, dict[str, Any]()
-    with progress_bar(a, "tasks") as progress:
-        measure = partial(evaluate_tasks, model, tokenizer, progress=progress, **own)
-        for group in [[name] for name in a.names] if a.resume else [a.names]:
+    request: EvaluateRequest = session.request
+    options: dict[str, Any] = {**request.given("data_dir", "limit"), "batch_size": session.batch(most=16)}
+    found: dict[str, Any] = {}
+    with session.progress("tasks") as progress:
+        measure = partial(evaluate_tasks, model, tokenizer, progress=progress, **options)
+        for group in [[name] for name in request.names] if request.resume else [request.names]:
             found |= kept.json("tasks-" + "-".join(group), partial(measure, group))
     for name, row in found.items():
         value, normed = f"{row['acc']:.4f}{plus_minus(row['stderr'], '.4f')}", ""
         if "acc_norm" in row:
             normed = f", by length (acc_norm) {row['acc_norm']:.4f}{plus_minus(row['acc_norm_stderr'], '.4f')}"
-        say(a, f"{name}: accuracy (acc) {value}{normed} ({CONVENTION}; {row['samples']} examples)")
+        session.say(f"{name}: accuracy (acc) {value}{normed} ({CONVENTION}; {row['samples']} examples)")
         if row["one_class"] is not None:
             chosen = f"option {row['one_class'] + 1} was chosen for every question"
-            say(a, f"{name}: {chosen}; the accuracy is that option's share.")
+            session.say(f"{name}: {chosen}; the accuracy is that option's share.")
     if len(found) < 2:
         return {"tasks": found}
     mean = mean_accuracy(found)
-    say(a, f"mean of {len(found)} tasks: {mean['acc']:.4f}{plus_minus(mean['stderr'], '.4f')} ({CONVENTION})")
+    session.say(f"mean of {len(found)} tasks: {mean['acc']:.4f}{plus_minus(mean['stderr'], '.4f')} ({CONVENTION})")
     return {"tasks": found, "mean": mean}
 
 
-def _parts(a: argparse.Namespace, model: Any) -> Any:
+def _parts(session: Session, model: Any) -> Any:
     """Finished texts and tasks of a run that was stopped; none where ``--resume`` was not given."""
     from ..models.blocks import fingerprint
     from ..models.machine import PACKAGES, computation, versions
@@ -262,15 +289,16 @@ def _parts(a: argparse.Namespace, model: Any) -> Any:
     from ..storage.folders import checksum
     from ..storage.parts import Parts
 
-    if a.resume is None:
+    asked = session.request
+    if asked.resume is None:
         return Parts(None)
-    rows = sorted(f for f in Path(a.data_dir).rglob("*") if f.is_file()) if a.data_dir else []
+    rows = sorted(f for f in Path(asked.data_dir).rglob("*") if f.is_file()) if asked.data_dir else []
     request = {
         "model": fingerprint(model),
         "computation": computation(model),
         "versions": versions((*PACKAGES, "lm-eval", "peft")),
-        "batch_size": batch_of(a, most=16),
-        "limit": a.limit,
+        "batch_size": session.batch(most=16),
+        "limit": asked.limit,
         "rows": {str(f): checksum(f) for f in rows},
     }
-    return Parts(Path(a.resume) / digest(a.model) if a.against else Path(a.resume), request)
+    return Parts(Path(asked.resume) / digest(asked.model) if asked.against else Path(asked.resume), request)

@@ -2,185 +2,216 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
-from ..decisions.apply import makers
+from ..decision import DECISIONS, decision_of
+from ..decisions.files import need_scores
 from ..errors import InvalidInput
 from ..exports import find_plan
-from ..kinds import KINDS
-from ..plan import Plan
 from ..records import to_jsonable
-from .display import ending, expect, most_rows, progress_bar, say, say_next, show_table, text_of, words_of
-from .files import need_scores
-from .options import (
-    COMMANDS,
-    add,
-    add_data,
-    add_out,
-    add_set,
-    add_verb,
-    batch_of,
-    given,
-    load,
-    options_for,
-    refuse,
-    settings,
-    share,
+from ..registry import Option, options_of
+from ..requests import Request, TextRequest, model_option, option, out_option, share
+from .display import ending, most_rows
+from .session import Session
+
+# Parameters of planners that are no options of a sweep: its budgets, and files.
+_FILLED = (
+    *("budget", "like", "fixed", "tokenizer", "batch_size", "resume", "save_scores"),
+    *("overwrite", "unwritten", "progress"),
 )
 
-if TYPE_CHECKING:
-    from ..plans.rank_table import RankTable
 
-_SECONDS = "files: only certify runs a model"
-QUESTIONS = ("plan", "diff", "sweep", "transfer", "certify")
+def _swept() -> tuple[str, ...]:
+    from ..reporting.sweep import swept
 
-
-def complete(words: Sequence[str]) -> list[str]:
-    """Return the words of ``explain``, with the question ``plan`` where none is asked.
-
-    >>> complete(["explain", "bits.json"]), complete(["explain", "diff", "a.json", "b.json"])
-    (['explain', 'plan', 'bits.json'], ['explain', 'diff', 'a.json', 'b.json'])
-    """
-    at = words.index("explain") + 1
-    asked = at < len(words) and words[at] not in (*QUESTIONS, "-h", "--help")
-    return [*words[:at], "plan", *words[at:]] if asked else list(words)
+    return swept()
 
 
-def register(subparsers: Any) -> None:
-    """Add the parsers of ``explain`` and its questions."""
-    summary = COMMANDS["explain"][1]
-    parser = subparsers.add_parser("explain", help=summary, description=summary)
-    questions = parser.add_subparsers(dest="question", required=True, metavar="QUESTION")
-    p = add_verb(questions, "plan", run_plan, "what a plan does and what it rests on (the word plan may be left out)")
-    p.add_argument("plan", metavar="PLAN", help="plan.json, or a folder that holds one")
-    words = "the scores that it was made from: their gains in bits; of bits the damage of every matrix with its error"
-    p.add_argument("--scores", metavar="SCORES", help=words)
-    p.add_argument("--tokens", type=int, help="completion tokens of your training rows (default: those of the scored text)")
-    p = add_verb(questions, "diff", run_diff, "what differs between two plans")
-    p.add_argument("first", metavar="PLAN")
-    p.add_argument("second", metavar="PLAN")
-    p = add_verb(questions, "sweep", run_sweep, "a grid of budgets and exponents, solved in one call")
-    p.add_argument("scores", metavar="SCORES", help="scores.json")
-    words = "sparsities, totals, mean ranks or bits; of bits also mixes of llama.cpp (default: the bytes of all mixes)"
-    p.add_argument("--budgets", type=_budget, nargs="+", help=words)
-    p.add_argument("--kind", choices=tuple(makers()), default="sparsity", help="of the plans (default: sparsity)")
-    p.add_argument("--exponents", type=float, nargs="+", help="exponents of the weights (default: the rule's)")
-    p.add_argument("--rule", help="a rule of that kind of plan, such as by-rank (default: mdl; of bits: choices)")
-    add_set(p, "an option of the plans: max_sparsity, damping, smoothing, ...")
-    p = add_verb(questions, "transfer", run_transfer, "what a plan made on one set of scores costs on another")
-    p.add_argument("source", metavar="SOURCE", help="scores.json that the plan is made from")
-    p.add_argument("target", metavar="TARGET", help="scores.json of the task that it is used on")
-    p.add_argument("--program", choices=("sparsity", "experts"), default="sparsity", help="what is planned (default: sparsity)")
-    p.add_argument("--sparsity", type=share, help="global sparsity of the sparsity program (default: 0.5)")
-    p.add_argument("--budget", help="budget of the experts program (default: 160 experts)")
-    add_set(p, "a number of the program: max_sparsity, exponent, damping, smoothing, utility, penalty, ...")
-    summary = "which pairs of blocks the gain orders for certain, and whether the loss agrees"
-    p = add_verb(questions, "certify", run_certify, summary)
-    add(p, "model", "--by")
-    curvatures = ("fisher", "ggn", "hessian")
-    words = "hessian is the paper's own; ggn and hessian solve by conjugate gradients (default: fisher)"
-    p.add_argument("--curvature", choices=curvatures, default="fisher", help=words)
-    add(p, "--damping", help="one or more dampings (default: 0.1 1 10)")
-    add_out(p, "write table and certificates as JSON", metavar="FILE")
-    add_set(p, "damping_unit (max, absolute) or steps, the most products of conjugate gradients")
-    add_data(p, samples=32, length=128, dtype="float32")
+def _budget(text: str) -> float | str:
+    """A number, or the name of a mix."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
-def run_plan(a: argparse.Namespace) -> dict[str, Any]:
+@dataclasses.dataclass(kw_only=True)
+class PlanQuestion(Request):
+    """Say what a plan does and what it rests on; the word plan may be left out."""
+
+    command: ClassVar[str] = "explain plan"
+    unread: ClassVar[tuple[str, ...]] = ("dry_run",)
+
+    plan: str = option(metavar="PLAN", role="reads", help="plan.json, or a folder that holds one")
+    scores: str | None = option(
+        None,
+        metavar="SCORES",
+        role="reads",
+        help="the scores that it was made from: their gains in bits; of bits the damage of every matrix with its error",
+    )
+    tokens: int | None = option(
+        None, help="completion tokens of your training rows, with --scores (default: those of the scored text)"
+    )
+
+    def check(self) -> None:
+        """Refuse tokens without scores."""
+        super().check()
+        if self.tokens is not None and self.scores is None:
+            raise InvalidInput("--tokens has no meaning without --scores.", "Bits are those of gains.", "Name the scores.")
+
+
+@dataclasses.dataclass(kw_only=True)
+class DiffQuestion(Request):
+    """Show what differs between two plans."""
+
+    command: ClassVar[str] = "explain diff"
+    unread: ClassVar[tuple[str, ...]] = ("dry_run",)
+
+    first: str = option(metavar="PLAN", role="reads", help="plan.json, or a folder that holds one")
+    second: str = option(metavar="OTHER", role="reads", help="the plan that it is compared with")
+
+
+@dataclasses.dataclass(kw_only=True)
+class SweepQuestion(Request):
+    """Solve a grid of budgets and exponents in one call."""
+
+    command: ClassVar[str] = "explain sweep"
+    unread: ClassVar[tuple[str, ...]] = ("dry_run",)
+
+    scores: str = option(metavar="SCORES", role="reads", help="scores.json")
+    budgets: tuple[float | str, ...] | None = option(
+        None,
+        read=_budget,
+        several=True,
+        help="sparsities, totals, mean ranks or bits; of bits also mixes of llama.cpp (default: the bytes of all mixes)",
+    )
+    kind: str = option("sparsity", choices=_swept, help="of the plans (default: sparsity)")
+    exponents: tuple[float, ...] | None = option(None, help="exponents of the weights (default: the rule's)")
+    rule: str | None = option(None, help="a rule of that kind of plan, such as by-rank (default: mdl; of bits: choices)")
+
+    @classmethod
+    def more_options(cls, typed: Mapping[str, str]) -> dict[str, Option]:
+        """Return the options of plans of the kind, and of the rule that is named."""
+        from ..decisions.apply import maker
+        from ..decisions.rules import find_rule, rules_of
+
+        kind = typed.get("kind", "sparsity")
+        if kind not in _swept():
+            return {}
+        decision, known = DECISIONS.find(kind), options_of(maker(kind))
+        if rules_of(kind):
+            known |= find_rule(kind, typed.get("rule", "mdl")).options
+        without = {*cls.options(), *_FILLED, decision.budget, "exponent"}
+        said = {name: field.metadata["help"] for name, field in decision.Request.options().items()}
+        return {
+            name: dataclasses.replace(option, help=option.help or said.get(name, ""))
+            for name, option in known.items()
+            if name not in without
+        }
+
+
+@dataclasses.dataclass(kw_only=True)
+class TransferQuestion(Request):
+    """Show what a plan that was made on one set of scores costs on another."""
+
+    command: ClassVar[str] = "explain transfer"
+    unread: ClassVar[tuple[str, ...]] = ("dry_run",)
+
+    source: str = option(metavar="SOURCE", role="reads", help="scores.json that the plan is made from")
+    target: str = option(metavar="TARGET", role="reads", help="scores.json of the task that it is used on")
+    program: str = option("sparsity", choices=lambda: ("sparsity", "lora-experts"), help="what is planned (default: sparsity)")
+    sparsity: float | None = option(None, read=share, help="global sparsity of the sparsity program (default: 0.5)")
+    max_sparsity: float | None = option(None, help="cap of every block in the sparsity program (default: 0.7)")
+    penalty: str | None = option(None, help="damage of a block by its sparsity: quadratic (default) or log-barrier")
+    budget: str | None = option(None, help="budget of the experts program (default: 160 experts)")
+    max_experts: float | None = option(None, help="most experts of a block in the experts program (default: no limit)")
+    utility: str | None = option(None, help="worth of a block's experts: log (default), sqrt or power")
+    exponent: float = option(1.0, help="power of the scores in the weights (default: 1)")
+    exponent_on: str = option(
+        "density",
+        choices=lambda: ("density", "block"),
+        help="the power of the score per parameter, or of all of it (default: density)",
+    )
+    damping: float | None = option(None, help="one of the dampings of the scores (default: the middle one)")
+    smoothing: float = option(0.0, help="added to every score, as a share of the mean score (default: 0)")
+
+
+@dataclasses.dataclass(kw_only=True)
+class CertifyQuestion(TextRequest):
+    """Say which pairs of blocks the gain orders for certain, and whether the loss agrees."""
+
+    command: ClassVar[str] = "explain certify"
+    usual: ClassVar[Mapping[str, Any]] = {**TextRequest.usual, "samples": 32, "length": 128}
+
+    model: str = model_option()
+    by: str = option("layer", help="blocks: layer (default), linear, or a regular expression")
+    curvature: str = option(
+        "fisher",
+        choices=lambda: ("fisher", "ggn", "hessian"),
+        help="hessian is the paper's own; ggn and hessian solve by conjugate gradients (default: fisher)",
+    )
+    damping: tuple[float, ...] | None = option(None, help="one or more dampings (default: 0.1 1 10)")
+    damping_unit: str | None = option(
+        None,
+        choices=lambda: ("max", "absolute"),
+        help="of the dampings: each block's largest eigenvalue (max, default), or none",
+    )
+    steps: int | None = option(None, help="the most products of conjugate gradients, of ggn and hessian (default: 200)")
+    samples: int | None = option(None, group="text", help="number of calibration sequences (default: 32)")
+    length: int | None = option(None, group="text", help="tokens per sequence (default: 128)")
+    out: str | None = out_option("write table and certificates as JSON")
+
+    def check(self) -> None:
+        """Refuse products of the Fisher, which needs none."""
+        super().check()
+        if self.curvature == "fisher":
+            self.refuse(("steps",), "fisher, which needs no products")
+
+
+def run_plan(session: Session) -> dict[str, Any]:
     """Say what a plan does."""
-    from ..decisions.fit.parts import parts_of
-    from ..decisions.joint.recipe import bits_of
-    from ..plans.explain import explain_plan
-    from ..plans.verdict import standing, verdict
-    from .shown import show_plan, show_reasons
+    from ..reporting.explain import explain_plan
+    from ..reporting.verdict import standing, verdict
+    from .shown import show_plan
 
-    refuse(a, ("dry_run",), _SECONDS)
-    if a.tokens is not None and a.scores is None:
-        raise InvalidInput("--tokens has no meaning without --scores.", "Bits are those of gains.", "Name the scores.")
-    plan, scores = find_plan(a.plan), None if a.scores is None else need_scores(a.scores)
-    result = explain_plan(plan, scores, tokens=a.tokens)
+    request: PlanQuestion = session.request
+    plan, scores = find_plan(request.plan), None if request.scores is None else need_scores(request.scores)
+    result = explain_plan(plan, scores, tokens=request.tokens)
     told: dict[str, Any] = to_jsonable(result)
     if scores is not None and result.matrices:
-        show_reasons(a, plan, result.matrices)
-    elif result.matrices and not a.json:
-        for part in parts_of(bits_of(plan)).values():
-            show_plan(a, part)
-        if not a.table and "damage" in result.matrices[0]:
-            say(a, "Why a matrix has its format: --table shows its damage, and what the next format would change.")
-    few = None if result.ranks is None or not result.ranks.few_rows else result.ranks.recommendation
-    ends = f"Verdict: {few}" if few else verdict(plan)  # whose advice rests on the gains of these rows
-    sentences = result["sentences"] if a.table or result.codelengths is None else result["sentences"][:-1]  # bits: in a table
-    say(a, *(s for s in sentences if s[1:].rstrip(".") not in ends))  # what the verdict says is said once
-    if result.matrices and (beside := standing(plan)):
-        show_table(a, *beside)
-    if result.ranks is None:
-        say(a, ends)
+        decision_of(plan).show_matrices(session, plan, result.matrices)
+    elif result.matrices and not request.json:
+        for part in decision_of(plan).parts(plan).values():
+            show_plan(session, part)
+        if not request.table and "damage" in result.matrices[0]:
+            session.say("Why a matrix has its format: --table shows its damage, and what the next format would change.")
+    budgets = result.budgets
+    instead = budgets is not None and budgets.decides
+    ends = f"Verdict: {budgets.recommendation}" if budgets is not None and instead else verdict(plan)
+    sentences = result["sentences"]
+    sentences = sentences if request.table or result.codelengths is None else sentences[:-1]  # bits: in a table
+    session.say(*(s for s in sentences if s[1:].rstrip(".") not in ends))  # what the verdict says is said once
+    if result.matrices and (table := standing(plan)):
+        session.show(*table)
+    if budgets is None or scores is None:
+        session.say(ends)
         return {**told, **ending(ends, None)}
-    _show_ranks(a, scores, result.ranks)
-    say(a, ends)
-    return {**told, **ending(ends, say_rank(a, plan, told["ranks"], a.plan, a.scores))}
+    rows, notes = budgets.shown(scores, request.tokens)
+    session.show(*rows)
+    session.say(*notes, ends)
+    return {**told, **ending(ends, session.follow(*budgets.command(plan, request.plan, request.scores or "SCORES")))}
 
 
-def say_rank(a: argparse.Namespace, plan: Plan, ranks: Mapping[str, Any], path: str, scores: str) -> str:
-    """Say and return the command of the recommendation: another plan of ranks, or the training of this one, the recommended."""
-    given, rank = plan.hyperparameters, ranks["rank"]
-    if (plan.rule == "uniform") is ranks["uniform"] and given.get("mean_rank") == rank:
-        model = plan.model.get("id") or "MODEL"
-        return say_next(a, "finetune", model, path, "--data", "FILE", "-o", "DIR")
-    words = ["--rule", "uniform"] if ranks["uniform"] else []
-    words += ["--mean-rank", str(rank)]
-    words += ["--max-rank", str(given["max_rank"])] if isinstance(given.get("max_rank"), int) else []
-    for name, value in (given.get("fixed") or {}).items():
-        words += ["--fix", f"{name}={value}"]
-    for name, usual in (("min_rank", 1), ("multiple", 1), ("damping", None)):
-        if isinstance(given.get(name), (int, float)) and given[name] != usual and not (ranks["uniform"] and name == "damping"):
-            words += ["--set", f"{name}={given[name]:g}"]
-    return say_next(a, "plan", "ranks", scores, *words, "-o", "uniform.json" if ranks["uniform"] else f"ranks-{rank}.json")
-
-
-def _show_ranks(a: argparse.Namespace, scores: Any, found: RankTable) -> None:
-    """Show what every mean rank is expected to bring, beside uniform, and say what is recommended."""
-    from ..plans.verdict import share_of_uniform
-
-    most = max(r["gain"] for r in found.rows) or 1.0  # its nats are those of steps without a limit: shares are what they say
-    head = ("mean rank", "parameters", "per token", "gain", "without noise", "uniform has", "largest rank")
-    rows = [
-        (
-            str(r["rank"]),
-            r["parameters"],
-            f"{r['parameters_per_token']:.2f}",
-            f"{r['gain'] / most:.1%}",
-            f"{(r['gain'] - r['floor']) / most:.1%}" if "floor" in r else "-",
-            "-" if r["uniform_share"] is None else share_of_uniform(r["uniform_share"]),
-            f"{r['largest']}{' (all measured)' if r['at_measured'] else ''}",
-        )
-        for r in found.rows
-    ]
-    of = "" if a.tokens is None else " (--tokens)"
-    of_all = scores.data.get("completion_tokens") if a.tokens is None else None
-    show_table(a, f"how much rank for {found.tokens:,} completion tokens{of}", head, rows)
-    if of_all:
-        say(a, f"These are the tokens of all {scores.data['rows']:,} rows, {scores.data['samples']:,} of which were scored.")
-    elif a.tokens is None:
-        say(a, "These are the tokens of the scored text: with --tokens N the table is for N completion tokens.")
-    if ends := next((r for r in found.rows if r["at_measured"]), None):
-        say(a, f"From mean rank {ends['rank']} on, blocks have all ranks that were measured and might earn more with others.")
-    for why in dict.fromkeys(found.left_out.values()):
-        missing = ", ".join(str(rank) for rank, reason in found.left_out.items() if reason == why)
-        say(a, f"Not in the table is mean rank {missing}: {why[0].lower()}{why[1:]}")
-    say(a, *([] if found.few_rows else [found.recommendation]))  # it is the verdict
-
-
-def run_diff(a: argparse.Namespace) -> dict[str, Any]:
+def run_diff(session: Session) -> dict[str, Any]:
     """Show what differs between two plans."""
-    from ..plans.compare import diff_plans
+    from ..reporting.sweep import diff_plans
 
-    refuse(a, ("dry_run",), _SECONDS)
-    result = diff_plans(find_plan(a.first), find_plan(a.second))
+    request: DiffQuestion = session.request
+    result = diff_plans(find_plan(request.first), find_plan(request.second))
     formats = ("first_format", "second_format")
     typed = formats[0] in result["blocks"][0]
     changed = [
@@ -191,10 +222,13 @@ def run_diff(a: argparse.Namespace) -> dict[str, Any]:
     head = ("block", *(n.removesuffix("_format") for n in names), *(["bytes" if typed else "count"] if counted else []))
     read = (*names, "count_difference")[: len(head) - 1]
     if changed:
-        title = f"{a.first} ({result['rules'][0]}) against {a.second} ({result['rules'][1]}), the largest difference first"
+        first, second = (
+            f"{path} ({rule})" for path, rule in zip((request.first, request.second), result["rules"], strict=True)
+        )
+        title = f"{first} against {second}, the largest difference first"
         changed.sort(key=lambda r: -abs(r["count_difference"] if typed else r["difference"]))
-        show_table(a, title, head, [(r["name"], *(r[n] for n in read)) for r in changed])
-    say(a, _on_difference(result, len(changed), typed))
+        session.show(title, head, [(r["name"], *(r[n] for n in read)) for r in changed])
+    session.say(_on_difference(result, len(changed), typed))
     return to_jsonable(result)
 
 
@@ -207,27 +241,26 @@ def _on_difference(result: Mapping[str, Any], changed: int, typed: bool) -> str:
     if typed:
         first, second = (int(budget["spent"]) for budget in result["budgets"])
         more = second - first
-        what = KINDS.find(result["kind"]).bytes_of
+        what = DECISIONS.find(result["kind"]).bytes_of
         return (
             f"{said}; the second plan takes {abs(more):,} bytes{f' of {what}' * bool(what)} {'more' if more >= 0 else 'less'}."
         )
-    what = KINDS.find(result["kind"]).counts
+    what = DECISIONS.find(result["kind"]).counts
     return f"{said}; {result['moved']:,g} units ({what}) change hands; rank correlation {result['rank_correlation']:.3f}."
 
 
-def run_sweep(a: argparse.Namespace) -> dict[str, Any]:
+def run_sweep(session: Session) -> dict[str, Any]:
     """Solve a grid of budgets and exponents."""
-    from ..decisions.apply import maker
-    from ..plans.compare import sweep
+    from ..reporting.sweep import sweep
 
-    refuse(a, ("dry_run",), _SECONDS)
-    options = given(a, "rule") | settings(a, maker(a.kind))
-    budgets = [int(b) if isinstance(b, float) else b for b in a.budgets or ()] if a.kind == "experts" else a.budgets
-    result = sweep(need_scores(a.scores), kind=a.kind, budgets=budgets, exponents=a.exponents, **options)
+    request: SweepQuestion = session.request
+    options, kind = {**request.given("rule"), **request.more}, DECISIONS.find(request.kind)
+    budgets = request.budgets and [kind.budget_type(b) if isinstance(b, float) else b for b in request.budgets]
+    result = sweep(need_scores(request.scores), kind=request.kind, budgets=budgets, exponents=request.exponents, **options)
     solved = [r for r in result["rows"] if "why" not in r]
     unsolved = [f"At {_named(r['budget'])}: {r['why']}" for r in result["rows"] if "why" in r]
-    if a.kind == "bits":
-        _show_sizes(a, solved, unsolved, options)
+    if request.kind == "bits":
+        _show_sizes(session, solved, unsolved, options)
         return to_jsonable(result)
     names = {n: n for n in ("budget", "exponent", "value", "smallest", "largest", "spread", "status", "front")}
     if all("uniform_share" in r for r in solved):
@@ -236,9 +269,9 @@ def run_sweep(a: argparse.Namespace) -> dict[str, Any]:
     found = [n for n in names if any(r.get(n) is not None for r in result["rows"])]
     shown = {"front": lambda v: "yes" if v else "no"} | dict.fromkeys(("uniform_share", "noise_share"), _share)
     rows = [[shown.get(n, lambda v: v)(r[n]) if n in r else "-" for n in found] for r in result["rows"]]
-    show_table(a, f"{a.kind}: {_worth(a.kind, solved)} by budget", [names[n] for n in found], rows)
-    say(a, *unsolved, *_on_noise(solved))
-    say(a, _on_sweep(a.kind, solved))
+    session.show(f"{request.kind}: {_worth(request.kind, solved)} by budget", [names[n] for n in found], rows)
+    session.say(*unsolved, *DECISIONS.find(request.kind).on_sweep(solved))
+    session.say(_on_sweep(request.kind, solved))
     return to_jsonable(result)
 
 
@@ -246,27 +279,19 @@ def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 
 
-def _on_noise(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A sentence on the budgets at which noise alone would give most of the gain."""
-    from ..plans.verdict import MOSTLY_NOISE, noise_alone
-
-    noisy = [r for r in rows if (r.get("noise_share") or 0.0) > MOSTLY_NOISE]
-    at = ", ".join(dict.fromkeys(_named(r["budget"]) for r in noisy))
-    return [f"At {at}, {noise_alone(*(r['noise_share'] for r in noisy))}."] if noisy else []
-
-
 _USUAL = "IQ2_M Q2_K IQ3_XXS IQ3_M Q3_K_M IQ4_XS Q4_K_S Q4_K_M Q5_K_M Q6_K Q8_0".split()  # mixes that people publish
 
 
 def _show_sizes(
-    a: argparse.Namespace, rows: Sequence[Mapping[str, Any]], unsolved: Sequence[str], options: Mapping[str, Any]
+    session: Session, rows: Sequence[Mapping[str, Any]], unsolved: Sequence[str], options: Mapping[str, Any]
 ) -> None:
     """Show the predicted damage of plans by size beside the mixes of llama.cpp; without ``--table`` at the sizes in use.
 
     Sentences of ``unsolved`` budgets follow, and the command of one plan with the ``options`` of the sweep.
     """
+    request: Any = session.request
     shown = rows
-    if a.budgets is None and len(rows) > most_rows(a):
+    if request.budgets is None and len(rows) > most_rows(session):
         shown = [r for r in rows if r["budget"] in _USUAL] or rows
     mixes = any(r["mix"] for r in rows)
     head = ("size", "bytes of the file", "bits", "plan loses", *(("mix", "mix loses", "change") if mixes else ()))
@@ -274,23 +299,22 @@ def _show_sizes(
         (r["budget"], f"{r['bytes']:,}", f"{r['bits']:.4g}", f"{r['value']:.3g}", *(_mix_cells(r) if mixes else ()))
         for r in shown
     ]
-    show_table(a, "bits: predicted damage (KL, nats per token) by size of the file", head, cells)
+    session.show("bits: predicted damage (KL, nats per token) by size of the file", head, cells)
     if len(shown) < len(rows):
-        say(a, f"{len(rows) - len(shown)} other sizes of mixes: --table.")
+        session.say(f"{len(rows) - len(shown)} other sizes of mixes: --table.")
     if mixes and any(r["mix"] != r["budget"] for r in shown if isinstance(r["budget"], str)):
-        say(
-            a,
+        session.say(
             "Not measured: the mix has types that no damage was measured for, or llama.cpp makes it only with an importance "
             "matrix (plan bits MODEL --method weighted).",
         )
-    say(a, *unsolved, _on_sizes(rows, mixes))
+    session.say(*unsolved, _on_sizes(rows, mixes))
     if len(rows) > 1:
         row = _enough(rows) or rows[len(rows) // 2]
         size = ("--like", row["budget"]) if isinstance(row["budget"], str) else ("--bits", f"{row['budget']:g}")
         more = ["--rule", options["rule"]] if "rule" in options else []
         more += ["--forbid", ",".join(options["forbid"])] if options.get("forbid") else []
         more += [word for pattern, form in (options.get("keep") or {}).items() for word in ("--keep", f"{pattern}={form}")]
-        say_next(a, "plan", "bits", a.scores, *size, *more, "-o", "plan.json")
+        session.follow("plan", "bits", request.scores, *size, *more, "-o", "plan.json")
 
 
 def _mix_cells(row: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -339,7 +363,7 @@ def _on_sizes(rows: Sequence[Mapping[str, Any]], mixes: bool) -> str:
 
 def _on_sweep(kind: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """Value of the best plan of the smallest budget beside that of the largest."""
-    what = KINDS.find(kind)
+    what = DECISIONS.find(kind)
     costs = what.harms or what.predicts
     best = min if costs else max
     (low, few), (high, many) = (
@@ -347,16 +371,13 @@ def _on_sweep(kind: str, rows: Sequence[Mapping[str, Any]]) -> str:
         for end in (at(rows, key=lambda r: r["spent"]) for at in (min, max))
     )
     share = f", {few / many:.0%} of it" if many > 0 and not costs else ""
-    at_high, at_low = (_ASKED.get(kind, "{}").format(_named(budget)) for budget in (high, low))
+    at_high, at_low = (what.asked.format(_named(budget)) for budget in (high, low))
     return f"Verdict: at {at_high} the {_worth(kind, rows)} is {many:.3g}, at {at_low} {few:.3g}{share}."
-
-
-_ASKED = {"sparsity": "sparsity {}", "ranks": "mean rank {}", "experts": "{} experts in all"}
 
 
 def _worth(kind: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """What the value of a row is, with its unit."""
-    what = KINDS.find(kind)
+    what = DECISIONS.find(kind)
     if what.predicts:
         return "predicted damage (nats per token)"
     if what.harms:
@@ -371,59 +392,52 @@ def _named(budget: float | str) -> str:
     return budget if isinstance(budget, str) else f"{budget:g}"
 
 
-def _budget(text: str) -> float | str:
-    """A number, or the name of a mix."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def run_transfer(a: argparse.Namespace) -> dict[str, Any]:
+def run_transfer(session: Session) -> dict[str, Any]:
     """Show what a plan made on one task costs on another."""
-    from ..plans.compare import transfer_scores
+    from ..reporting.sweep import transfer_scores
 
-    refuse(a, ("dry_run",), _SECONDS)
-    found = transfer_scores(need_scores(a.source), need_scores(a.target), **options_for(a, transfer_scores))
-    result = {"program": a.program, **found.to_dict()}
-    show_table(a, "transfer", ("quantity", "value"), [(k, v) for k, v in result.items() if k != "program"])
+    request: TransferQuestion = session.request
+    names = [name for name in TransferQuestion.options() if name not in (*Request.options(), "source", "target")]
+    options = request.given(*names)
+    transfer = transfer_scores(need_scores(request.source), need_scores(request.target), **options)
+    result = {"program": request.program, **transfer.to_dict()}
+    session.show("transfer", ("quantity", "value"), [(k, v) for k, v in result.items() if k != "program"])
     return to_jsonable(result)
 
 
-def run_certify(a: argparse.Namespace) -> dict[str, Any]:
+def run_certify(session: Session) -> dict[str, Any]:
     """Take each block's Newton step, compare, certify, and say what was certified."""
-    from ..doctor.cost import certifying
+    from ..cost import certifying
     from ..models.blocks import describe, partition
     from ..records import check_output, dumps, write_text
     from ..sensitivity.certificate import DAMPINGS, certify_ranking, direct_check
 
-    own = options_for(a, direct_check)
-    if "steps" in own and a.curvature == "fisher":
-        raise InvalidInput("steps has no meaning for fisher.", "It needs no products.", "Leave it out.")
-    if a.out:
-        check_output(a.out, overwrite=a.overwrite)
-    a.dtype = a.dtype or "float32"  # the losses of two blocks differ by less than the noise of bfloat16
-    model, _, data = load(a)
-    blocks, dampings = partition(model, a.by), len(a.damping or DAMPINGS)
-    what = words_of(f"direct check, curvature {a.curvature},", data)
-    expect(a, what, model, certifying(a.curvature, text_of(data, a), len(blocks), dampings))
-    with progress_bar(a, "direct check") as progress:
-        own |= {"batch_size": batch_of(a, model, data), "progress": progress}
-        table = direct_check(model, data, blocks, **own)
+    request: CertifyQuestion = session.request
+    if request.out:
+        check_output(request.out, overwrite=request.overwrite)
+    request.dtype = request.dtype or "float32"  # the losses of two blocks differ by less than the noise of bfloat16
+    model, _, data = session.load()
+    blocks, dampings = partition(model, request.by), len(request.damping or DAMPINGS)
+    cost = certifying(request.curvature, session.size(data), len(blocks), dampings)
+    session.expect(f"direct check, curvature {request.curvature},{session.on_text(data)}", model, cost)
+    options = request.given("curvature", "damping", "damping_unit", "steps")
+    with session.progress("direct check") as progress:
+        batch = session.batch(model, data)
+        table = direct_check(model, data, blocks, batch_size=batch, progress=progress, **options)
     pairs = {name: certify_ranking(table, with_gap=gap) for name, gap in (("paper", False), ("with_gap", True))}
     result = {
         "schema_version": 1,
-        "curvature": a.curvature,
-        "damping_unit": own.get("damping_unit", "max"),
+        "curvature": session.request.curvature,
+        "damping_unit": request.damping_unit or "max",
         "model": describe(model),
         "data": data.describe(),
         "table": table,
         "pairs": pairs["with_gap"],
         "summary": summary(table, pairs),
     }
-    _show_certified(a, result)
-    if a.out:
-        say(a, f"Written to {write_text(a.out, dumps(result), overwrite=a.overwrite)}.")
+    _show_certified(session, result)
+    if session.request.out:
+        session.say(f"Written to {write_text(session.request.out, dumps(result), overwrite=session.request.overwrite)}.")
     return to_jsonable(result)
 
 
@@ -452,15 +466,17 @@ def summary(table: Sequence[Mapping[str, Any]], pairs: Mapping[str, Sequence[Map
     return rows
 
 
-def _show_certified(a: argparse.Namespace, result: Mapping[str, Any]) -> None:
+def _show_certified(session: Session, result: Mapping[str, Any]) -> None:
     head = ("damping", "blocks ok", "pairs", "paper (B.3)", "with the curvature gap", "exact expansion", "losses agree")
     counts = ("pairs", "paper", "paper_with_gap", "exact", "agree")
     rows = [(f"{r['damping']:g}", f"{r['ok']} of {r['blocks']}", *(str(r[c]) for c in counts)) for r in result["summary"]]
-    show_table(a, f"pairs of blocks ordered for certain, curvature {result['curvature']}", head, rows)
+    session.show(f"pairs of blocks ordered for certain, curvature {result['curvature']}", head, rows)
     for r in result["summary"]:
         start = f"Damping {r['damping']:g}:"
-        say(a, *(f"{start} {block} is not ok ({status}) and certifies nothing." for block, status in r["not_ok"].items()))
+        session.say(*(f"{start} {block} is not ok ({status}) and certifies nothing." for block, status in r["not_ok"].items()))
         wrong = ", ".join(f"{n} of {k}" for k, n in r["contradicted"].items() if n)
-        say(a, *([f"{start} the measured losses contradict {wrong}."] if wrong else []))
+        session.say(*([f"{start} the measured losses contradict {wrong}."] if wrong else []))
     if result["curvature"] != "hessian":
-        say(a, "The paper's rule is for the Hessian; for another curvature read the column with the gap, or the exact one.")
+        session.say(
+            "The paper's rule is for the Hessian; for another curvature read the column with the gap, or the exact one."
+        )

@@ -2,77 +2,118 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from .display import expect, progress_bar, say, say_next
-from .options import add, add_out, add_set, add_verb, settings
+from ..registry import Option, options_of
+from ..requests import Request, option, out_option
+from .session import Session
 
 
-def register(subparsers: Any) -> None:
-    """Add the parsers of ``demo``, ``export`` and ``report``."""
+@dataclasses.dataclass(kw_only=True)
+class DemoRequest(Request):
+    """Run the main job on the embedded model: score, plan, prune, evaluate, and compare with uniform."""
+
+    command: ClassVar[str] = "demo"
+    unread: ClassVar[tuple[str, ...]] = ("table",)
+
+    out: str = out_option("folder of the results (default: layerbudget-demo)", metavar="DIR", default="layerbudget-demo")
+    seed: int = option(0, help="seed of the draw of the text (default: 0)")
+
+    @property
+    def model(self) -> str:
+        """Name of the embedded model."""
+        return "demo"
+
+
+def _formats() -> str:
     from ..exports import EXPORTS
 
-    p = add_verb(subparsers, "demo", run_demo)
-    add_out(p, "folder of the results (default: layerbudget-demo)", default="layerbudget-demo")
-    add(p, "--seed", default=0, help="seed of the draw of the text (default: 0)")
-    p = add_verb(subparsers, "export", run_export)
-    p.add_argument("plan", metavar="PLAN|DIR", help="plan.json, or the folder of a result that holds one")
-    known = "; ".join(f"{e.name}: {e.summary}" for e in EXPORTS.all().values())
-    p.add_argument("--to", metavar="FORMAT", help=f"{known} (default: by the plan's kind)")
-    add_set(p, "an option of the format: method, pattern or levels of a recipe, alpha_policy or dropout of lora")
-    add_out(p, "file to write (default: the format's usual name)", metavar="FILE")
-    p = add_verb(subparsers, "report", run_report)
-    p.add_argument("folder", metavar="DIR", help="folder with scores.json, plan.json, result.json, figures")
-    add_out(p, "file to write (default: report.html)", default="report.html")
+    return f"{'; '.join(f'{e.name}: {e.summary}' for e in EXPORTS.all().values())} (default: by the plan's kind)"
 
 
-def run_demo(a: argparse.Namespace) -> dict[str, Any]:
+@dataclasses.dataclass(kw_only=True)
+class ExportRequest(Request):
+    """Write a plan in the files of other tools: LoraConfig, llm-compressor, CSV, and others."""
+
+    command: ClassVar[str] = "export"
+    unread: ClassVar[tuple[str, ...]] = ("table", "dry_run")
+
+    plan: str = option(metavar="PLAN|DIR", role="reads", help="plan.json, or the folder of a result that holds one")
+    to: str | None = option(None, metavar="FORMAT", help=_formats)
+    out: str | None = out_option("file to write (default: the format's usual name)")
+
+    @classmethod
+    def more_options(cls, typed: Mapping[str, str]) -> dict[str, Option]:
+        """Return the options of the format that is named, or of the usual one of the plan; of all where there is no plan."""
+        from ..exports import EXPORTS, find_plan, format_for
+
+        name = typed.get("to")
+        if name is None and Path(typed.get("", "")).exists():
+            name = format_for(find_plan(typed[""]))
+        formats = EXPORTS.names() if name is None else (name,)
+        return {n: option for each in formats for n, option in options_of(EXPORTS.find(each).call).items()}
+
+
+@dataclasses.dataclass(kw_only=True)
+class ReportRequest(Request):
+    """Write one HTML page of a results folder."""
+
+    command: ClassVar[str] = "report"
+    unread: ClassVar[tuple[str, ...]] = ("table", "dry_run")
+
+    folder: str = option(metavar="DIR", role="reads", help="folder with scores.json, plan.json, result.json, figures")
+    out: str = out_option("file to write (default: report.html)", default="report.html")
+
+
+def run_demo(session: Session) -> dict[str, Any]:
     """Run the main job and say where the results are."""
+    from ..cost import demonstrating
     from ..demo import run
-    from ..doctor.cost import demonstrating
     from ..models.loading import load_model
     from ..models.machine import keep_freed
-    from ..report.tables import demo_table
+    from ..reporting.tables import demo_table
 
     keep_freed()
-    a.model = "demo"
-    expect(a, "four plans at two targets, pruned and measured", load_model("demo"), demonstrating())
-    with progress_bar(a, "demo") as progress:
-        result = run.run_demo(Path(a.out), seed=a.seed, overwrite=a.overwrite, progress=progress)
-    a.console.print(demo_table(result))
+    request: DemoRequest = session.request
+    session.expect("four plans at two targets, pruned and measured", load_model("demo"), demonstrating())
+    with session.progress("demo") as progress:
+        result = run.run_demo(Path(request.out), seed=request.seed, overwrite=request.overwrite, progress=progress)
+    session.console.print(demo_table(result))
     saved = f"plan.json (the {result['saved']['model']} at {result['saved']['target']:.0%}, the best of the table)"
-    say(
-        a,
-        f"{result['seconds']:.0f} s, {result['peak_memory_mib']:.0f} MiB. Results are in {a.out}: scores.json, {saved}, "
+    session.say(
+        f"{result['seconds']:.0f} s, {result['peak_memory_mib']:.0f} MiB. Results are in {request.out}: scores.json, {saved}, "
         "pruned/ (its model, a transformers checkpoint), result.json, overview.png.",
         result["verdict"],
     )
-    say_next(a, "report", a.out, "-o", f"{a.out}/report.html")
+    session.follow("report", request.out, "-o", f"{request.out}/report.html")
     return result
 
 
-def run_export(a: argparse.Namespace) -> dict[str, Any]:
+def run_export(session: Session) -> dict[str, Any]:
     """Write the file and say how it is used."""
     from ..exports import EXPORTS, find_plan, format_for
     from ..records import check_output, write_text
     from ..storage.writing import check_apart
 
-    plan = find_plan(a.plan)
-    chosen = EXPORTS.find(a.to or format_for(plan))
-    own, out = settings(a, chosen.call), a.out or chosen.file
-    check_apart(out, a.plan)
-    check_output(out, overwrite=a.overwrite)
-    path = write_text(out, chosen.text(plan, own), overwrite=a.overwrite)
-    say(a, f"The plan of {plan.kind} (rule {plan.rule}) is written to {path}. {chosen.sentence(plan, path)}".strip())
+    request: ExportRequest = session.request
+    plan = find_plan(request.plan)
+    chosen = EXPORTS.find(request.to or format_for(plan))
+    out = request.out or chosen.file
+    check_apart(out, request.plan)
+    check_output(out, overwrite=request.overwrite)
+    path = write_text(out, chosen.text(plan, request.more), overwrite=request.overwrite)
+    session.say(f"The plan of {plan.kind} (rule {plan.rule}) is written to {path}. {chosen.sentence(plan, path)}".strip())
     return {"format": chosen.name, "kind": plan.kind, "output": str(path)}
 
 
-def run_report(a: argparse.Namespace) -> dict[str, Any]:
+def run_report(session: Session) -> dict[str, Any]:
     """Write the page and say where it is."""
-    from ..report.page import write_report
+    from ..reporting.page import write_report
 
-    path = write_report(a.folder, a.out, overwrite=a.overwrite)
-    say(a, f"Written to {path}.")
+    request: ReportRequest = session.request
+    path = write_report(request.folder, request.out, overwrite=request.overwrite)
+    session.say(f"Written to {path}.")
     return {"output": str(path)}

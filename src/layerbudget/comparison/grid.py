@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from ..decisions.apply import find_rule, maker, rules_of
+from ..decision import DECISIONS
+from ..decisions.apply import maker
+from ..decisions.rules import find_rule, rules_of, shuffled
 from ..errors import InvalidInput, LayerbudgetError
-from ..kinds import KINDS
 from ..plan import Plan
-from ..planning.rule import shuffled
 from ..records import Block, digest
 from ..scores import Scores
 
 UNIFORM = "uniform"
 _BY_BLOCK = ("increments", "increments_floor")  # of a score's extra: tables with an entry per block, which rules read
-_BOUNDS = ("max_sparsity", "min_sparsity", "max_rank", "min_rank", "multiple", "max_experts", "min_experts", "expert_rank")
+BOUNDS = ("max_sparsity", "min_sparsity", "max_rank", "min_rank", "multiple", "max_experts", "min_experts", "expert_rank")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,10 +73,9 @@ def moved(scores: Scores, order: np.ndarray) -> Scores:
 
 def planned(kind: str, scores: Scores | Sequence[Block], rule: str | Any, budget: float, options: Mapping[str, Any]) -> Plan:
     """One plan through the kind's own door; options that this rule does not read are left to those that do."""
-    what = KINDS.find(kind)
-    value = int(budget) if what.budget == "total" else budget
-    read = {k: v for k, v in options.items() if k in _BOUNDS or k in find_rule(kind, rule).options}
-    return maker(kind)(scores, **{what.budget: value}, rule=rule, **read)
+    what = DECISIONS.find(kind)
+    read = {k: v for k, v in options.items() if k in BOUNDS or k in find_rule(kind, rule).options}
+    return maker(kind)(scores, **{what.budget: what.budget_type(budget)}, rule=rule, **read)
 
 
 def ignores(kind: str, scores: Scores, rule: str | Any, budget: float, options: Mapping[str, Any]) -> bool:
@@ -117,7 +116,7 @@ def check_request(
             "Make it by layerbudget plan sparsity MODEL -o plan.json, and name plan.json under --scores.",
         ) from error
     for name in options:
-        if name not in _BOUNDS and not any(name in r.options for r in chosen):
+        if name not in BOUNDS and not any(name in r.options for r in chosen):
             raise InvalidInput(
                 f"No rule here reads {name}.", f"The rules are {', '.join(r.name for r in chosen)}.", "Leave it out."
             )

@@ -31,22 +31,20 @@ class Level:
         zeros: Entries that become zero, exactly (of a pruner).
         format: Name of the format in which the matrix is stored (of a quantiser; :mod:`layerbudget.compressors.formats`).
         pattern: ``(zeroed, group)``: so many of every group of consecutive inputs.
-        ratio: Parity with a reference implementation, whose counts are off by one and take ties along; the ratio as it gets it.
         rows: ``(size, zeros)``: entries that become zero in every group of so many rows; they sum to ``zeros``.
         peak: Largest magnitude of the matrices under one number over all scales (``nvfp4``); by default of this one.
     """
 
     zeros: int = 0
     pattern: tuple[int, int] | None = None
-    ratio: float | None = None
     format: str | None = None
     rows: tuple[int, np.ndarray] | None = None
     peak: float | None = None
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is to do (the references prune one weight even at ratio zero, parity keeps that)."""
-        return self.zeros == 0 and self.ratio is None and self.format is None
+        """Whether nothing is to do."""
+        return self.zeros == 0 and self.format is None
 
 
 class Treatment(abc.ABC):
@@ -73,12 +71,11 @@ class Treatment(abc.ABC):
     unseen: ClassVar[str] = "its weights were ranked by magnitude"
     by_row: ClassVar[bool] = True
 
-    def prepare(self, moment: torch.Tensor, *, parity: bool = False) -> Any:
+    def prepare(self, moment: torch.Tensor) -> Any:
         """Return what :meth:`apply` needs of the statistic, made once for all matrices that read the same input.
 
         Args:
             moment: ``(d_in,)`` or ``(d_in, d_in)``, see ``statistic``.
-            parity: As a reference implementation makes it, bit for bit.
         """
         return moment
 

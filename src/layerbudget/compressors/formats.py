@@ -27,6 +27,8 @@ from typing import Any
 
 from ..errors import InvalidInput, MissingDependency
 
+TOKENS = 4  # per column of the widest matrix: fewer, and error feedback learns the text rather than the inputs
+ROWS = 4096  # of a matrix, along whose errors its damage is measured
 GGUF, PACKED, NEMOTRON = "gguf", "compressed-tensors", "nemotron-nas"  # the last one: shapes alone
 FAMILIES = (GGUF, PACKED)
 ALIGNMENT = 32

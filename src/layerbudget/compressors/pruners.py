@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import abc
 from typing import Any
 
 import numpy as np
 import torch
 
 from .base import Level, Treatment
-from .select import smallest_per_group, smallest_per_group_of_rows, smallest_per_row, spread_over_rows, threshold_inclusive
+from .select import smallest_per_group, smallest_per_group_of_rows, smallest_per_row, spread_over_rows
 
 
 class _Ranking(Treatment):
@@ -21,8 +20,6 @@ class _Ranking(Treatment):
         """See :meth:`Treatment.apply`."""
         if level.pattern is not None:
             return weight.masked_fill(smallest_per_group(self.order(weight, prepared), *level.pattern), 0)
-        if level.ratio is not None:
-            return weight.masked_fill(self._parity(self.order(weight, prepared), level.ratio), 0)
         return self.apply_rows(weight, prepared, len(weight), np.array([level.zeros]))
 
     def apply_rows(self, weight: torch.Tensor, prepared: Any, size: int, zeros: np.ndarray) -> torch.Tensor:
@@ -31,10 +28,6 @@ class _Ranking(Treatment):
         if self.by_row:
             return weight.masked_fill(smallest_per_row(scores, spread_over_rows(scores, size, counts)), 0)
         return weight.masked_fill(smallest_per_group_of_rows(scores, size, counts), 0)
-
-    @abc.abstractmethod
-    def _parity(self, scores: torch.Tensor, ratio: float) -> torch.Tensor:
-        """The mask of the reference implementation."""
 
 
 class Magnitude(_Ranking):
@@ -48,10 +41,6 @@ class Magnitude(_Ranking):
         """See :meth:`Treatment.order`."""
         return weight.abs()
 
-    def _parity(self, scores: torch.Tensor, ratio: float) -> torch.Tensor:
-        """``prune_magnitude`` of locuslab/wanda: all ties, and one more than the ratio says."""
-        return threshold_inclusive(scores, int(scores.numel() * ratio))
-
 
 class Wanda(_Ranking):
     """Row by row, the smallest ``|W_ij| * ||X_j||`` go; plain magnitude where no token was seen."""
@@ -63,7 +52,3 @@ class Wanda(_Ranking):
         """See :meth:`Treatment.order`."""
         scores = weight.abs().float()
         return scores if prepared is None else scores * prepared.sqrt()
-
-    def _parity(self, scores: torch.Tensor, ratio: float) -> torch.Tensor:
-        """``prune_wanda`` of locuslab/wanda: exactly ``int(d_in * ratio)`` in each row."""
-        return smallest_per_row(scores, torch.full((scores.shape[0],), int(scores.shape[1] * ratio)))

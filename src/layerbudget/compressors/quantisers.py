@@ -265,7 +265,7 @@ class GPTQ(Quantiser):
     def __init__(self, *, damping: float = 0.01) -> None:
         self.damping = damping
 
-    def prepare(self, moment: torch.Tensor, *, parity: bool = False) -> Factors:
+    def prepare(self, moment: torch.Tensor) -> Factors:
         """The factors of the damped inverse."""
         return Factors(moment, self.damping)
 

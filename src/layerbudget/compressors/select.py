@@ -121,21 +121,6 @@ def spread_over_rows(scores: torch.Tensor, size: int, counts: torch.Tensor) -> t
     return each
 
 
-def threshold_inclusive(scores: torch.Tensor, index: int) -> torch.Tensor:
-    """The references' rule: everything ``<=`` the entry at position ``index`` of the ascending order, all ties with it.
-
-    Raises:
-        InvalidInput: ``index`` is not a position of the matrix (a ratio of 1).
-    """
-    if not 0 <= index < scores.numel():
-        raise InvalidInput(
-            f"The references' threshold rule cannot prune {index} of {scores.numel()} entries.",
-            f"At most {scores.numel() - 1} can be named.",
-            "Use a ratio below 1, or leave parity mode.",
-        )
-    return scores <= kth_value(scores.reshape(1, -1), index + 1)
-
-
 def parse_pattern(pattern: str) -> tuple[int | None, int]:
     """Read ``n:m`` (n of every m consecutive inputs are zeroed) or ``n:8`` with a literal n (n per block from the plan).
 

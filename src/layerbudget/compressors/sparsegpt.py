@@ -8,7 +8,7 @@ import torch
 from ..errors import CurvatureFailure
 from .base import Level, Treatment
 from .pruners import Magnitude
-from .select import share, smallest_per_group, smallest_per_group_of_rows, threshold_inclusive
+from .select import share, smallest_per_group, smallest_per_group_of_rows
 
 COLUMNS = 128
 INNER = 16
@@ -77,30 +77,12 @@ def _inverse(factor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def reference_factor(gram: torch.Tensor, damping: float = 0.01) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same factor by the reference's route (two factorisations and an inverse), for bit-wise comparison."""
-    gram = gram.clone()
-    dead = gram.diagonal() == 0
-    gram[dead, dead] = 1
-    gram.diagonal().add_(damping * torch.mean(torch.diag(gram)))
-    try:
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
-        return torch.linalg.cholesky(inverse, upper=True), dead
-    except torch.linalg.LinAlgError as error:
-        raise CurvatureFailure(
-            f"The second moments of {len(gram)} inputs are not positive definite at damping {damping:g}.",
-            "",
-            "Leave parity mode, which raises the damping, or use more calibration samples.",
-        ) from error
-
-
 def sparsegpt_update(
     weight: torch.Tensor,
     factor: torch.Tensor,
     dead: torch.Tensor,
     count: int | np.ndarray,
     *,
-    ratio: float | None = None,
     pattern: tuple[int, int] | None = None,
     columns: int = COLUMNS,
     rows: int | None = None,
@@ -112,23 +94,18 @@ def sparsegpt_update(
         factor: ``U`` from :func:`inverse_factor`.
         dead: Inputs that were never active: their weights cost nothing and go first.
         count: Entries to remove, exactly; every block of columns gives its proportional share.
-        ratio: Parity with the reference (``fasterprune``): in each block everything not larger than the entry at
-            position ``int(entries * ratio)`` goes (one more than the ratio says, and ties), and columns that were never
-            active are zeroed first.
         pattern: ``(zeroed, group)``; chosen from the already updated weights at the start of each group.
         columns: Width of a block of columns.
         rows: Rows of a group; ``count`` is then one number per group. The whole matrix by default.
     """
     work = torch.empty(weight.shape[::-1], dtype=torch.float32, device=weight.device).copy_(weight.detach().T)
-    if ratio is not None or pattern is not None:
-        work[dead] = 0
     if pattern is not None:
+        work[dead] = 0
         columns = max(pattern[1], columns // pattern[1] * pattern[1])
     starts = list(range(0, work.shape[0], columns))
     widths = [min(columns, work.shape[0] - s) for s in starts]
     size = work.shape[1] if rows is None else rows
-    counts = _shares(count, widths, size, work.shape[1]) if pattern is None and ratio is None else []
-    inner = columns if ratio is not None else INNER
+    counts = _shares(count, widths, size, work.shape[1]) if pattern is None else []
     for i, (start, width) in enumerate(zip(starts, widths, strict=True)):
         stop = start + width
         block, upper = work[start:stop], factor[start:stop, start:stop]
@@ -136,11 +113,8 @@ def sparsegpt_update(
         if pattern is None:
             scores = (block.T**2) / (upper.diagonal()[None] ** 2)
             scores[:, dead[start:stop]] = 0
-            if ratio is not None:
-                mask = threshold_inclusive(scores, int(scores.numel() * ratio)).T
-            else:
-                mask = smallest_per_group_of_rows(scores, size, counts[i]).T
-        errors = _compensate(block, upper, mask, pattern, inner)
+            mask = smallest_per_group_of_rows(scores, size, counts[i]).T
+        errors = _compensate(block, upper, mask, pattern)
         if stop < work.shape[0]:
             work[stop:] -= factor[start:stop, stop:].T @ errors
     return work.T
@@ -155,12 +129,12 @@ def _shares(count: int | np.ndarray, widths: list[int], size: int, rows: int) ->
 
 
 def _compensate(
-    block: torch.Tensor, upper: torch.Tensor, mask: torch.Tensor | None, pattern: tuple[int, int] | None, inner: int
+    block: torch.Tensor, upper: torch.Tensor, mask: torch.Tensor | None, pattern: tuple[int, int] | None
 ) -> torch.Tensor:
     """Zero the marked entries of one block of columns (rows of ``block``) in place; return the errors, same shape."""
     width, rows = block.shape
     errors = torch.empty_like(block)
-    inner = inner if pattern is None else max(pattern[1], inner // pattern[1] * pattern[1])
+    inner = INNER if pattern is None else max(pattern[1], INNER // pattern[1] * pattern[1])
     chosen = torch.empty(width, rows, dtype=torch.bool, device=block.device) if mask is None else mask
     for low in range(0, width, inner):
         high = min(low + inner, width)
@@ -191,15 +165,15 @@ class SparseGPT(Treatment):
     def __init__(self, *, damping: float = 0.01) -> None:
         self.damping = damping
 
-    def prepare(self, moment: torch.Tensor, *, parity: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def prepare(self, moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The factor of the damped inverse, and the inputs that were never active."""
-        return (reference_factor if parity else inverse_factor)(moment, self.damping)
+        return inverse_factor(moment, self.damping)
 
     def apply(self, weight: torch.Tensor, prepared: tuple[torch.Tensor, torch.Tensor] | None, level: Level) -> torch.Tensor:
         """See :meth:`Treatment.apply`."""
         if prepared is None:
             return Magnitude().apply(weight, None, level)
-        return sparsegpt_update(weight, *prepared, level.zeros, ratio=level.ratio, pattern=level.pattern)
+        return sparsegpt_update(weight, *prepared, level.zeros, pattern=level.pattern)
 
     def apply_rows(
         self, weight: torch.Tensor, prepared: tuple[torch.Tensor, torch.Tensor] | None, size: int, zeros: np.ndarray

@@ -47,19 +47,18 @@ class Treating:
     Args:
         model: The model; changed in place.
         treatment: What its matrices become.
-        parity: Statistics and order of operations of the reference implementations.
         true_sequential: Collect inputs again for every group of matrices that share one.
     """
 
-    def __init__(self, model: nn.Module, treatment: Treatment, *, parity: bool = False, true_sequential: bool = False) -> None:
-        self.model, self.treatment, self.parity, self.true_sequential = model, treatment, parity, true_sequential
+    def __init__(self, model: nn.Module, treatment: Treatment, *, true_sequential: bool = False) -> None:
+        self.model, self.treatment, self.true_sequential = model, treatment, true_sequential
         self.lacks = "saw no token"
 
     def collect(self, walk: Walk, modules: Sequence[Module]) -> InputStatistics | None:
         """Statistics of the inputs of some matrices of the walk's current layer; None where none are needed."""
         if self.treatment.statistic == "none" or not modules:
             return None
-        found = InputStatistics(self.model, modules, self.treatment.statistic, parity=self.parity)
+        found = InputStatistics(self.model, modules, self.treatment.statistic)
         found.run(walk)
         return found
 
@@ -106,7 +105,7 @@ class Treating:
             return None
         if found not in made:
             mean = self.treatment.changes == "format" and found.kind == "diagonal"  # as an importance matrix of llama.cpp
-            made[found] = self.treatment.prepare(found.mean() if mean else found.value, parity=self.parity)
+            made[found] = self.treatment.prepare(found.mean() if mean else found.value)
         return made[found]
 
     def become(self, name: str, weight: torch.Tensor, prepared: Any, level: Level) -> torch.Tensor:
@@ -141,8 +140,8 @@ def check(treatment: Treatment, weight: torch.Tensor, made: Any, level: Level) -
         what = f"made values that are not finite in {weight.dtype}."
         remedy = "Divide by no zero; of the package's own: use more calibration text, more damping, or float32."
         raise _broken(treatment, what, "Weights are finite.", remedy)
-    if level.format is not None or level.ratio is not None:
-        return  # formats make zeros where they round to them; the references' counts are off by ties
+    if level.format is not None:
+        return  # formats make zeros where they round to them
     gone = made == 0
     if level.pattern is not None:
         zeroed, group = level.pattern

@@ -134,8 +134,7 @@ def check_ids(model: nn.Module, longest: int, largest: int, option: str) -> None
     positions = positions_of(model)
     if positions is not None and positions < longest:
         told = f"The sequences have {longest} tokens."
-        separator = "" if option.endswith("=") else " "
-        raise InvalidInput(told, f"The model has positions for {positions}.", f"Use {option}{separator}{positions} or less.")
+        raise InvalidInput(told, f"The model has positions for {positions}.", f"Use {option} {positions} or less.")
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     rows = getattr(getattr(embedding, "weight", None), "shape", (None,))[0]
     if rows is not None and largest >= rows:

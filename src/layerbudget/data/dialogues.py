@@ -367,7 +367,7 @@ def _learned(keys: Mapping[str, Any], role: str, where: str) -> bool:
             raise InvalidInput(told, "A turn is learned (1) or not (0).", "Use 0 or 1, or drop the key.")
         if value and role not in ("assistant", "function_call"):
             told = f"{where} is of {role}, and {name} says that it is learned."
-            raise InvalidInput(told, "Turns of the assistant are learned; --set on_prompt=true learns all.", "Drop the key.")
+            raise InvalidInput(told, "Turns of the assistant are learned; --on-prompt learns all.", "Drop the key.")
     return all(keys.get(name) in (None, 1) for name in _FLAGS)
 
 

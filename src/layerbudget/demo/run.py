@@ -12,10 +12,8 @@ import numpy as np
 
 from ..data.calibration import CalibrationSet
 from ..data.text import calibration
-from ..decisions.sparsity.apply import prune
-from ..decisions.sparsity.plan import plan_sparsity
-from ..decisions.sparsity.save import save_pruned
-from ..doctor.watch import MemoryMonitor
+from ..decisions.sparsity import plan_sparsity, prune, save_pruned
+from ..diagnosis.watch import MemoryMonitor
 from ..errors import AlreadyExists, MissingDependency
 from ..evaluation.perplexity import Evaluation, evaluation_set, perplexity
 from ..evaluation.statistics import ratio
@@ -24,7 +22,7 @@ from ..models.loading import load_model, load_tokenizer
 from ..plan import Plan
 from ..progress import Progress, Steps, say
 from ..records import dumps, made_by, write_text
-from ..report.figures import overview
+from ..reporting.figures import overview
 from ..scores import Scores
 from ..sensitivity.gain import score
 from ..verdicts import LEVEL_WITH, outcome

@@ -30,6 +30,7 @@ from ..execution.loss import head_of
 from ..execution.modes import inference, overflowed
 from ..execution.processes import process_group, shard
 from ..progress import Progress, Steps
+from ..sensitivity.sequences import per_token
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,9 +124,7 @@ def perplexity(
     rows = sums / np.maximum(counts, 1)
     if not np.isfinite(rows).all():
         raise overflowed("The model's losses on this text", next(model.parameters()).dtype)
-    mean = float(sums.sum() / counts.sum())
-    rest = (sums - mean * counts) / counts.mean()  # of a ratio of sums; with equal windows, of a mean
-    spread = float(rest.std(ddof=1) / math.sqrt(len(rest))) if len(rest) > 1 else 0.0
+    mean, spread = per_token(sums, counts)
     value = math.exp(min(mean, 700.0))
     return Evaluation(
         value=value,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -33,18 +32,14 @@ class InputMoments:
 
     Attributes:
         kind: ``diagonal`` (sum of squares of each input) or ``gram`` (upper triangle of ``X' X``).
-        parity: Use the references' running mean over sequences, in their order of operations, and the full Gram matrix.
-        value: ``(d_in,)`` or ``(d_in, d_in)``, float32; a sum over tokens (parity: the references' mean over sequences).
+        value: ``(d_in,)`` or ``(d_in, d_in)``, float32; a sum over tokens.
         rows: Tokens seen.
-        sequences: Batches seen (sequences, in parity mode).
         folder: Where a Gram matrix lies as a file; in memory by default.
     """
 
     kind: str
-    parity: bool = False
     value: torch.Tensor | None = None
     rows: int = 0
-    sequences: int = 0
     folder: Path | None = None
 
     def add(self, x: torch.Tensor) -> None:
@@ -57,9 +52,7 @@ class InputMoments:
             self.value = value
         kind, x = x.dtype, x.detach().to(torch.float32)
         with torch.autocast(x.device.type, enabled=False):  # forwards may run in half precision, sums never
-            if self.parity:
-                self._add_running(value, x)
-            elif self.kind == "diagonal":
+            if self.kind == "diagonal":
                 value += torch.linalg.vector_norm(x, dim=0).square_()
             else:
                 for a in range(0, x.shape[1], PANEL):
@@ -68,22 +61,11 @@ class InputMoments:
         if not bool(torch.isfinite(value if self.kind == "diagonal" else value.diagonal()).all()):
             raise overflowed("Inputs of a matrix", kind)
         self.rows += x.shape[0]
-        self.sequences += 1
 
     def mean(self) -> torch.Tensor:
         """Return the moments per token, ``value / rows``; of tokens alone."""
         value = cast(torch.Tensor, self.value)
         return value / torch.full_like(value, self.rows)  # by a number, some devices would multiply by what is near its inverse
-
-    def _add_running(self, value: torch.Tensor, x: torch.Tensor) -> None:
-        """One sequence, as the references add it (so that float32 rounding is theirs)."""
-        n, columns = self.sequences, x.T
-        value *= n / (n + 1)
-        if self.kind == "diagonal":
-            value += torch.norm(columns, p=2, dim=1) ** 2 / (n + 1)
-        else:
-            columns = math.sqrt(2 / (n + 1)) * columns
-            value += columns.matmul(columns.t())
 
 
 def real_tokens(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -106,20 +88,14 @@ def moments_of_sites(
     return listen
 
 
-def share_statistics(found: Mapping[str, Sequence[InputMoments]], *, parity: bool = False) -> None:
+def share_statistics(found: Mapping[str, Sequence[InputMoments]]) -> None:
     """Add up what several processes saw, each of its own sequences, by matrix; in one process there is nothing to do."""
     together = process_group()
     if together.size == 1:
         return
     names = sorted(found)
-    if parity or together.gather(names) != [names] * together.size:
-        raise CoverageError(
-            "Statistics of the references are running means in the order of the sequences."
-            if parity
-            else "Some matrices ran in some processes only.",
-            "",
-            "Use one process.",
-        )
+    if together.gather(names) != [names] * together.size:
+        raise CoverageError("Some matrices ran in some processes only.", "", "Use one process.")
     statistics = list({id(s): s for n in names for s in found[n]}.values())
     widths = together.gather([0 if s.value is None else len(s.value) for s in statistics])
     for s, width in zip(statistics, [max(w) for w in zip(*widths, strict=True)], strict=True):
@@ -127,23 +103,23 @@ def share_statistics(found: Mapping[str, Sequence[InputMoments]], *, parity: boo
             shape = (width,) if s.kind == "diagonal" else (width, width)
             s.value = torch.zeros(shape, dtype=torch.float32, device=together.device)
     together.reduce([s.value for s in statistics if s.value is not None])
-    rows = together.sum(np.array([[s.rows, s.sequences] for s in statistics], dtype=np.float64))
-    for s, (count, sequences) in zip(statistics, rows.tolist(), strict=True):
-        s.rows, s.sequences = int(count), int(sequences)
+    rows = together.sum(np.array([s.rows for s in statistics], dtype=np.float64))
+    for s, count in zip(statistics, rows.tolist(), strict=True):
+        s.rows = int(count)
 
 
 class InputStatistics:
-    """Input moments of some matrices; :class:`InputMoments` says what ``kind``, ``parity`` and ``folder`` are.
+    """Input moments of some matrices; :class:`InputMoments` says what ``kind`` and ``folder`` are.
 
     Attributes:
         found: Moments by matrix name, one per copy (a fused mixture has one per expert). Matrices that share an input share
             the object.
     """
 
-    def __init__(
-        self, model: nn.Module, modules: Sequence[Module], kind: str, *, parity: bool = False, folder: Path | None = None
-    ) -> None:
-        self.kind, self.parity, self.folder = kind, parity, folder
+    moments: ClassVar[type[InputMoments]] = InputMoments  #: What adds up the inputs of one matrix.
+
+    def __init__(self, model: nn.Module, modules: Sequence[Module], kind: str, *, folder: Path | None = None) -> None:
+        self.kind, self.folder = kind, folder
         self.found: dict[str, list[InputMoments]] = {}
         self.owners: dict[str, nn.Module] = {}
         self.fused: dict[nn.Module, dict[str, Module]] = {}
@@ -175,7 +151,7 @@ class InputStatistics:
             with self._hooks():
                 walk.forward(walk.position, batch)
             self._current.clear()
-        share_statistics(self.found, parity=self.parity)
+        share_statistics(self.found)
 
     def finals(self, walk: Walk) -> list[torch.Tensor]:
         """Gather from one forward of all layers; return the hidden states behind the last, by batch."""
@@ -218,7 +194,7 @@ class InputStatistics:
                 self.found[name] = [dataclasses.replace(shared, value=cast(torch.Tensor, shared.value).clone())]
                 self._leader[name] = leader = name
             if leader == name:
-                (own,) = self.found.setdefault(name, [InputMoments(self.kind, self.parity, folder=self.folder)])
+                (own,) = self.found.setdefault(name, [self.moments(self.kind, folder=self.folder)])
                 own.add(real_tokens(x, self._mask))
                 self._current[name] = x
             elif self._current.get(leader) is not x:
@@ -247,7 +223,7 @@ class InputStatistics:
                 several, index = several[:, keep], index[keep]
             for own, record in wanted.items():
                 statistics = self.found.setdefault(
-                    record.name, [InputMoments(self.kind, self.parity, folder=self.folder) for _ in range(record.copies)]
+                    record.name, [self.moments(self.kind, folder=self.folder) for _ in range(record.copies)]
                 )
                 for expert in range(record.copies):
                     x = several[expert % len(several)][(index == expert).any(dim=-1)]

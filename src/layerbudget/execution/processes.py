@@ -126,6 +126,16 @@ def is_main() -> bool:
     return process_group().is_main
 
 
+def one_process(what: str) -> None:
+    """Refuse several processes for what is done in one.
+
+    Raises:
+        InvalidInput: A launcher started several.
+    """
+    if process_group().size > 1:
+        raise InvalidInput(f"{what} in one process.", "A launcher started several.", "Leave torchrun out.")
+
+
 def broadcast(make: Callable[[], T]) -> T:
     """Return what the main process makes, in all of them."""
     held: list[Any] = [make() if is_main() else None]

@@ -1,11 +1,4 @@
-r"""Models with adapters: the base that a training starts from, a plan's adapters on it and their start, and saved adapters.
-
-A start in the gain's own directions: let ``G = U S V'`` be the gradient of the mean loss with respect to a weight, accumulated
-over a calibration set. Of all rank-r updates with a given norm, ``-U_r S_r V_r'`` lowers the linearised loss most
-(Eckart-Young). With ``B = 0`` the first gradient of ``B`` is ``G A'``; rows of ``A`` equal to the top right singular vectors
-let it reach exactly that subspace, and the model starts unchanged. EVA (Paischer et al. 2024) takes the top directions of the
-*inputs* instead.
-"""
+"""Models with adapters: the base that a training starts from, a plan's adapters on it and their start, and saved adapters."""
 
 from __future__ import annotations
 
@@ -25,8 +18,9 @@ from torch import Tensor, nn
 from ..data.calibration import CalibrationSet
 from ..data.tasks import Task
 from ..data.text import Texts
-from ..decisions.ranks.apply import add_ranks, lora_layers, patterns_of_stacks
-from ..errors import BadModel, CoverageError, InvalidInput, NotFound
+from ..decision import DECISIONS, check_kind, decision_of
+from ..decisions.adapters import patterns_of_stacks
+from ..errors import BadModel, InvalidInput, NotFound
 from ..models.loading import class_for, find_checkpoint, foreign, held_dtype, quick_dtype, several, silent, unpacked
 from ..plan import Plan
 from ..sensitivity.adapter_space import accumulated_gradients
@@ -65,16 +59,13 @@ def classifier_loader(
     device: str = "cpu",
     revision: str | None = None,
     four_bit: bool = False,
-    prepare: Callable[[nn.Module], object] | None = None,
-    prepared: Mapping[str, Any] | None = None,
 ) -> NamedLoader:
     """Return ``seed -> model``: a causal LM as it is, any other checkpoint with a fresh classification head of ``labels``
     outputs.
 
     ``dtype`` is that of the base's weights (``auto``: what the checkpoint holds, bfloat16 for 16 bits of either kind, float32
     where the processor can only emulate them); what is trained is float32 in any case. ``four_bit`` holds the Linear weights
-    in 4 bits (NF4), as QLoRA does. ``prepare`` is called
-    with every model, to put it into the formats of a recipe; ``prepared`` names that in the identity of what is trained on it.
+    in 4 bits (NF4), as QLoRA does.
     """
     import transformers
 
@@ -100,11 +91,9 @@ def classifier_loader(
     def load(seed: int) -> nn.Module:
         transformers.set_seed(seed)
         model: nn.Module = unpacked(auto.from_pretrained(found.where, **options))
-        if prepare is not None:
-            prepare(model)
         return model if four_bit or shares_weights() else model.to(found.place)
 
-    return NamedLoader(load, {"dtype": dtype, "quantised": four_bit, "revision": revision, **(prepared or {})})
+    return NamedLoader(load, {"dtype": dtype, "quantised": four_bit, "revision": revision})
 
 
 def fit_names(plan: Plan, model: nn.Module) -> Plan:
@@ -124,28 +113,29 @@ def fit_names(plan: Plan, model: nn.Module) -> Plan:
     return dataclasses.replace(plan, blocks=blocks)
 
 
-def adapt(model: nn.Module, plan: Plan, protocol: Protocol) -> nn.Module:
+def check_trained(plan: Plan) -> None:
+    """Refuse a plan of a decision that is not trained.
+
+    Raises:
+        InvalidInput: It is of one.
+    """
+    check_kind(plan.kind, [name for name, decision in DECISIONS.all().items() if decision.trains], "cannot be trained")
+
+
+def adapt(model: nn.Module, plan: Plan, protocol: Protocol, gradients: Mapping[str, Tensor] | None = None) -> nn.Module:
     """Return the model with the plan's adapters; a BERT-style pooler is trained with the head (frozen, nothing is learned).
 
     What is trained is held in float32 whatever the base is held in: PEFT does so for its adapters, not for heads. Errors are
-    those of :func:`~layerbudget.decisions.ranks.apply.add_ranks`, and InvalidInput for a plan of another kind.
+    those of the plan's decision, and InvalidInput for a plan that is not trained. ``gradients`` are those of the mean loss by
+    module, from whose top directions the adapters start.
     """
+    check_trained(plan)
     plan = fit_names(plan, model)
     options: dict[str, Any] = {"task_type": "CAUSAL_LM" if is_causal(model) else "SEQ_CLS"}
     poolers = (m for n, m in model.named_modules() if n.rpartition(".")[2] == "pooler")
     if not is_causal(model) and any(True for pooler in poolers for _ in pooler.parameters()):
         options["modules_to_save"] = ["pooler"]
-    adapted: nn.Module
-    if plan.kind == "ranks":
-        options |= {"alpha_policy": protocol.alpha_policy, "ratio": protocol.ratio, "dropout": protocol.dropout}
-        adapted = add_ranks(model, plan, validate=False, **options)
-    elif plan.kind == "experts":
-        from ..decisions.experts.method import add_experts
-
-        options |= {"lora_alpha": protocol.alpha, "lora_dropout": protocol.dropout, "balance_coefficient": protocol.balance}
-        adapted = add_experts(model, plan, validate=False, top_k=protocol.top_k, **options)
-    else:
-        raise InvalidInput(f"A plan of kind {plan.kind!r} cannot be trained.", "Kinds are ranks and experts.", "Plan one.")
+    adapted: nn.Module = decision_of(plan).adapt(model, plan, protocol, gradients, **options)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -157,7 +147,7 @@ def started(plain: nn.Module, plan: Plan, protocol: Protocol, rows: Rows | TextR
 
     The gradient is that of the mean loss over at most ``START_SAMPLES`` training rows, a fixed random sample.
     """
-    protocol.check(plan.kind, causal=rows.causal)
+    protocol.check(plan, causal=rows.causal)
     _say_zeros(plain, plan)
     if protocol.start == "default":
         return adapt(plain, plan, protocol)
@@ -169,14 +159,12 @@ def started(plain: nn.Module, plan: Plan, protocol: Protocol, rows: Rows | TextR
     batch = rows.collate(rows.encoded([examples[i] for i in chosen]))
     tokens: dict[str, Any] = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
     gradients = accumulated_gradients(plain.eval(), CalibrationSet(source=task.name, **tokens), modules)
-    model = adapt(plain, plan, protocol)
-    initialise_from_gradients(model, gradients, norm=1.0)
-    return model
+    return adapt(plain, plan, protocol, gradients)
 
 
 def _say_zeros(plain: nn.Module, plan: Plan) -> None:
     """Say of a pruned base, before it is trained on, what becomes of its zeros."""
-    if plan.kind != "ranks":
+    if not decision_of(plan).merges:
         return
     modules = dict(plain.named_modules())
     weights = [
@@ -201,24 +189,6 @@ def _weight(modules: Mapping[str, nn.Module], name: str) -> Any:
     return getattr(modules[name], "weight", None) if name in modules else getattr(modules.get(parent), last, None)
 
 
-def initialise_from_gradients(
-    model: nn.Module, gradients: Mapping[str, Tensor], adapter_name: str = "default", *, norm: float = 3**-0.5
-) -> None:
-    """Set ``A`` of every LoRA module to the top right singular vectors of its gradient ``(d_out, d_in)``; ``B`` stays zero.
-
-    ``norm`` is that of each row of A. ``1/sqrt(3)``, the default, is that of PEFT's own start, so that only the directions
-    differ from it; EVA uses 1, which also makes the first steps of B larger.
-    """
-    for name, module in lora_layers(model, adapter_name).items():
-        if name not in gradients:
-            raise CoverageError(f"There is no gradient for {name}.", "", "Accumulate gradients for every module of the plan.")
-        a = module.lora_A[adapter_name].weight
-        _, _, right = torch.linalg.svd(gradients[name].double(), full_matrices=False)
-        rows = right[: a.shape[0]] * norm
-        with torch.no_grad():
-            a[: len(rows)] = rows.to(a.dtype)
-
-
 def load_adapter(model: nn.Module, folder: Path | str, *, merge: bool = False) -> Any:
     """Return the model with a saved adapter, in evaluation mode; every tensor of the file is in it.
 
@@ -233,13 +203,14 @@ def load_adapter(model: nn.Module, folder: Path | str, *, merge: bool = False) -
     """
     from peft import PeftModel
 
-    from ..decisions.experts import method  # noqa: F401  (registers the mixture with PEFT)
-
     folder = Path(folder)
+    for decision in DECISIONS.all().values():
+        decision.register()
     config, saved = saved_adapter(folder)
     kind, base = str(config.get("peft_type")), config.get("base_model_name_or_path")
-    if merge and kind == "LORA_EXPERTS":
-        raise BadModel("A mixture of experts cannot be merged.", "Its update depends on the token.", REMEDY)
+    owner = next((d for d in DECISIONS.all().values() if d.adapter_type == kind), None)
+    if merge and owner is not None and not owner.merges:
+        raise BadModel(f"An adapter of {owner.name} cannot be merged.", "Its update depends on the token.", REMEDY)
     _check_head(model, config, saved)
     if differs := _another_base(model, base):
         logger.warning(

@@ -22,20 +22,20 @@ from torch import nn
 
 from ..data.tasks import Task
 from ..data.text import Texts, read_texts
-from ..decisions.ranks.apply import fold_scales
+from ..decision import decision_of
 from ..errors import CorruptFile, InvalidInput, NotFound
 from ..evaluation import statistics
 from ..execution.processes import broadcast, is_main
+from ..models.card import hub_name, loading, model_card
 from ..models.loading import load_tokenizer
 from ..models.machine import computation, versions
 from ..plan import Plan
-from ..planning.card import hub_name, loading, model_card
 from ..records import dumps, made_by, read_json, to_jsonable, write_text
 from ..storage import folders, reading
 from ..storage.parts import Parts
 from ..storage.writing import check_space, real, whole
 from . import training
-from .adapters import Loader, classifier_loader, started
+from .adapters import Loader, check_trained, classifier_loader, started
 from .protocol import PRESETS, Protocol
 from .rows import answers_of, rows_of
 
@@ -98,7 +98,8 @@ def finetune(
         raise InvalidInput(
             f"The seeds are {list(seeds)}.", "At least one, each once: a repeated run is no sample.", "Drop some."
         )
-    protocol.check(plan.kind)
+    check_trained(plan)
+    protocol.check(plan)
     tokenizer = load_tokenizer(model) if tokenizer is None and isinstance(model, str) else tokenizer
     if isinstance(task, str):
         task = read_texts(task, tokenizer, limit=protocol.cutoff, everything=protocol.on_prompt)
@@ -119,7 +120,7 @@ def finetune(
     options = {
         "bf16": bf16,
         "checkpointing": checkpointing,
-        "callbacks": callbacks,
+        "callbacks": (*decision_of(plan).callbacks(protocol), *callbacks),
         "progress": progress,
         "report_to": report_to,
     }
@@ -180,9 +181,9 @@ class _Run:
     def seed(self, place: Path, seed: int, keep: bool, phase: str) -> dict[str, Any]:
         """Return the record of a seed, which lies finished in a folder, or is trained into it."""
         folder = place / f"seed-{seed}"
-        found = broadcast(lambda: _finished(folder, self.identity)) if keep else None
-        if found is not None:
-            return found
+        result = broadcast(lambda: _finished(folder, self.identity)) if keep else None
+        if result is not None:
+            return result
         plain = self.load(seed)
         architecture = type(plain).__name__
         rows = rows_of(self.task, self.tokenizer, plain, self.protocol)
@@ -190,7 +191,7 @@ class _Run:
         check_space({folder: _room(model, keep)})
         checkpoint = broadcast(lambda: _last_checkpoint(folder)) if keep else None
         with whole(folder):
-            found = training.train(
+            result = training.train(
                 model,
                 rows,
                 self.protocol,
@@ -201,11 +202,12 @@ class _Run:
                 phase=phase,
                 **self.options,
             )
-            _save(model, folder, self.protocol)
+            decision_of(self.plan).before_saving(model, self.protocol)
+            _save(model, folder)
         judged = training.judge(model, rows, bf16=self.options["bf16"])
-        if not all(math.isfinite(value) for own in judged["metrics"].values() for value in own.values()):
+        if not all(math.isfinite(value) for metrics in judged["metrics"].values() for value in metrics.values()):
             raise training.diverged(self.protocol, f"with seed {seed}")
-        record = {"seed": seed, **found, **judged, "identity": self.identity}
+        record = {"seed": seed, **result, **judged, "identity": self.identity}
         record["trained_parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
         if is_main():
             write_text(folder / _RESULT, dumps(record), overwrite=True)
@@ -230,11 +232,13 @@ def adapter_card(plan: Plan, task: Task | Texts, record: Mapping[str, Any], arch
         "trained on": f"{len(task.train)} rows of {Path(task.name).name}, seed {record['seed']}",
     }
     rows |= {
-        f"held-out {name} ({split})": f"{value:.4f}" for split, own in record["metrics"].items() for name, value in own.items()
+        f"held-out {name} ({split})": f"{value:.4f}"
+        for split, metrics in record["metrics"].items()
+        for name, value in metrics.items()
     }
     load = loading(architecture, labels=getattr(task, "labels", ())).replace("'.'", repr(hub_name(plan) or "BASE"))
-    ranks = f"{load}\nfrom peft import PeftModel\nmodel = PeftModel.from_pretrained(model, '.')"
-    use = ranks if plan.kind == "ranks" else "layerbudget evaluate BASE --adapter ."
+    by_peft = f"{load}\nfrom peft import PeftModel\nmodel = PeftModel.from_pretrained(model, '.')"
+    use = "layerbudget evaluate BASE --adapter ." if decision_of(plan).adapter_type else by_peft
     what = "left as they are, with an adapter beside them whose size differs from matrix to matrix."
     return model_card(
         plan, "adapter", f"adapted by {plan.kind}", what, rows, use, architecture=architecture, library="peft", tags=("lora",)
@@ -249,13 +253,13 @@ def _room(model: nn.Module, keep: bool) -> int:
 
 def _last_checkpoint(folder: Path) -> Path | None:
     """The last checkpoint of a seed whose files are what was written; later ones are removed."""
-    found = [f for f in (folder / _CHECKPOINTS).glob("checkpoint-*") if f.is_dir() and f.name[11:].isdigit()]
-    for checkpoint in sorted(found, key=lambda f: -int(f.name[11:])):
+    checkpoints = [f for f in (folder / _CHECKPOINTS).glob("checkpoint-*") if f.is_dir() and f.name[11:].isdigit()]
+    for checkpoint in sorted(checkpoints, key=lambda f: -int(f.name[11:])):
         if folders.broken(checkpoint) == []:
             return checkpoint
         logger.warning("%s is half written or broken, and removed.", checkpoint)
         shutil.rmtree(checkpoint)
-    if found:
+    if checkpoints:
         logger.warning("%s has no whole checkpoint: the seed begins anew.", folder)
     return None
 
@@ -272,9 +276,7 @@ def _finished(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | Non
     return None
 
 
-def _save(model: Any, folder: Path, protocol: Protocol) -> None:
-    if protocol.alpha_policy != "constant-ratio":
-        fold_scales(model, protocol.ratio)  # what is saved has one scale, as servers assume
+def _save(model: Any, folder: Path) -> None:
     state = training.trained(model) if training.shares_weights() else None
     if is_main():
         model.save_pretrained(str(folder / "adapter"), state_dict=state)
@@ -293,14 +295,14 @@ def _summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _changes(results: Sequence[dict[str, Any]], tokens: Mapping[str, Sequence[int]]) -> dict[str, Any]:
     """How training changed the loss per token of held-out rows, mean over seeds, and its paired standard error over rows."""
-    found: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     for split, weights in tokens.items():
         if len(weights) < 2 or not all(split in r.get("losses_before", {}) for r in results):
             continue
         each = np.mean([np.subtract(r["losses"][split], r["losses_before"][split]) for r in results], axis=0)
         difference, error, _ = statistics.ratio(each, np.asarray(weights, dtype=float))
-        found[split] = {"difference": difference, "stderr": error, "rows": len(weights)}
-    return found
+        changes[split] = {"difference": difference, "stderr": error, "rows": len(weights)}
+    return changes
 
 
 def trained_on(adapter: Path | str) -> dict[str, Any] | None:
@@ -360,13 +362,13 @@ def compare(first: Path | str, second: Path | str, names: tuple[str, str] | None
         size = over_samples.size(one, other, "nats per token" if lower else "accuracy")
         samples = f"The trainings of seed {shared[0]} alone, over held-out rows: {size}. That says nothing of another training."
         seeds = over_seeds and over_seeds.sentence(one, other, a["metric"], lower_is_better=lower)
-        told = "One training each: whether another would do the same cannot be said. Train both with two seeds or more."
+        verdict = "One training each: whether another would do the same cannot be said. Train both with two seeds or more."
         if over_seeds is not None:
             who = over_seeds.outcome(one, other, lower_is_better=lower)
-            told = f"Over {len(shared)} trainings each, {who} ({a['metric']} {over_seeds.difference:+.4f})."
+            verdict = f"Over {len(shared)} trainings each, {who} ({a['metric']} {over_seeds.difference:+.4f})."
         outcome[split] = {
             "metric": a["metric"],
-            "verdict": told,
+            "verdict": verdict,
             "seeds": {**vars(over_seeds), "sentence": seeds} if over_seeds else None,
             "samples": {**vars(over_samples), "sentence": samples},
         }

@@ -6,9 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ..decisions.ranks.plan import ALPHA_POLICIES
+from ..decision import DECISIONS, decision_of
+from ..decisions.capacity import ALPHA_POLICIES
 from ..errors import InvalidInput
+from ..plan import Plan
 from ..registry import options_of, resolve_options
+from ..requests import ADVANCED, option
 
 STARTS = ("default", "gradients")
 DEVICES = ("auto", "cpu", "cuda")
@@ -18,24 +21,40 @@ DEVICES = ("auto", "cpu", "cuda")
 class Protocol:
     """Numbers of a fine-tuning run (AdamW, linear decay)."""
 
-    lr: float = 1e-3  #: Peak learning rate.
-    epochs: float = 3.0  #: Passes over the training rows.
-    batch: int = 32  #: Rows per optimiser step.
-    #: Backward passes per optimiser step, for causal LMs only, because transformers drops the item count for BERT heads.
-    accumulation: int = 1
-    warmup: int = 50  #: Steps of linear warm-up, at most half of all.
-    alpha: float = 16.0  #: LoRA alpha of experts; ranks use ``ratio``.
-    ratio: float = 2.0  #: ``alpha / r`` of ranks, at the plan's mean rank where the policy lets it vary.
-    #: How the scale of an update follows its rank (:mod:`layerbudget.decisions.ranks.apply`).
-    alpha_policy: str = "constant-ratio"
-    dropout: float = 0.0  #: LoRA dropout.
-    cutoff: int = 256  #: Longest sequence in tokens.
-    top_k: int = 2  #: Experts per token.
-    balance: float = 0.0  #: Weight of the load-balancing loss.
-    on_prompt: bool = False  #: Take the loss on the prompt as well (causal LMs).
-    weight_decay: float = 0.0  #: AdamW's.
-    clip: float = 1.0  #: Largest gradient norm.
-    start: str = "default"  #: ``default`` (PEFT's), or ``gradients``: ranks start in the top directions of the task's gradient.
+    lr: float = option(1e-3, help="peak learning rate")
+    epochs: float = option(3.0, help="passes over the training rows")
+    batch: int = option(32, help="rows per step of the optimiser")
+    accumulation: int = option(
+        1,  # for causal LMs only, because transformers drops the item count for BERT heads
+        group=ADVANCED,
+        help="backward passes per step of the optimiser, of a language model",
+    )
+    warmup: int = option(50, group=ADVANCED, help="steps of linear warm-up, at most half of all")
+    alpha: float = option(16.0, group=ADVANCED, help="LoRA alpha of experts; ranks have --ratio")
+    ratio: float = option(
+        2.0, group=ADVANCED, help="alpha over rank of ranks, at the plan's mean rank where --alpha-policy lets it vary"
+    )
+    alpha_policy: str = option(
+        "constant-ratio",  # see layerbudget.decisions.ranks.apply
+        group=ADVANCED,
+        choices=lambda: ALPHA_POLICIES,
+        help="how the scale of an update follows its rank",
+    )
+    dropout: float = option(0.0, group=ADVANCED, help="LoRA dropout")
+    cutoff: int = option(
+        256, group=ADVANCED, help="longest row in tokens (default: 256; of text 1024, or less if the model was made for less)"
+    )
+    top_k: int = option(2, group=ADVANCED, help="experts per token")
+    balance: float = option(0.0, group=ADVANCED, help="weight of the loss that balances experts")
+    on_prompt: bool = option(False, group=ADVANCED, help="take the loss on the prompt as well, of a language model")
+    weight_decay: float = option(0.0, group=ADVANCED, help="weight decay of AdamW")
+    clip: float = option(1.0, group=ADVANCED, help="largest norm of the gradient")
+    start: str = option(
+        "default",
+        group=ADVANCED,
+        choices=lambda: STARTS,
+        help="where adapters start: as PEFT does, or with gradients in the top directions of the task's gradient, of ranks",
+    )
 
     def __post_init__(self) -> None:
         for name in ("lr", "epochs", "batch", "accumulation", "alpha", "ratio", "cutoff", "top_k", "clip"):
@@ -53,12 +72,15 @@ class Protocol:
                 f"A batch of {self.batch} does not split into {self.accumulation} parts.", "", "Choose a divisor of the batch."
             )
 
-    def check(self, kind: str, *, causal: bool | None = None) -> None:
-        """Refuse numbers that a plan of this kind, or a head (``causal`` is false), does not read."""
-        by_kind = {"ranks": ("alpha", "top_k", "balance"), "experts": ("ratio", "alpha_policy", "start")}
-        for name in (*by_kind.get(kind, ()), *(("on_prompt",) if causal is False else ())):
+    def check(self, plan: Plan, *, causal: bool | None = None) -> None:
+        """Refuse numbers that the adapters of a plan, or a head (``causal`` is false), do not read."""
+        own = decision_of(plan).protocol_options
+        others = {name for decision in DECISIONS.all().values() for name in decision.protocol_options if name not in own}
+        for name in (
+            f.name for f in dataclasses.fields(self) if f.name in others or (f.name == "on_prompt" and causal is False)
+        ):
             if getattr(self, name) != getattr(Protocol, name):
-                who = "A classification head" if name == "on_prompt" else f"A plan of {kind}"
+                who = "A classification head" if name == "on_prompt" else f"A plan of {plan.kind}"
                 raise InvalidInput(f"{who} does not read {name}.", "It would have no effect.", "Leave it out.")
 
     def changed(self, values: Mapping[str, Any]) -> Protocol:

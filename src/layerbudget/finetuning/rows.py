@@ -204,7 +204,7 @@ def rows_of(task: Task | Texts, tokenizer: Any, model: nn.Module, protocol: Prot
 def _check(rows: Rows | TextRows, task: Any, model: nn.Module) -> None:
     """Refuse rows that the model has no positions or no embeddings for, padding included."""
     ids = [row["input_ids"] for part in (task.train, *task.evaluation.values()) for row in rows.encoded(part)]
-    check_ids(model, max(map(len, ids)), max(rows.pad, *(max(row) for row in ids if row)), "--set cutoff=")
+    check_ids(model, max(map(len, ids)), max(rows.pad, *(max(row) for row in ids if row)), "--cutoff")
 
 
 def answers_of(task: Task | Texts) -> dict[str, list[int]]:

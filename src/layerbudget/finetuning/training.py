@@ -28,7 +28,7 @@ from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
 from transformers.integrations import integration_utils
 
@@ -87,9 +87,9 @@ def check(protocol: Protocol, settings: Mapping[str, Any], *, bf16: bool) -> Non
 
     ``settings`` is what the loader says of its base, ``bf16`` whether bfloat16 autocast was asked for.
     """
-    found = process_group()
+    group = process_group()
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if found.size == 1:
+    if group.size == 1:
         if processes > 1:
             raise InvalidInput(
                 f"This is one of {processes} processes, which have not joined.",
@@ -97,11 +97,11 @@ def check(protocol: Protocol, settings: Mapping[str, Any], *, bf16: bool) -> Non
                 "Start `torchrun -m layerbudget finetune ...`, or call layerbudget.execution.processes.join() first.",
             )
         return
-    parts = protocol.accumulation * found.size
+    parts = protocol.accumulation * group.size
     if protocol.batch % parts:
         passes = f" in {protocol.accumulation} passes" if protocol.accumulation > 1 else ""
         raise InvalidInput(
-            f"A batch of {protocol.batch} rows{passes} does not divide between {found.size} processes.",
+            f"A batch of {protocol.batch} rows{passes} does not divide between {group.size} processes.",
             f"It is a multiple of {parts}: the batch of all processes together stays what it is with one.",
             f"Use --batch {max(parts, protocol.batch // parts * parts)}, or another number of processes.",
         )
@@ -113,13 +113,13 @@ def check(protocol: Protocol, settings: Mapping[str, Any], *, bf16: bool) -> Non
         (protocol.balance, "The balance loss", "Leave it out: it is a product of shares of a whole batch."),
         (protocol.start != "default", "A start in the task's gradients", "Leave it out: PEFT's own start is shared."),
         (settings.get("quantised"), "A base in 4 bits (--four-bit)", "Use --dtype bfloat16."),
-        (other, f"Accelerate's mixed precision {precision}", "Say --set bf16=true."),
+        (other, f"Accelerate's mixed precision {precision}", "Say --bf16."),
         (shares_weights() and version != "2", f"Version {version} of FSDP", "Add --fsdp_version 2: it holds frozen weights."),
         (shares_weights() and not wrapped, f"FSDP's policy {policy}", "Leave it out: every decoder layer is one unit."),
         *((_set(variable), name, remedy) for variable, (name, remedy) in _REFUSED.items()),
     ):
         if refused:
-            raise InvalidInput(f"{what} cannot be used by several processes.", f"There are {found.size}.", remedy)
+            raise InvalidInput(f"{what} cannot be used by several processes.", f"There are {group.size}.", remedy)
 
 
 class FilledOrder(Sampler[int]):
@@ -180,13 +180,13 @@ def counts_tokens(model: nn.Module, ids: Sequence[int], *, passes: int = 1) -> b
         return False
     finally:
         model.train(training)
-    own = float(_token_loss(first, tokens))
-    if abs(float(first.loss) - float(second.loss) - own / 2) > 0.05 * own:
+    loss = float(_token_loss(first, tokens))
+    if abs(float(first.loss) - float(second.loss) - loss / 2) > 0.05 * loss:
         return False
     other = getattr(first, "aux_loss", None)
-    if passes > 1 and other is not None and abs(float(first.loss) - own) > 1e-3 * own:
-        told = f"{type(base).__name__} adds a loss of its router to every pass, and a step has {passes}."
-        raise InvalidInput(told, "It would count several times.", "Set output_router_logits to false in its config.json.")
+    if passes > 1 and other is not None and abs(float(first.loss) - loss) > 1e-3 * loss:
+        message = f"{type(base).__name__} adds a loss of its router to every pass, and a step has {passes}."
+        raise InvalidInput(message, "It would count several times.", "Set output_router_logits to false in its config.json.")
     return True
 
 
@@ -202,8 +202,11 @@ class _SharedTrainer(Trainer):
         super().__init__(train_dataset=cast(Any, [*rows, blank]), **options)
         torch.manual_seed(options["args"].seed + 1_000_003 * rank)  # dropout differs between processes
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
-        return self.filled
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Read the rows in this order; accelerate gives every process its part."""
+        rows, size = cast(Any, self.train_dataset), self.args.train_batch_size
+        loader = DataLoader(rows, size, sampler=self.filled, collate_fn=self.data_collator)
+        return cast("DataLoader[Any]", self.accelerator.prepare(loader))
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -225,7 +228,10 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
 
 
 class _ShardedTrainer(_SharedTrainer):
-    """A Trainer whose processes share the weights too; its checkpoints are those of one process."""
+    """A Trainer whose processes share the weights too; its checkpoints are those of one process.
+
+    Three private methods are overridden: a run that continued from accelerate's own checkpoint of FSDP2 did not go on (gloo).
+    """
 
     def create_accelerator_and_postprocess(self) -> None:
         """Share weights also where processes run on the CPU, which accelerate leaves out in silence."""
@@ -245,18 +251,20 @@ class _ShardedTrainer(_SharedTrainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer, scheduler = cast(Any, self.optimizer), cast(Any, self.lr_scheduler)
-        held = optimizer.state_dict()
-        held["state"] = {k: {n: _whole(v) for n, v in row.items()} for k, row in held["state"].items()}
+        moments = optimizer.state_dict()
+        moments["state"] = {k: {n: _whole(v) for n, v in row.items()} for k, row in moments["state"].items()}
         if self.args.should_save:
-            torch.save(held, Path(output_dir) / _OPTIMIZER)
+            torch.save(moments, Path(output_dir) / _OPTIMIZER)
             torch.save(scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         from peft import get_peft_model_state_dict
         from safetensors.torch import load_file
 
-        own: Any = self.model
-        named = get_peft_model_state_dict(own, state_dict={name: p for name, p in own.named_parameters() if p.requires_grad})
+        adapted: Any = self.model
+        named = get_peft_model_state_dict(
+            adapted, state_dict={name: p for name, p in adapted.named_parameters() if p.requires_grad}
+        )
         with torch.no_grad():
             for name, value in load_file(Path(resume_from_checkpoint) / _WEIGHTS).items():
                 named[name].copy_(_like(named[name], value))
@@ -264,12 +272,12 @@ class _ShardedTrainer(_SharedTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        held = torch.load(Path(checkpoint) / _OPTIMIZER, map_location="cpu", weights_only=True)
+        moments = torch.load(Path(checkpoint) / _OPTIMIZER, map_location="cpu", weights_only=True)
         optimizer, scheduler = cast(Any, self.optimizer), cast(Any, self.lr_scheduler)
         order = [p for group in optimizer.param_groups for p in group["params"]]
-        for k, row in held["state"].items():
-            held["state"][k] = {n: _like(order[k], v) if v.shape == order[k].shape else v for n, v in row.items()}
-        optimizer.load_state_dict(held)
+        for k, row in moments["state"].items():
+            moments["state"][k] = {n: _like(order[k], v) if v.shape == order[k].shape else v for n, v in row.items()}
+        optimizer.load_state_dict(moments)
         scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
 
 
@@ -321,10 +329,10 @@ class _Diverged(TrainerCallback):
 
 def diverged(protocol: Protocol, place: str) -> NotFinite:
     """Return the refusal of a training whose numbers are not finite."""
-    told = f"The training diverged {place}: its loss or its weights are not finite. Nothing of it is kept."
+    message = f"The training diverged {place}: its loss or its weights are not finite. Nothing of it is kept."
     smaller = min(protocol.lr / 10, Protocol.lr)
     remedy = f"Use a smaller one, say --lr {smaller:.1g}; a run with --resume needs another folder then."
-    return NotFinite(told, f"The learning rate is {protocol.lr:g}.", remedy)
+    return NotFinite(message, f"The learning rate is {protocol.lr:g}.", remedy)
 
 
 def mean_loss(history: Sequence[Mapping[str, Any]]) -> float:
@@ -385,7 +393,7 @@ def _arguments(
         dataloader_num_workers=0,
         **options,
     )
-    arguments._n_gpu = min(arguments.n_gpu, 1)  # several cards would be one DataParallel, with several times the batch
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # private: no option keeps several cards from one DataParallel
     return arguments
 
 
@@ -421,9 +429,9 @@ def train(
         InvalidInput: Accumulation for a head, or with a model that adds a loss of its own.
     """
     if not rows.causal and protocol.accumulation > 1:
-        told = f"accumulation is {protocol.accumulation} for a classification head."
+        message = f"accumulation is {protocol.accumulation} for a classification head."
         reason = "It is 1 there: transformers drops the item count for such heads, and gradients grow with the accumulation."
-        raise InvalidInput(told, reason, "Use a smaller batch, or accumulation 1.")
+        raise InvalidInput(message, reason, "Use a smaller batch, or accumulation 1.")
     examples: Any = rows.task.train
     group, read = process_group(), rows.encoded(examples)
     steps = math.ceil(len(read) / protocol.batch) * math.ceil(protocol.epochs)
@@ -433,12 +441,8 @@ def train(
     strategy["report_to"] = report_to
     arguments = _arguments(model, protocol, seed, folder, steps, device, **strategy)
     set_seed(seed)
-    own = [_Diverged(protocol), *callbacks, _Watch(progress, phase)]
-    if protocol.balance:
-        from ..decisions.experts.method import BalanceScale
-
-        own.append(BalanceScale())
-    options: dict[str, Any] = {"model": model, "data_collator": rows.collate, "callbacks": own}
+    watchers = [_Diverged(protocol), *callbacks, _Watch(progress, phase)]
+    options: dict[str, Any] = {"model": model, "data_collator": rows.collate, "callbacks": watchers}
     if rows.causal:
         options["data_collator"] = lambda batch: _first_unlearned(rows.collate(batch))
         if not counts_tokens(model, read[0]["input_ids"], passes=protocol.accumulation * group.size):
@@ -455,8 +459,8 @@ def train(
             import wandb
 
             wandb.finish()  # its callback leaves that to the end of the program: seeds would share a run, and it prints there
-    found = {"training_loss": mean_loss(trainer.state.log_history), "steps": trainer.state.global_step}
-    return {**found, **({"processes": group.size} if group.size > 1 else {})}
+    result = {"training_loss": mean_loss(trainer.state.log_history), "steps": trainer.state.global_step}
+    return {**result, **({"processes": group.size} if group.size > 1 else {})}
 
 
 def judge(model: nn.Module, rows: Rows | TextRows, *, bf16: bool) -> dict[str, Any]:

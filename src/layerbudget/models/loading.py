@@ -218,6 +218,20 @@ def foreign(what: str, feasible: str, remedy: str) -> Iterator[None]:
         raise BadModel(f"{what}: {first[:300]}", feasible, remedy) from error
 
 
+def read_configuration(name: str, revision: str | None = None) -> Any:
+    """Return the configuration of a model, or of a file that is one; no weights are read.
+
+    Raises:
+        BadModel: It is none.
+    """
+    from transformers import AutoConfig
+
+    path = Path(name).expanduser()
+    where = str(path) if path.suffix == ".json" and path.is_file() else resolve(name, revision)
+    with foreign(f"{name} is no configuration", "It is a transformers config.json.", "Point to a model folder."):
+        return AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=False)
+
+
 def several() -> Any:
     """The class of transformers that loads a language model that reads images, sound or both beside text."""
     import transformers

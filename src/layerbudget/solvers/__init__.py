@@ -1,8 +1,8 @@
 """The programs, solved exactly and certified, and their rounding: numpy and scipy only, no model needed."""
 
 from .choices import Choice, choose, near_ties
+from .counted import choose_few
 from .joint import JointSolution, solve_joint
-from .mixed import choose_few, mix_recipe
 from .programs import allocate, sparsify
 from .rounding import Rounded, allocate_increments, few_levels, round_capacity, round_parameters
 from .separable import Solution
@@ -21,7 +21,6 @@ __all__ = [
     "choose",
     "choose_few",
     "few_levels",
-    "mix_recipe",
     "near_ties",
     "round_capacity",
     "round_parameters",

@@ -22,19 +22,7 @@ from typing import Any
 from ..errors import AlreadyExists
 from . import reading
 from .source import complete, save_weights
-from .writing import (
-    SUFFIX,
-    check_writable,
-    left_behind,
-    locked,
-    new_temporary,
-    real,
-    release,
-    sweep,
-    sync,
-    whole,
-    write_text,
-)
+from .writing import SUFFIX, check_writable, left_behind, locked, new_temporary, real, release, sweep, sync, whole, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +32,11 @@ COMMIT = ".commit" + SUFFIX
 
 def checksum(path: Path, key: bytes = b"") -> str:
     """BLAKE2b of a file's content (32 hexadecimal digits), keyed where a key is given."""
-    found = hashlib.blake2b(digest_size=16, key=key)
+    hasher = hashlib.blake2b(digest_size=16, key=key)
     with open(path, "rb") as f:
         while chunk := f.read(1 << 22):
-            found.update(chunk)
-    return found.hexdigest()
+            hasher.update(chunk)
+    return hasher.hexdigest()
 
 
 def seal(folder: Path, names: Iterable[str] = ("",)) -> None:

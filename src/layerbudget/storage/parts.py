@@ -65,8 +65,8 @@ class Parts:
 
     def find(self, name: str) -> Path | None:
         """The file of a finished part; ``None`` where there is none that is whole. Broken ones are removed."""
-        for file, found, total in [] if self.folder is None else _parts(self.folder):
-            if found != name:
+        for file, stored, total in [] if self.folder is None else _parts(self.folder):
+            if stored != name:
                 continue
             if file in self._checked or folders.checksum(file, self._key.encode()) == total:
                 self._checked.add(file)
@@ -130,8 +130,8 @@ def clear(folder: Path | str) -> None:
 
 
 def _parts(folder: Path) -> list[tuple[Path, str, str]]:
-    found = [(f, _PART.fullmatch(f.name)) for f in sorted(folder.iterdir())]
-    return [(f, m[1], m[2]) for f, m in found if m and f.is_file() and not f.is_symlink()]
+    matches = [(f, _PART.fullmatch(f.name)) for f in sorted(folder.iterdir())]
+    return [(f, m[1], m[2]) for f, m in matches if m and f.is_file() and not f.is_symlink()]
 
 
 def _key_of(folder: Path) -> str | None:
@@ -139,11 +139,11 @@ def _key_of(folder: Path) -> str | None:
     if not (folder / STATE).exists():
         return None
     try:
-        found = reading.read(folder / STATE, "resume", limit=1 << 24)
+        state = reading.read(folder / STATE, "resume", limit=1 << 24)
     except CorruptFile:
         logger.warning("%s is broken; parts that belong to this run are still used.", folder / STATE)
         return None
-    key = found.get("key") if isinstance(found, dict) else None
+    key = state.get("key") if isinstance(state, dict) else None
     return key if isinstance(key, str) else None
 
 

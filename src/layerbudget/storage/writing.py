@@ -50,14 +50,14 @@ def sync(path: Path) -> None:
 def real(path: Path | str) -> Path:
     """The place that a path leads to, links followed."""
     try:
-        found = Path(os.path.realpath(path, strict=False))
-        found.exists()
-        os.fsencode(found)
-        if "\0" in str(found) or found.is_symlink():
-            raise ValueError("a link that leads to itself" if found.is_symlink() else "embedded null byte")
+        resolved = Path(os.path.realpath(path, strict=False))
+        resolved.exists()
+        os.fsencode(resolved)
+        if "\0" in str(resolved) or resolved.is_symlink():
+            raise ValueError("a link that leads to itself" if resolved.is_symlink() else "embedded null byte")
     except (OSError, ValueError) as error:
         raise InvalidInput(f"{str(path)!r} is no place to write to: {error}.", "", "Choose another output.") from error
-    return found
+    return resolved
 
 
 def _above(path: Path) -> Path:
@@ -80,8 +80,8 @@ def check_writable(path: Path) -> None:
 
 def check_output(path: Path | str, *, overwrite: bool = False) -> Path:
     """Refuse an output file that could not be written, before any work is done; what killed runs left of it is removed."""
-    path, given = real(path), path
-    _check_place(path, given, allowed=overwrite)
+    path, named = real(path), path
+    _check_place(path, named, allowed=overwrite)
     check_writable(path)
     sweep(path.parent, path.name)
     return path
@@ -100,12 +100,12 @@ def check_apart(path: Path | str, *sources: Path | str) -> None:
             )
 
 
-def _check_place(path: Path, given: Path | str, *, allowed: bool) -> None:
+def _check_place(path: Path, named: Path | str, *, allowed: bool) -> None:
     """Refuse pipes and devices, which a rename would replace, folders, and files that may not be overwritten."""
     if path.exists() and not (path.is_dir() or stat.S_ISREG(path.stat().st_mode)):
         raise InvalidInput(f"{path} is no ordinary file.", "Results are files.", "Choose another output.")
     if path.is_dir() or (path.exists() and not allowed):
-        raise AlreadyExists(f"{given} exists already.", "", "Choose another output or pass --overwrite (overwrite=True).")
+        raise AlreadyExists(f"{named} exists already.", "", "Choose another output or pass --overwrite (overwrite=True).")
 
 
 def write_text(path: Path | str, text: str, *, overwrite: bool = False) -> Path:
@@ -115,14 +115,14 @@ def write_text(path: Path | str, text: str, *, overwrite: bool = False) -> Path:
 
 def write_bytes(path: Path | str, content: bytes, *, overwrite: bool = False) -> Path:
     """Write a file atomically."""
-    path, given = real(path), Path(path)
+    path, named = real(path), Path(path)
     same = path.is_file() and path.stat().st_size == len(content) and path.read_bytes() == content
-    _check_place(path, given, allowed=overwrite or same)
+    _check_place(path, named, allowed=overwrite or same)
     path.parent.mkdir(parents=True, exist_ok=True)
     sweep(path.parent, path.name)
     with new_file(path.parent, path.name, lambda _: path) as temporary:
         temporary.write_bytes(content)
-    return given
+    return named
 
 
 @contextlib.contextmanager
@@ -191,8 +191,8 @@ def locked(path: Path) -> Iterator[None]:
 
 def left_behind(folder: Path, name: str | None = None) -> list[Path]:
     """Temporary folders of a name (of any) in a folder, whether or not somebody is still at work on them."""
-    found = [(entry, _LEFT.fullmatch(entry.name)) for entry in folder.iterdir()] if folder.is_dir() else []
-    return [entry for entry, match in found if match and (name is None or match[1] in (name[:_NAME], _PROBE))]
+    matches = [(entry, _LEFT.fullmatch(entry.name)) for entry in folder.iterdir()] if folder.is_dir() else []
+    return [entry for entry, match in matches if match and (name is None or match[1] in (name[:_NAME], _PROBE))]
 
 
 def sweep(folder: Path, name: str | None = None) -> None:

@@ -16,11 +16,11 @@ from layerbudget.decisions.bits import packed
 from layerbudget.decisions.bits import plan as planning
 from layerbudget.decisions.bits.apply import write_bits
 from layerbudget.decisions.bits.blocks import formats_table, unwritable
-from layerbudget.decisions.bits.gguf_names import find_names
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.errors import CoverageError, InfeasibleBudget, InvalidInput
-from layerbudget.plans.explain import explain_plan
+from layerbudget.gguf.names import find_names
+from layerbudget.reporting.explain import explain_plan
 
 pytest.importorskip("compressed_tensors")
 WIDE = {"intermediate_size": 64, "hidden_size": 64, "vocab_size": 96}
@@ -54,7 +54,7 @@ def mixtral():
         (
             lambda: zoo.build("gpt2"),
             "compressed-tensors",
-            "12 of 12 matrices .*Conv1D.*fit --set unwritten=plan; then export --to auto-round",
+            "12 of 12 matrices .*Conv1D.*--unwritten plan; then export --to auto-round",
         ),
         (mamba2, "compressed-tensors", "2 of 4 matrices .*out_proj: transformers reads its weight"),
         (modernbert, "compressed-tensors", "8 of 8 matrices .*None is left to plan"),
@@ -150,7 +150,7 @@ def test_a_model_inside_a_model_initialises_its_own_modules():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (mamba2, r"2 of 4 matrices.*out_proj: transformers.*\(plan fit: --set unwritten=16-bit\), or export.*auto-round"),
+        (mamba2, r"2 of 4 matrices.*out_proj: transformers.*--unwritten 16-bit, or export.*auto-round"),
         (modernbert, "8 of 8 matrices.*Nothing was done.*Export the plan for a tool that writes them"),
         (lambda: zoo.build("gpt2", n_embd=64), "12 of 12 matrices.*Conv1D.*Export the plan"),
     ],

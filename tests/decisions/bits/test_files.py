@@ -23,12 +23,12 @@ from layerbudget.decisions.bits import packed
 from layerbudget.decisions.bits.apply import QuantisationReceipt, apply_bits, write_bits
 from layerbudget.decisions.bits.blocks import blocks_of
 from layerbudget.decisions.bits.export import auto_round, llama_cpp, mlx
-from layerbudget.decisions.bits.gguf import GgufWriter, Stored
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.errors import AlreadyExists, CoverageError, InvalidInput, MissingDependency, ModelMismatch
 from layerbudget.exports import EXPORTS
 from layerbudget.finetuning.adapters import classifier_loader
+from layerbudget.gguf.writer import GgufWriter, Stored
 from layerbudget.models.loading import describe_place
 from layerbudget.models.offload import mapped
 

@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 from tests import zoo
 from tests.cli.helpers import command_result
-from tests.decisions.bits.test_program import gguf_record, mix_bytes, record
+from tests.decisions.formats.test_program import gguf_record, mix_bytes, record
 
 from layerbudget.decisions.bits.plan import plan_bits
-from layerbudget.decisions.bits.reasons import reasons
-from layerbudget.decisions.bits.table import Table
-from layerbudget.decisions.fit.parts import parts_of
-from layerbudget.decisions.fit.plan import plan_fit
+from layerbudget.decisions.formats.reasons import reasons
+from layerbudget.decisions.formats.table import Table
+from layerbudget.decisions.memory.parts import parts_of
+from layerbudget.decisions.memory.plan import plan_memory
 from layerbudget.errors import CorruptFile, InvalidInput, ModelMismatch
 from layerbudget.exports import blocks_csv
 from layerbudget.plan import Plan
-from layerbudget.plans.compare import diff_plans, sweep
-from layerbudget.plans.explain import explain_plan
-from layerbudget.plans.verdict import standing, verdict
-from layerbudget.report.page import build_page, plan_details
+from layerbudget.reporting.explain import explain_plan
+from layerbudget.reporting.page import build_page, plan_details
+from layerbudget.reporting.sweep import diff_plans, sweep
+from layerbudget.reporting.verdict import standing, verdict
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_the_table_beside_the_verdict_has_bytes_and_both_comparisons():
             200 * e["baselines"][name]["difference_error"] / other, abs=0.51
         )
     rows = {n: {"kl": v, "difference": 0.1, "difference_error": 0.03} for n, v in (("uniform", 0.4), ("mix", 0.2))}
-    check = {"rows": {"choices": {"kl": 0.1}, **rows}, "verdict": "x", "taken": "choices"}
+    check = {"rows": {"exact": {"kl": 0.1}, **rows}, "verdict": "x", "taken": "exact"}
     title, head, rows = standing(dataclasses.replace(plan, extra={**e, "check": check}))
     assert "measured on held-out text, +- two standard errors" in title and head[2] == "measured"
     assert rows[0][3:] == ("-75.0% +-15%", "-50.0% +-30%") and rows[1][3:] == ("–", "+100.0%")
@@ -199,8 +199,8 @@ def test_scores_that_are_no_gains_are_refused_with_a_remedy(tmp_path):
     """Weights and cache together hold no reasons, and nobody asked for codelengths: --scores is refused, and not needed."""
     scores = zoo.fit_scores()
     scores.save(tmp_path / "fit-scores.json")
-    plan_fit(scores, memory="994 KB", context=64).save(tmp_path / "fit.json")
-    with pytest.raises(InvalidInput, match=r"^A plan of fit needs no scores here\. Leave out --scores"):
+    plan_memory(scores, memory="994 KB", context=64).save(tmp_path / "fit.json")
+    with pytest.raises(InvalidInput, match=r"^A plan of memory needs no scores here\. Leave out --scores"):
         command_result("explain", "plan", tmp_path / "fit.json", "--scores", tmp_path / "fit-scores.json")
     bits = parts_of(Plan.load(tmp_path / "fit.json"))["bits"]
     with pytest.raises(InvalidInput, match=r"hold no damages of formats\. Leave out --scores"):

@@ -13,19 +13,22 @@ from tests import zoo
 import layerbudget as lb
 from layerbudget.compressors.base import Level, find_quantiser
 from layerbudget.compressors.formats import RUNTIMES
+from layerbudget.decisions.bits import plan as planning
 from layerbudget.decisions.bits import rounding
 from layerbudget.decisions.bits import sensitivity as R
 from layerbudget.decisions.bits.apply import apply_bits
-from layerbudget.decisions.bits.blocks import blocks_of
+from layerbudget.decisions.bits.blocks import blocks_of, formats_table, in_formats
 from layerbudget.decisions.bits.plan import check_plan, check_record, plan_bits
-from layerbudget.decisions.bits.program import PEER
-from layerbudget.decisions.bits.sensitivity import DenseOutput, mean_and_error, mean_and_rest, rounding_damage
-from layerbudget.decisions.bits.table import Table
+from layerbudget.decisions.bits.sensitivity import DenseOutput, rounding_damage
+from layerbudget.decisions.formats.program import PEER
+from layerbudget.decisions.formats.table import Table
+from layerbudget.decisions.memory.plan import plan_memory
 from layerbudget.errors import InvalidInput
 from layerbudget.models.blocks import describe, end_modules, weight_of
-from layerbudget.plans.verdict import passes_of, standing, verdict
+from layerbudget.reporting.verdict import passes_of, standing, verdict
 from layerbudget.scores import Scores
 from layerbudget.sensitivity.directional.terms import quadratic_terms
+from layerbudget.sensitivity.sequences import deviations, per_token
 
 pytest.importorskip("gguf")
 
@@ -56,7 +59,7 @@ def answers(data):
 def measured(model, data, table, i, j):
     """Damage of one block in one format, all else dense, with the quantiser of the table."""
     formats = {m.name: table.formats[j] for m in table.blocks[i].modules}
-    return mean_and_error(DenseOutput(model, data).rows_of(model, formats, data, table.method)[:, :2])[0]
+    return per_token(*DenseOutput(model, data).rows_of(model, formats, data, table.method)[:, :2].T)[0]
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "gemma3"])
@@ -87,11 +90,11 @@ def test_the_fisher_form_along_the_rounding_error_predicts_what_is_measured(meth
     table, dense = Table.of(scores), DenseOutput(model, other)
     formats = [[{m.name: form for m in b.modules} for form in table.formats[:3]] for b in table.blocks]
     rows = [[dense.rows_of(model, each, data, method)[:, :2] for each in row] for row in formats]
-    found = np.array([[mean_and_error(each)[0] for each in row] for row in rows])
+    found = np.array([[per_token(*each.T)[0] for each in row] for row in rows])
     there, predicted = found > 1e-9, table.damage[:, :3]
     assert np.corrcoef(np.log(found[there]), np.log(predicted[there]))[0, 1] > 0.95
     assert 0.8 < np.median(predicted[there] / found[there]) < (1.5 if method == "gptq" else 1.2)
-    assert scores.extra["choices"]["passes"] == {"rtn": 9.0, "weighted": 10.0, "gptq": 0.5 * 17 + 1.0}[method]
+    assert scores.extra["formats"]["passes"] == {"rtn": 9.0, "weighted": 10.0, "gptq": 0.5 * 17 + 1.0}[method]
     error = table.error[:, :3][there]
     assert (error > 0).all() and np.median(error / predicted[there]) < 0.5
 
@@ -160,7 +163,7 @@ def test_with_feedback_two_lattices_are_measured():
     model, data = zoo.build("llama", hidden_size=256, intermediate_size=256, num_hidden_layers=1), zoo.tokens(12, 16)
     options = {"family": "gguf", "formats": ["IQ2_XS", "IQ2_S", "Q2_K", "IQ3_S", "Q4_K"], "method": "gptq", "draws": 8}
     scores, every = (rounding_damage(model, data, whole=w, **options) for w in (False, True))
-    assert {"IQ2_S", "IQ3_S"} <= set(scores.extra["choices"]["anchors"])
+    assert {"IQ2_S", "IQ3_S"} <= set(scores.extra["formats"]["anchors"])
     table, every = Table.of(scores), Table.of(every)
     inside = [i for i, b in enumerate(table.blocks) if "layers" in b.name]
     off = np.log(table.damage[inside] / every.damage[inside])[:, :5]
@@ -172,7 +175,7 @@ def test_the_damage_of_every_format_can_be_measured_along_its_own_error():
     model, data = zoo.build("llama", hidden_size=64, intermediate_size=64, num_hidden_layers=2), zoo.tokens(8, 16)
     menu, own = ["Q4_0", "IQ4_NL", "Q5_1", "Q8_0"], {"family": "gguf", "draws": 16, "whole": True}
     scores = rounding_damage(model, data, formats=menu, **own)
-    assert scores.extra["choices"]["anchors"] == tuple(scores.extra["choices"]["formats"])
+    assert scores.extra["formats"]["anchors"] == tuple(scores.extra["formats"]["formats"])
     found = Table.of(scores)
     for form in menu:
         alone = Table.of(rounding_damage(model, data, formats=[form], **own))
@@ -204,7 +207,7 @@ def test_runtimes_say_what_must_agree():
     scores = rounding_damage(zoo.build("llama", intermediate_size=64), zoo.tokens(2, 8), runtime="vllm", group=32, draws=1)
     plan = plan_bits(scores, bits=6.5)
     formats = plan.extra["formats"]
-    assert scores.extra["choices"]["formats"] == ["w4-g32", "w8-g32", "bf16"]
+    assert scores.extra["formats"]["formats"] == ["w4-g32", "w8-g32", "bf16"]
     for i in range(3):
         assert len({formats[f"model.layers.{i}.self_attn.{p}_proj"] for p in "qkv"}) == 1
         assert len({formats[f"model.layers.{i}.mlp.{p}_proj"] for p in ("gate", "up")}) == 1
@@ -229,21 +232,21 @@ def test_the_check_is_of_the_whole_plan_and_leaves_the_model_alone(tmp_path):
     fit, held_out = (zoo.tokens(12, 16).select(rows) for rows in (slice(0, 8), slice(8, 12)))
     plan = plan_bits(model, fit, held_out, bits=4.0, group=32, method="gptq", save_scores=tmp_path / "scores.json")
     check = plan.extra["check"]
-    assert describe(model) == describe(dense) and set(check["rows"]) == {"choices", "uniform"}
+    assert describe(model) == describe(dense) and set(check["rows"]) == {"exact", "uniform"}
     assert check["rows"][check["taken"]]["kl"] == min(r["kl"] for r in check["rows"].values())
-    assert plan.rule == check["taken"] and plan.extra["asked"] == "choices"
+    assert plan.rule == check["taken"] and plan.extra["asked"] == "exact"
     apply_bits(model, plan, fit)
     assert kl(model, dense, held_out) == pytest.approx(check["rows"][plan.rule]["kl"], rel=1e-3)
     scores = Scores.load(tmp_path / "scores.json")
-    held = scores.extra["choices"]  # damages that say the opposite of the truth: the check finds out
+    held = scores.extra["formats"]  # damages that say the opposite of the truth: the check finds out
     held = {**held, "damage": [[None if d is None else 1 / (d + 1e-6) if d else 1e9 for d in row] for row in held["damage"]]}
-    scores = dataclasses.replace(scores, extra={"choices": held})
+    scores = dataclasses.replace(scores, extra={"formats": held})
     asked = plan_bits(scores, bits=5.0)
     asked = dataclasses.replace(asked, extra={**asked.extra, "passes": 7.0})
     wrong = check_plan(dense, asked, scores, fit, held_out)
     assert wrong.extra["curve"] == asked.extra["curve"] != [] and passes_of(wrong) == 7.0
     assert wrong.extra["formats"] != asked.extra["formats"] and wrong.extra["predicted"] > asked.extra["predicted"]
-    assert wrong.rule == "uniform" and wrong.extra["asked"] == "choices"
+    assert wrong.rule == "uniform" and wrong.extra["asked"] == "exact"
     assert f"The plan is {wrong.rule}." in wrong.extra["check"]["verdict"] and not wrong.certificate
 
 
@@ -253,11 +256,9 @@ def test_a_plan_with_feedback_stands_beside_the_file_that_llama_quantize_writes(
     fit, held_out = text.select(slice(0, 16)), text.select(slice(16, 24))
     plan = plan_bits(model, fit, held_out, like="Q4_K_M", family="gguf", method="gptq", draws=2)
     rows, mix = plan.extra["check"]["rows"], plan_bits(model, fit, like="Q4_K_M", method="gptq", rule="mix", draws=1)
-    assert set(rows) == {"choices", "uniform", "mix", PEER} and rows[PEER]["bytes"] == rows["mix"]["bytes"]
+    assert set(rows) == {"exact", "uniform", "mix", PEER} and rows[PEER]["bytes"] == rows["mix"]["bytes"]
     written = DenseOutput(model, held_out).rows_of(model, mix.extra["formats"], fit, "weighted")
-    assert (
-        rows[PEER]["kl"] == pytest.approx(mean_and_error(written[:, :2])[0], rel=1e-6) and rows[PEER]["kl"] > rows["mix"]["kl"]
-    )
+    assert rows[PEER]["kl"] == pytest.approx(per_token(*written[:, :2].T)[0], rel=1e-6) and rows[PEER]["kl"] > rows["mix"]["kl"]
     assert "than Q4_K_M by llama-quantize within" in verdict(plan) and "llama.cpp's" not in verdict(plan)
     head, table = standing(plan)[1:]
     assert head[-1] == "against llama-quantize" and [r[0] for r in table][2:] == [
@@ -265,7 +266,7 @@ def test_a_plan_with_feedback_stands_beside_the_file_that_llama_quantize_writes(
         "Q4_K_M by llama-quantize",
     ]
     low = {n: r * ([[0.1, 1, 1, 1]] if n == PEER else 1) for n, r in dict.fromkeys(rows, written).items()}
-    record = check_record(model, DenseOutput(model, held_out), "choices", low, dict.fromkeys(rows, 1), ["choices"])
+    record = check_record(model, DenseOutput(model, held_out), "exact", low, dict.fromkeys(rows, 1), ["exact"])
     assert record["taken"] != PEER and record["rows"][PEER]["difference"] < 0
 
 
@@ -323,8 +324,8 @@ def test_every_damage_of_a_table_is_of_the_answers():
 
 def table_of(rows):
     """A table of one format from ``(K, sequences, 2)`` sums and tokens."""
-    damage, rest = zip(*(mean_and_rest(r) for r in rows), strict=True)
-    rest = np.array(rest)[:, None]
+    damage = [sums.sum() / counts.sum() for sums, counts in np.moveaxis(rows, 2, 1)]
+    rest = np.array([deviations(*r.T, mean) for r, mean in zip(rows, damage, strict=True)])[:, None]
     return Table(
         blocks=[None] * len(rows), formats=("w4",), size=np.ones((len(rows), 1), int), damage=np.array(damage)[:, None],
         error=np.linalg.norm(rest, axis=-1), rest=rest, fixed=0, family="", runtime="", method="rtn",
@@ -357,7 +358,7 @@ def test_the_error_of_a_plan_is_that_of_its_damage_by_sequence(monkeypatch):
     monkeypatch.setattr(R, "pooled", lambda damage, error, norm: (damage, 1.0))
     alone = [Table.of(rounding_damage(model, data.select([s]), formats=["w3-g32", "w4-g32"])).damage for s in range(5)]
     tokens = (data.labels[:, 1:] != -100).sum(1).numpy()
-    wanted = mean_and_error(np.stack([np.array([d[k, chosen].sum() for d in alone]) * tokens, tokens], 1))[1]
+    wanted = per_token(np.array([d[k, chosen].sum() for d in alone]) * tokens, tokens)[1]
     assert plan.extra["predicted_error"] == pytest.approx(wanted, rel=3e-2), "each alone is pooled by itself"
     assert plan.extra["predicted_error"] > 1.2 * np.sqrt((table.error[k, chosen] ** 2).sum())
 
@@ -382,16 +383,17 @@ def test_bad_input_is_one_sentence():
         ("mix", "gguf", {"like": "Q4_0"}, "MXFP4"),
         ("uniform", "gguf", {"like": "Q4_0"}, "MXFP4"),
         ("uniform", "compressed-tensors", {"bits": 6.0}, "w2-g32"),
-        ("ends", "compressed-tensors", {"bits": 6.0}, "w2-g32"),
+        ("protect-ends", "compressed-tensors", {"bits": 6.0}, "w2-g32"),
     ],
 )
 def test_a_rule_without_a_program_measures_its_own_formats_alone(rule, family, limit, left_out, monkeypatch, tmp_path):
     measured, measure = [], R.rounding_damage
     own = {"rule": rule, "family": family, "draws": 1, **limit, **({"group": 32} if family != "gguf" else {})}
 
+    @functools.wraps(measure)
     def seen(model, data, **options):
         scores = measure(model, data, **options)
-        measured.append(scores.extra["choices"]["formats"])
+        measured.append(scores.extra["formats"]["formats"])
         return scores
 
     monkeypatch.setattr("layerbudget.decisions.bits.plan.rounding_damage", seen)
@@ -401,7 +403,40 @@ def test_a_rule_without_a_program_measures_its_own_formats_alone(rule, family, l
     few, many = measured
     assert set(few) < set(many) and left_out in set(many) - set(few)
     assert alone.extra["formats"] == everything.extra["formats"] and alone.budget == everything.budget
-    beside = {n: row["spent"] for n, row in everything.extra["baselines"].items() if n != "choices"}
+    beside = {n: row["spent"] for n, row in everything.extra["baselines"].items() if n != "exact"}
     assert {n: row["spent"] for n, row in alone.extra["baselines"].items()} == beside
     assert alone.extra["curve"] == [], "the best plans would have other formats"
     assert "the exact program" not in str(standing(alone)) and "nats per token" in verdict(alone)
+
+
+FEW_HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}  # of 32 channels, for caches of llama.cpp
+
+
+@pytest.mark.parametrize("own", [{"like": "Q4_K_M"}, {"like": "IQ1_S", "method": "weighted"}, {"bits": 9.0, "rule": "uniform"}])
+def test_the_table_of_formats_is_built_once_for_a_plan(tmp_path, monkeypatch, own):
+    """It was built up to three times, and the header of a GGUF file was written as often to know its bytes."""
+    built = []
+
+    @functools.wraps(formats_table)
+    def counted(*words, **options):
+        built.append(options)
+        return formats_table(*words, **options)
+
+    for module in (planning, R):
+        monkeypatch.setattr(module, "formats_table", counted)
+    model, data = zoo.build("llama", hidden_size=256, intermediate_size=256), zoo.tokens(2, 8)
+    plan_bits(model, data, draws=1, tokenizer=None, **own)
+    assert len(built) == 1
+    plan_memory(zoo.build("llama", **FEW_HEADS), data, memory="0.9 MiB", context=32, draws=1, save_scores=tmp_path / "s")
+    assert len(built) == 2
+
+
+def test_the_same_blocks_in_other_formats_are_those_of_a_table_of_their_own():
+    model, names = zoo.build("llama", hidden_size=256, intermediate_size=256), ["Q4_K", "IQ4_NL", "F16"]
+    usual, other = (formats_table(model, family="gguf", formats=f).record() for f in (None, names))
+    assert in_formats(formats_table(model, family="gguf"), names).record() == other != usual
+
+
+def test_an_option_that_no_measurement_reads_is_refused_before_it_begins():
+    with pytest.raises(InvalidInput, match="has no option drawz. Its options: formats, family"):
+        plan_bits(zoo.build("llama"), zoo.tokens(2, 8), bits=6.0, drawz=2)

@@ -15,8 +15,7 @@ from tests import zoo
 
 import layerbudget as lb
 from layerbudget.cli import main
-from layerbudget.decisions.bits.memory import cache_of
-from layerbudget.decisions.bits.sensitivity import DenseOutput, mean_and_error
+from layerbudget.decisions.bits.sensitivity import DenseOutput
 from layerbudget.decisions.cache import cache
 from layerbudget.decisions.cache.cache import caching, kept, rounded, rounding
 from layerbudget.decisions.cache.export import llama_cache, modelopt_cache, vllm_cache
@@ -29,8 +28,10 @@ from layerbudget.errors import CorruptFile, InfeasibleBudget, InvalidInput, Mode
 from layerbudget.execution.loss import logits_of, sampled_targets, summed_loss, unlabelled
 from layerbudget.exports import EXPORTS
 from layerbudget.models.blocks import describe
+from layerbudget.models.memory import cache_of
 from layerbudget.plan import Plan
-from layerbudget.plans.explain import explain_plan
+from layerbudget.reporting.explain import explain_plan
+from layerbudget.sensitivity.sequences import per_token
 
 WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 96}  # heads of 32 channels
 
@@ -120,7 +121,7 @@ def test_damage_predicts_what_is_measured():
         chosen = np.full(len(space.blocks), 2)
         chosen[i] = 0
         with caching(model, rounding(space.by_layer(chosen))):
-            told.append(mean_and_error(dense.rows(model)[:, :2])[0])
+            told.append(per_token(*dense.rows(model)[:, :2].T)[0])
     ratio = found[:, 0] / np.array(told)
     assert 0.7 < np.median(ratio) < 1.4 and np.corrcoef(np.log(found[:, 0]), np.log(told))[0, 1] > 0.9
 
@@ -301,7 +302,7 @@ def test_the_command_plans_and_names(tmp_path, capsys, monkeypatch):
     text.write_text("It was a bright day and the clocks were late. " * 40)
     small = ["--data", str(text), "--samples", "2", "--length", "16", "--quiet"]
     given = ["--context", "128", "--bits", "9", "--runtime", "vllm", *small]
-    assert main(["plan", "cache", "demo", *given, "--set", "check=1", "--set", "draws=1", "-o", out]) == 0
+    assert main(["plan", "cache", "demo", *given, "--check", "1", "--draws", "1", "-o", out]) == 0
     assert Plan.load(out).extra["context"] == 128
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"Next: layerbudget export {out} --to vllm-cache"

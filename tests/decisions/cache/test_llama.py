@@ -20,7 +20,7 @@ from layerbudget.decisions.cache.space import CacheSpace
 from layerbudget.decisions.shapes.save import save_gguf
 from layerbudget.exports import EXPORTS
 from layerbudget.plan import Plan
-from layerbudget.plans.explain import explain_plan
+from layerbudget.reporting.explain import explain_plan
 
 pytest.importorskip("xllamacpp")
 IDS = torch.randint(3, 90, (1, 48), generator=torch.Generator().manual_seed(1))
@@ -52,7 +52,7 @@ def model_of(head, tokenizer):
 @pytest.mark.parametrize("head", [32, 64, 128, 192])
 def test_logits_with_a_rounded_cache_are_those_of_llama_cpp(tmp_path, head):
     """Of heads that 64 divides, keys and values are rotated; of all, they are rounded as a runtime rounds."""
-    from benchmarks.cache_llama_cpp import Llama
+    from benchmarks.cache.llama_cpp import Llama
 
     tokenizer = lb.load_tokenizer("demo")
     model = model_of(head, tokenizer)

@@ -15,15 +15,16 @@ from torch import nn
 
 import layerbudget as lb
 from layerbudget.data.calibration import CalibrationSet
-from layerbudget.decisions.bits.gguf import permute
-from layerbudget.decisions.experts.method import add_experts
+from layerbudget.decisions.lora_experts.method import add_lora_experts
 from layerbudget.decisions.ranks.apply import adapted_ranks, add_ranks, fold_scales, lora_layers, pad_ranks, to_lora_config
+from layerbudget.decisions.ranks.export import lora_json
 from layerbudget.decisions.ranks.plan import serving_note
+from layerbudget.decisions.ranks.start import initialise_from_gradients
 from layerbudget.errors import CoverageError, InvalidInput, ModelMismatch, UnknownBlock
-from layerbudget.exports import lora_json
-from layerbudget.finetuning.adapters import initialise_from_gradients, load_adapter
-from layerbudget.plans.explain import explain_plan
+from layerbudget.finetuning.adapters import load_adapter
+from layerbudget.gguf.writer import permute
 from layerbudget.records import stacks
+from layerbudget.reporting.explain import explain_plan
 from layerbudget.sensitivity.adapter_space import accumulated_gradients
 
 
@@ -325,7 +326,7 @@ def test_stacks_of_experts_have_no_dropout_and_other_parameters_no_ranks():
     with pytest.raises(InvalidInput, match=r"PEFT has none on stacks of experts such as model.*Set dropout=0"):
         add_ranks(model, plan, dropout=0.1)
     with pytest.raises(CoverageError, match=r"layers\.0\.mlp\.experts\.\w+ is a parameter .* several experts"):
-        add_experts(model, dataclasses.replace(plan, kind="experts"))
+        add_lora_experts(model, dataclasses.replace(plan, kind="lora-experts"))
     model = zoo.build("llama4")
     with pytest.raises(CoverageError, match=r"feed_forward\.router is a router.*--exclude 'router\$'"):
         add_ranks(model, zoo.linears(model, lambda n: 2 if n.endswith("router") else 0))
@@ -351,7 +352,7 @@ def test_another_model_another_kind_and_an_empty_plan_are_refused():
     plan = zoo.linears(model, ranks_of)
     with pytest.raises(ModelMismatch):
         add_ranks(zoo.adaptable(num_hidden_layers=3), plan)
-    with pytest.raises(InvalidInput, match="kind experts gives no ranks"):
+    with pytest.raises(InvalidInput, match="kind lora-experts gives no ranks"):
         to_lora_config(zoo.layers(model, [1, 1, 1, 1]))
     with pytest.raises(InvalidInput, match="zero"):
         to_lora_config(zoo.linears(model, 0))

@@ -17,7 +17,7 @@ from layerbudget.errors import InvalidInput, UnknownStructure
 from layerbudget.models.blocks import layers
 from layerbudget.models.experts import cut_experts, find_experts
 from layerbudget.models.loading import load_model
-from layerbudget.plans.verdict import verdict
+from layerbudget.reporting.verdict import verdict
 
 SIZES = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -15,6 +15,7 @@ import transformers
 from tests import zoo
 from tests.cards import card_of
 
+from layerbudget.budget import base_amount
 from layerbudget.cli import main
 from layerbudget.decisions.shapes.apply import apply_shapes, measure_plan, remove_units
 from layerbudget.decisions.shapes.plan import plan_shapes
@@ -26,7 +27,6 @@ from layerbudget.execution.divergence import kl_sum
 from layerbudget.models.blocks import layers, partition
 from layerbudget.models.loading import load_model
 from layerbudget.plan import Plan
-from layerbudget.planning.costs import base_amount
 
 QUICK = {"multiple": 4, "passes": 20.0, "strides": 1, "draws": 1, "batch_size": 4}
 
@@ -278,7 +278,7 @@ def test_command_line(folder, capsys):
     model, plan, out = (str(folder / n) for n in ("model", "plan.json", "out"))
 
     def plan_it(*more):
-        width = [] if "heads" in more else ["--set", "multiple=4"]
+        width = [] if "heads" in more else ["--multiple", "4"]
         return main(["plan", "shapes", model, *width, "--passes", "32", "-o", plan, *text, *more])
 
     assert plan_it("--save", "25% flops", "--even") == 0
@@ -293,11 +293,11 @@ def test_command_line(folder, capsys):
         (["--save", "25% flops"], "exists already"),
         (["--save", "95% flops", "--overwrite"], "save at most"),
         (["--save", "25% flops", "--overwrite", "--parts", "tails"], "Kinds are heads, mlp"),
-        (["--save", "12% flops", "--overwrite", "--parts", "heads", "--set", "multiple=4"], "multiple has no meaning"),
+        (["--save", "12% flops", "--overwrite", "--parts", "heads", "--multiple", "4"], "multiple has no meaning"),
     ):
         assert plan_it(*words) == 2
         assert said in " ".join(capsys.readouterr().err.split())
-    assert plan_it("--save", "4% flops", "--overwrite", "--parts", "heads", "--set", "by=queries") == 0
+    assert plan_it("--save", "4% flops", "--overwrite", "--parts", "heads", "--by", "queries") == 0
     follows = json.loads(capsys.readouterr().out)["next"]
     assert follows == f"layerbudget apply {model} {plan} -o DIR --format gguf"
     assert main([*shlex.split(follows.replace("DIR", str(folder / "written")))[1:], *text]) == 0
@@ -309,4 +309,4 @@ def test_command_line(folder, capsys):
     assert plan_it("--save", "4% flops", "--overwrite", "--parts", "mlp") == 0
     follows = json.loads(capsys.readouterr().out)["next"]
     assert follows == f"layerbudget plan shapes {model} --save '4% flops' --even -o even.json"
-    assert main([*shlex.split(follows.replace("even.json", str(folder / "even.json")))[1:], *text, "--set", "multiple=4"]) == 0
+    assert main([*shlex.split(follows.replace("even.json", str(folder / "even.json")))[1:], *text, "--multiple", "4"]) == 0

@@ -11,8 +11,8 @@ import pytest
 from layerbudget.decisions.shapes.program import GONE, KINDS, Part, ShapeSpace
 from layerbudget.errors import InfeasibleBudget, InvalidInput, UnknownUnit
 from layerbudget.plan import Plan
-from layerbudget.plans.compare import diff_plans
-from layerbudget.plans.explain import explain_plan
+from layerbudget.reporting.explain import explain_plan
+from layerbudget.reporting.sweep import diff_plans
 
 
 def make_parts(layers=3, heads=4, channels=5):

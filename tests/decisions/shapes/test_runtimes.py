@@ -155,7 +155,7 @@ def test_what_a_runtime_does_not_compute_is_refused_by_name_before_anything_is_m
 def test_query_heads_that_differ_are_refused(tmp_path):
     model, data = zoo.build("llama"), zoo.tokens(4, 12)
     remove_units(model, data, {layers(model)[1][0]: 0.5}, kind="heads")
-    with pytest.raises(InvalidInput, match="The layers have 2 to 4 query heads.*--set runtime=vllm .*--format gguf"):
+    with pytest.raises(InvalidInput, match="The layers have 2 to 4 query heads.*--runtime vllm .*--format gguf"):
         save_nemotron(model, None, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -173,7 +173,7 @@ def test_even_plans_are_for_every_runtime():
 def test_the_command_writes_what_the_runtime_of_a_plan_reads(folder, capsys):
     text = ["--data", str(folder / "text.txt"), "--samples", "4", "--length", "16", "--json"]
     model, plan, out = (str(folder / n) for n in ("model", "vllm.json", "vllm"))
-    asked = ["--save", "25% flops", "--set", "runtime=vllm", "--parts", "mlp", "--set", "multiple=4", "--passes", "32"]
+    asked = ["--save", "25% flops", "--runtime", "vllm", "--parts", "mlp", "--multiple", "4", "--passes", "32"]
     assert main(["plan", "shapes", model, *asked, "-o", plan, *text]) == 0
     assert main(["apply", model, plan, "-o", out, *text]) == 0
     said = " ".join(capsys.readouterr().err.split())

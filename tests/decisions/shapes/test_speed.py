@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 
-import gguf
 import numpy as np
 import pytest
 from tests import zoo
 
+import gguf
 from layerbudget.decisions.shapes import speed as S
 from layerbudget.decisions.shapes.apply import apply_shapes
 from layerbudget.decisions.shapes.layouts import find_attention, find_mlp
@@ -82,7 +82,7 @@ def test_what_takes_the_time_is_what_goes():
 
 def test_a_budget_of_latency_is_refused_where_nothing_is_timed(tmp_path):
     model, data = zoo.build("llama"), zoo.tokens(4, 12)
-    with pytest.raises(InvalidInput, match=r"measured in llama.cpp.*Add --set runtime=llama.cpp"):
+    with pytest.raises(InvalidInput, match=r"measured in llama.cpp.*Add --runtime llama.cpp"):
         plan_shapes(model, data, "20% latency")
     with pytest.raises(InvalidInput, match="not resumed.*without --resume"):
         plan_shapes(model, data, "20% latency", runtime="llama.cpp", resume=tmp_path)

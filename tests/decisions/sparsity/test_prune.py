@@ -220,8 +220,6 @@ def test_precisions_that_cannot_be_are_refused():
     before = state(model)
     with pytest.raises(InvalidInput, match="int8"):
         prune(model, zoo.plan(model), zoo.tokens(), autocast="int8")
-    with pytest.raises(InvalidInput, match="parity"):
-        prune(model, zoo.plan(model), zoo.tokens(), parity=True, autocast="bfloat16")
     assert same(before, state(model))
 
 

@@ -25,24 +25,25 @@ from ...errors import CoverageError, InvalidInput
 from ...execution.inputs import InputMoments, InputStatistics, share_statistics
 from ...execution.modes import inference
 from ...execution.walk import Walk
+from ...gguf.check import check_file
+from ...gguf.imatrix import IMATRIX_FILE, counted, entries, imatrix_digest, importances, write_imatrix
+from ...gguf.writer import GGUF_FILE, GgufWriter, recount_gguf
 from ...models.blocks import check_finite, describe, layers
 from ...models.machine import computation, versions
 from ...models.offload import mapped
-from ...plan import Plan
+from ...plan import Plan, payload_of
 from ...progress import Progress, Steps
 from ...records import Record, stacks, write_text
 from ...storage.folders import check_folder, new_folder
 from ...storage.parts import Parts
 from ...storage.source import complete, write_readers
+from ..formats.program import formats_of_plan
 from .blocks import check_writable, layers_of, modules_by_name, peaks
 from .card import model_card
 from .export import auto_round, llama_cpp
-from .gguf import GGUF_FILE, GgufWriter, recount_gguf
-from .gguf_check import check_file
-from .imatrix import IMATRIX_FILE, counted, entries, imatrix_digest, importances, write_imatrix
 from .packed import UNREAD, PackedWriter, check_loads, recount_safetensors
+from .payload import BitsPayload
 from .placed import PlacedRows
-from .program import formats_of_plan
 
 _Writer = PackedWriter | GgufWriter | PlacedRows
 
@@ -108,7 +109,7 @@ def apply_bits(
     formats = formats_of_plan(plan)
     plan.validate(describe(model))
     check_finite(model)
-    method = method or str(plan.extra["method"])
+    method = method or payload_of(plan, BitsPayload).method
     return round_matrices(model, formats, data, method=method, batch_size=batch_size, progress=progress, **own)
 
 
@@ -168,7 +169,7 @@ def write_bits(
         overwrite: Replace a folder that an earlier call wrote.
         beside: Further text files of the folder, by name.
         check: Load a written GGUF file by llama.cpp, where the package xllamacpp is installed, and compare tokens and
-            probabilities: see :func:`~layerbudget.decisions.bits.gguf_check.check_file`.
+            probabilities: see :func:`~layerbudget.gguf.check.check_file`.
         progress: Called with (pieces done, pieces).
         **own: Options of the quantiser.
 
@@ -182,16 +183,15 @@ def write_bits(
         BadModel: Weights that are not finite.
         MissingDependency: The package of the format is not installed.
     """
-    formats = formats_of_plan(plan)
+    formats, payload = formats_of_plan(plan), payload_of(plan, BitsPayload)
     plan.validate(describe(model))
     check_folder(out_dir, overwrite=overwrite)
     check_finite(model)
-    check_writable(model, formats, find_runtime(plan.extra["runtime"], plan.extra["family"]))
-    rounding = _Rounding(model, formats, method or str(plan.extra["method"]), data, own)
+    check_writable(model, formats, find_runtime(payload.runtime, payload.family))
+    rounding = _Rounding(model, formats, method or payload.method, data, own)
     with new_folder(out_dir, overwrite=overwrite) as folder:
-        gguf = plan.extra["family"] == GGUF
-        runtime = str(plan.extra["runtime"])
-        packed = not gguf and PackedWriter(model, formats, folder, runtime)
+        gguf = payload.family == GGUF
+        packed = not gguf and PackedWriter(model, formats, folder, payload.runtime)
         rounding.writer = packed or GgufWriter(model, tokenizer, formats, folder, plan.model.get("id"))
         request: dict[str, Any] = {"plan": plan.digest, "method": rounding.quantiser.name, "options": dict(rounding.options)}
         request |= request_of(model, computing=rounding.data is not None)
@@ -362,7 +362,7 @@ def _finish(
     elif not (stacks(formats) or any(find_format(f).floating for f in formats.values())):
         write_text(folder / "autoround-layer_config.json", auto_round(plan))
     if not gguf and UNREAD.isdisjoint(notes):
-        notes += check_loads(folder, str(plan.extra["runtime"]))
+        notes += check_loads(folder, payload_of(plan, BitsPayload).runtime)
     said = ""
     if isinstance(writer, GgufWriter) and check:
         known = tokenizer if writer.head.has_vocabulary else None
@@ -370,7 +370,7 @@ def _finish(
     total = sum(counted.values())
     receipt = QuantisationReceipt(
         method=rounding.quantiser.name,
-        family=str(plan.extra["family"]),
+        family=payload_of(plan, BitsPayload).family,
         plan_digest=plan.digest,
         model=dict(plan.model),
         modules={n: {"format": f, "bytes": counted[n]} for n, f in formats.items()},
@@ -391,7 +391,7 @@ def _finish(
 
 def _kept(plan: Plan) -> list[str]:
     """A note on the matrices that stay in 16 bits because no file holds them in fewer."""
-    kept = plan.extra.get("unwritten") or {}
+    kept = payload_of(plan, BitsPayload).unwritten or {}
     size = sum(b.count for b in plan.blocks if set(b.modules) <= set(kept))
     return (
         [f"{len(kept)} matrices stay in 16 bits ({size:,} of the bytes of the planned matrices): {', '.join(kept)}."]

@@ -15,28 +15,17 @@ import torch
 from torch import nn
 
 from ...compressors.base import find_quantiser
-from ...compressors.formats import (
-    ALIGNMENT,
-    GGUF,
-    PACKED,
-    RUNTIMES,
-    TYPES,
-    Format,
-    Runtime,
-    find_format,
-    find_runtime,
-)
+from ...compressors.formats import ALIGNMENT, GGUF, PACKED, RUNTIMES, TYPES, Format, Runtime, find_format, find_runtime
 from ...errors import InvalidInput, UnknownBlock
+from ...gguf.mixes import LlamaModel
+from ...gguf.names import ACROSS, LATENT, ROUTERS, check_computed, find_architecture, find_names, split_stacks
+from ...gguf.writer import check_even, fixed_bytes, in_file
 from ...models.blocks import config_of, end_modules, layers, partition, pretrained, text_config, weight_of
+from ...models.memory import cache_of, layer_configs
 from ...records import Block, Module, natural_key, stacks
-from .gguf import check_even, fixed_bytes, in_file
-from .gguf_names import ACROSS, LATENT, ROUTERS, check_computed, find_architecture, find_names, split_stacks
-from .memory import cache_of, layer_configs
-from .mixes import LlamaModel
+from ..formats.request import UNWRITTEN
+from ..formats.table import Table, signature_at
 from .saved_names import experts_of, halved
-from .table import Table, signature_at
-
-UNWRITTEN = ("refuse", "16-bit", "plan")
 
 
 def formats_table(
@@ -69,26 +58,14 @@ def formats_table(
         if unwritten != "plan":
             check_computed(text_config(config_of(model)))
     blocks, reasons = _split(model, blocks_of(model, target, by), target, unwritten)
-    kept = np.array([all(m.name in reasons for m in b.modules) for b in blocks])
-    widths = sorted({m.d_in for b, stays in zip(blocks, kept, strict=True) if not stays for m in b.modules})
-    reads = find_quantiser(method).statistic != "none"
-    chosen = target.formats(widths, formats, group, inputs=reads)
-    blind = [f.name for f in chosen if f.needs_inputs and not reads]
-    if blind:
-        raise InvalidInput(
-            f"{blind[0]} needs to know the inputs of a matrix, and {method} does not read them.",
-            "Types that need them: " + ", ".join(f.name for f in TYPES if f.needs_inputs) + ".",
-            "Use --method weighted or gptq, or leave the type out.",
-        )
-    size = np.array([[_bytes(b, f, target) for f in chosen] for b in blocks], dtype=np.int64)
-    has = (size > 0) & (np.array([f.plain for f in chosen]) | ~kept[:, None])
-    return Table(
+    none = np.zeros((len(blocks), 0))
+    table = Table(
         blocks=blocks,
-        formats=tuple(f.name for f in chosen),
-        size=np.where(has, size, 0),
-        damage=np.where(has, 0.0, np.inf),
-        error=np.zeros(has.shape),
-        rest=np.zeros((*has.shape, 0)),
+        formats=(),
+        size=none.astype(np.int64),
+        damage=none,
+        error=none,
+        rest=none[..., None],
         fixed=_fixed_bytes(model, blocks, family),
         family=family,
         runtime=target.name,
@@ -98,10 +75,40 @@ def formats_table(
         cache=cache_of(text_config(config_of(model))),
         **_llama(model, blocks, target, method),
     )
+    return in_formats(table, formats, group)
+
+
+def in_formats(table: Table, formats: Sequence[str] | None = None, group: int | None = None) -> Table:
+    """Return the table of the same blocks in some formats, all damages zero; arguments and errors as of :func:`formats_table`.
+
+    No model is read: what depends on it is in the table.
+    """
+    target = find_runtime(table.runtime, table.family)
+    kept = np.array([all(m.name in table.unwritten for m in b.modules) for b in table.blocks])
+    widths = sorted({m.d_in for b, stays in zip(table.blocks, kept, strict=True) if not stays for m in b.modules})
+    reads = find_quantiser(table.method).statistic != "none"
+    chosen = target.formats(widths, formats, group, inputs=reads)
+    blind = [f.name for f in chosen if f.needs_inputs and not reads]
+    if blind:
+        raise InvalidInput(
+            f"{blind[0]} needs to know the inputs of a matrix, and {table.method} does not read them.",
+            "Types that need them: " + ", ".join(f.name for f in TYPES if f.needs_inputs) + ".",
+            "Use --method weighted or gptq, or leave the type out.",
+        )
+    size = np.array([[_bytes(b, f, target) for f in chosen] for b in table.blocks], dtype=np.int64)
+    has = (size > 0) & (np.array([f.plain for f in chosen]) | ~kept[:, None])
+    return dataclasses.replace(
+        table,
+        formats=tuple(f.name for f in chosen),
+        size=np.where(has, size, 0),
+        damage=np.where(has, 0.0, np.inf),
+        error=np.zeros(has.shape),
+        rest=np.zeros((*has.shape, 0)),
+    )
 
 
 def _signature(model: nn.Module) -> tuple[float, ...]:
-    """Values of the embedding in four digits, see :func:`layerbudget.decisions.bits.table.signature_at`; none on meta."""
+    """Values of the embedding in four digits, see :func:`layerbudget.decisions.formats.table.signature_at`; none on meta."""
     embedding: Any = pretrained(model).get_input_embeddings()
     weight = embedding.weight.detach()
     at = () if weight.is_meta else signature_at(*weight.shape)
@@ -281,10 +288,10 @@ def _split(model: nn.Module, blocks: Sequence[Block], target: Runtime, what: str
     if free and what == "16-bit":
         return tuple(sorted((*free, *kept), key=lambda b: natural_key(b.name))), reasons
     share = sum(b.numel for b in kept) / sum(m.numel for m in matrices)
-    other = "plan for a tool that writes them (--unwritten plan, in plan fit --set unwritten=plan; then export --to auto-round)"
+    other = "plan for a tool that writes them (--unwritten plan; then export --to auto-round)"
     other = _for_experts(model, stacks(b.name for b in kept), target) or other
     other = "plan for compressed-tensors (--format compressed-tensors)" if target.family == GGUF else other
-    keep = "Keep them so (--unwritten 16-bit; plan fit: --set unwritten=16-bit)"
+    keep = "Keep them so (--unwritten 16-bit)"
     raise InvalidInput(
         f"No file holds {len(kept)} of {len(matrices)} matrices ({share:.0%} of the weights) in fewer than 16 bits, first "
         f"{kept[0].name}: {reasons[kept[0].name]}.",
@@ -315,7 +322,7 @@ def check_writable(model: nn.Module, formats: Mapping[str, str], target: Runtime
             f"No file holds {len(reasons)} of {len(small)} matrices in the formats of this plan, first {first}: "
             f"{reasons[first]}.",
             "Nothing was done.",
-            f"Plan again with --unwritten 16-bit (plan fit: --set unwritten=16-bit), or {other}."
+            f"Plan again with --unwritten 16-bit, or {other}."
             if len(reasons) < len(small)
             else f"{other[0].upper()}{other[1:]}.",
         )

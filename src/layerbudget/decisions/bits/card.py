@@ -6,9 +6,10 @@ import collections
 from typing import TYPE_CHECKING
 
 from ...compressors.formats import find_runtime
-from ...plan import Plan
-from ...planning import card
-from .mixes import NEED_MATRIX
+from ...gguf.mixes import NEED_MATRIX
+from ...models import card
+from ...plan import Plan, payload_of
+from .payload import BitsPayload
 
 if TYPE_CHECKING:
     from .apply import QuantisationReceipt
@@ -21,7 +22,7 @@ _USE = {
 
 
 def model_card(plan: Plan, receipt: QuantisationReceipt) -> str:
-    """:func:`layerbudget.planning.card.model_card` of a quantised model."""
+    """:func:`layerbudget.models.card.model_card` of a quantised model."""
     names = collections.Counter(str(row["format"]) for row in receipt.modules.values())
     formats = ", ".join(f"{count} x {name}" for name, count in names.most_common())
     rows = {
@@ -47,8 +48,8 @@ def model_card(plan: Plan, receipt: QuantisationReceipt) -> str:
 
 def _use(plan: Plan, receipt: QuantisationReceipt) -> str:
     """How the planned runtime loads it; others may not read its formats. With the options of the cache planned with it."""
-    runtime = find_runtime(plan.extra.get("runtime"), receipt.family).name
-    options = " $(cat cache.txt)" if plan.hyperparameters.get("fit") and runtime != "transformers" else ""
+    runtime = find_runtime(payload_of(plan, BitsPayload).runtime, receipt.family).name
+    options = " $(cat cache.txt)" if plan.hyperparameters.get("part") and runtime != "transformers" else ""
     return f"{_USE[runtime]}{options}"
 
 

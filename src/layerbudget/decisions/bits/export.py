@@ -7,11 +7,12 @@ import re
 from typing import Any
 
 from ...compressors.formats import GGUF, PACKED, Format, find_format
+from ...decision import Export
 from ...errors import InvalidInput
+from ...gguf.names import find_names
 from ...plan import Plan
 from ...records import stacks
-from .gguf_names import find_names
-from .program import formats_of_plan
+from ..formats.program import formats_of_plan
 
 _MLX_BITS, _MLX_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 
@@ -67,3 +68,32 @@ def _formats(plan: Plan, family: str) -> dict[str, Format]:
     if any(f.family != family for f in found.values()):
         raise InvalidInput(f"This plan holds no {family} formats.", "", f"Plan with --format {family}.")
     return found
+
+
+EXPORTS = (
+    Export(
+        name="tensor-types",
+        call=llama_cpp,
+        kinds=("bits",),
+        file="tensor-types.txt",
+        summary="llama.cpp's types of tensors",
+        use="llama-quantize --tensor-type-file {file} quantises by it.",
+    ),
+    Export(
+        name="auto-round",
+        call=auto_round,
+        kinds=("bits",),
+        file="layer_config.json",
+        summary="AutoRound's layer_config",
+        use="AutoRound(model, layer_config=json.load(open('{file}'))) quantises by it.",
+    ),
+    Export(
+        name="mlx",
+        call=mlx,
+        kinds=("bits",),
+        file="quantization.json",
+        summary="mlx_lm's entry quantization",
+        use="q = json.load(open('{file}'))['quantization']; mlx_lm.convert(MODEL, quantize=True, q_group_size=q['group_size'], "
+        "quant_predicate=lambda path, _: q.get(path, False)) quantises by it.",
+    ),
+)

@@ -18,6 +18,9 @@ import numpy as np
 from ...compressors.formats import GGUF, PACKED
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InvalidInput
+from ...gguf.imatrix import imatrix_digest
+from ...gguf.names import is_written
+from ...gguf.writer import head_bytes
 from ...models.blocks import config_of, text_config
 from ...models.offload import mapped
 from ...plan import Plan
@@ -25,22 +28,22 @@ from ...progress import Progress, say
 from ...records import check_output, digest, to_jsonable
 from ...registry import options_of
 from ...scores import Scores
+from ...sensitivity.sequences import per_token
 from ...storage.parts import Parts
 from ...verdicts import CONVENTION, SAME, outcome, plus_minus
+from ..formats.program import PEER, Limits, formats_of_rules, is_allowed, other_plan, plan_from_table, types_like
+from ..formats.table import Table
 from .apply import request_of
-from .blocks import formats_table
-from .gguf import head_bytes
-from .gguf_names import is_written
-from .imatrix import imatrix_digest
+from .blocks import formats_table, in_formats
 from .packed import header_bytes
-from .program import PEER, Limits, formats_of_rules, is_allowed, other_plan, plan_from_table, types_like
-from .sensitivity import DenseOutput, mean_and_error, rounding_damage
-from .table import Table
+from .sensitivity import DenseOutput, rounding_damage
 
 if TYPE_CHECKING:
     from torch import nn
 
 BESIDE = ("uniform", "mix")
+_OF_BYTES = tuple(options_of(formats_table))
+_OPTIONS = (*_OF_BYTES, *options_of(rounding_damage, without=(*_OF_BYTES, "batch_size", "table", "progress")))
 
 
 def plan_bits(
@@ -54,7 +57,7 @@ def plan_bits(
     forbid: Sequence[str] = (),
     keep: Mapping[str, str] | None = None,
     tokenizer: Any = None,
-    rule: str = "choices",
+    rule: str = "exact",
     batch_size: int = 8,
     resume: Path | str | None = None,
     save_scores: Path | str | None = None,
@@ -75,10 +78,10 @@ def plan_bits(
         forbid: Formats that are not used, or classes of slow ones: ``slow-cpu``, ``slow-gpu``.
         keep: Formats of some matrices, by regular expressions that are searched in their names: ``{"lm_head": "Q8_0"}``.
         tokenizer: The one that goes into the GGUF file: its vocabulary counts.
-        rule: ``choices`` (the exact program); others need no program, and without ``check`` and ``save_scores`` only the
-            formats that they use are measured: ``uniform`` (one format for all, what is left is spread evenly), ``ends`` (a
-            better format for the first and last layers) or, for GGUF, ``mix`` (the mix of llama.cpp that ``like`` names, else
-            the best one that fits).
+        rule: ``exact`` (the exact program); others need no program, and without ``check`` and ``save_scores`` only the
+            formats that they use are measured: ``uniform`` (one format for all, what is left is spread evenly),
+            ``protect-ends`` (a better format for the first and last layers) or, for GGUF, ``mix`` (the mix of llama.cpp that
+            ``like`` names, else the best one that fits).
         batch_size: Sequences per forward.
         resume: Folder that keeps the damages and every plan's check as they are finished; other budgets may use it too.
         save_scores: File that keeps what was measured, for other budgets.
@@ -102,7 +105,7 @@ def plan_bits(
         raise InvalidInput("A model is planned on calibration tokens.", "", "Pass data.")
     if check is not None and mapped(source) is not None:
         told = "The check puts whole plans into the model, and the weights of a streamed model stay in their files."
-        raise CoverageError(told, "", "Leave the check out (--set check=0), or use --no-stream.")
+        raise CoverageError(told, "", "Leave the check out (--check 0), or use --no-stream.")
     limits.check()
     if save_scores is not None:
         check_output(save_scores, overwrite=overwrite)
@@ -110,20 +113,20 @@ def plan_bits(
     table = empty_table(source, tokenizer, options)
     if like is not None and options.get("formats") is None:  # also what the menu leaves out, such as IQ1_S
         options["formats"] = types_like(table, like)
-        table = empty_table(source, tokenizer, options)
+        table = in_formats(table, options["formats"], options.get("group"))
     limits.bytes(limits.restrict(table))
-    alone = rule != "choices" and check is None and save_scores is None  # nothing but the rules needs a damage
+    alone = rule != "exact" and check is None and save_scores is None  # nothing but the rules needs a damage
     if alone:
         options |= {"formats": formats_of_rules(table, limits), "group": None}  # their names have their groups
-        table = empty_table(source, tokenizer, options)
+        table = in_formats(table, options["formats"])
     measuring = {"batch_size": batch_size, **options}
-    parts, scores = measured_formats(source, data, check, resume, table.head, measuring, progress)
+    parts, scores = measured_formats(source, data, check, resume, table, measuring, progress)
     if save_scores is not None:
         scores.save(save_scores, overwrite=overwrite)
     plan = plan_from_table(scores, limits, rule)
-    plan = dataclasses.replace(plan, extra={**plan.extra, "passes": scores.extra["choices"]["passes"]})
+    plan = dataclasses.replace(plan, extra={**plan.extra, "passes": scores.extra["formats"]["passes"]})
     if alone:  # the program would have chosen among all formats
-        others = {name: row for name, row in plan.extra["baselines"].items() if name != "choices"}
+        others = {name: row for name, row in plan.extra["baselines"].items() if name != "exact"}
         plan = dataclasses.replace(plan, extra={**plan.extra, "baselines": others, "curve": []})
     if check is None:
         return plan
@@ -135,7 +138,7 @@ def measured_formats(
     data: CalibrationSet,
     check: CalibrationSet | None,
     resume: Path | str | None,
-    head: int,
+    table: Table,
     measuring: Mapping[str, Any],
     progress: Progress | None,
 ) -> tuple[Parts, Scores]:
@@ -146,8 +149,8 @@ def measured_formats(
         data: Tokens that decide.
         check: Tokens that the plan is checked on, if it is.
         resume: Folder of the parts.
-        head: Bytes of the file's metadata, which the scores keep.
-        measuring: Arguments of :func:`~layerbudget.decisions.bits.sensitivity.rounding_damage`.
+        table: Bytes of all formats, with those of the file's metadata.
+        measuring: Arguments of :func:`~layerbudget.decisions.bits.sensitivity.rounding_damage`, which finished parts are of.
         progress: Called with (steps done, steps).
     """
     held = {"data": data.digest, "check": None if check is None else check.digest}
@@ -157,10 +160,12 @@ def measured_formats(
 
     def measure() -> Any:
         """The damages as they are kept."""
-        return to_jsonable(rounding_damage(model, data, progress=progress, **measuring).to_dict())
+        return to_jsonable(rounding_damage(model, data, table=table, progress=progress, **measuring).to_dict())
 
     scores = Scores.from_dict(parts.json("damages", measure))
-    return parts, dataclasses.replace(scores, extra={**scores.extra, "choices": {**scores.extra["choices"], "head": head}})
+    return parts, dataclasses.replace(
+        scores, extra={**scores.extra, "formats": {**scores.extra["formats"], "head": table.head}}
+    )
 
 
 def refuse_measuring(*given: Any) -> None:
@@ -172,9 +177,15 @@ def refuse_measuring(*given: Any) -> None:
 
 
 def empty_table(model: nn.Module, tokenizer: Any, options: Mapping[str, Any]) -> Table:
-    """Return the bytes of all formats before anything is measured, with those of the files' metadata where they are written."""
-    own = options_of(formats_table)
-    table = formats_table(model, **{k: v for k, v in options.items() if k in own})
+    """Return the bytes of all formats before anything is measured, with those of the files' metadata where they are written.
+
+    Raises:
+        InvalidInput: An option that neither the table nor the measurement reads.
+    """
+    for name in (n for n in options if n not in _OPTIONS):
+        known = f"Its options: {', '.join(_OPTIONS)}."
+        raise InvalidInput(f"The measurement of formats has no option {name}.", known, "Correct the name.")
+    table = formats_table(model, **{k: v for k, v in options.items() if k in _OF_BYTES})
     if table.family == PACKED:
         return dataclasses.replace(table, head=header_bytes(model, table.blocks, table.runtime))
     written = table.llama is not None and is_written(text_config(config_of(model)))
@@ -236,14 +247,14 @@ def check_record(
     Args:
         model: The dense model.
         dense: Its output on the text.
-        rule: The rule that was asked for; ``choices`` gives way to a better one.
+        rule: The rule that was asked for; ``exact`` gives way to a better one.
         rows: Of every rule's plan, as :meth:`DenseOutput.rows` gives them.
         spent: Its bytes.
         same: Rules whose plan is the one of ``rule``.
         beside: Rules whose plans are compared and never taken: they have formats that were not to be used.
     """
-    kl = {n: mean_and_error(r[:, :2])[0] for n, r in rows.items()}
-    best = min((n for n in kl if n not in (PEER, *beside)), key=lambda n: (kl[n], n != rule)) if rule == "choices" else rule
+    kl = {n: per_token(r[:, 0], r[:, 1])[0] for n, r in rows.items()}
+    best = min((n for n in kl if n not in (PEER, *beside)), key=lambda n: (kl[n], n != rule)) if rule == "exact" else rule
     table = {n: describe_rows(r, None if n == best else rows[best]) for n, r in rows.items()}
     for name, row in table.items():
         row |= {"bytes": spent[name], "same": name != rule and name in same}
@@ -254,11 +265,11 @@ def check_record(
 
 def describe_rows(rows: np.ndarray, beside: np.ndarray | None = None) -> dict[str, Any]:
     """KL per token and perplexity with standard errors; against another plan's rows the paired difference of KL."""
-    kl, error = mean_and_error(rows[:, :2])
-    loss, spread = mean_and_error(rows[:, 2:])
+    kl, error = per_token(rows[:, 0], rows[:, 1])
+    loss, spread = per_token(rows[:, 2], rows[:, 3])
     found = {"kl": kl, "kl_error": error, "perplexity": math.exp(loss), "perplexity_error": math.exp(loss) * spread}
     if beside is not None:
-        difference, own = mean_and_error(np.stack((rows[:, 0] - beside[:, 0], rows[:, 1]), 1))
+        difference, own = per_token(rows[:, 0] - beside[:, 0], rows[:, 1])
         found |= {"difference": difference, "difference_error": own}
     return found
 

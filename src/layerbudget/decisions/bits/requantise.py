@@ -24,23 +24,24 @@ from ...compressors import ggml
 from ...compressors.formats import find_format, need_gguf
 from ...data.calibration import CalibrationSet
 from ...errors import CorruptFile, CoverageError, InvalidInput, ModelMismatch, NotFound
+from ...gguf.architectures import CONVERT
+from ...gguf.imatrix import read_imatrix
+from ...gguf.names import ACROSS, Names
+from ...gguf.writer import GGUF_FILE, file_type, recount_gguf
 from ...models.blocks import check_finite, describe
 from ...models.machine import versions
-from ...plan import Plan
+from ...plan import Plan, payload_of
 from ...progress import Progress, Steps
 from ...records import write_text
 from ...storage.folders import check_folder, new_folder
 from ...storage.writing import check_apart, check_output, check_space, new_file, whole
+from ..formats.program import formats_of_plan
+from ..formats.table import signature_at
 from .apply import QuantisationReceipt, quantiser_of, round_matrices
 from .card import model_card
 from .export import llama_cpp
-from .gguf import GGUF_FILE, file_type, recount_gguf
-from .gguf_fields import CONVERT
-from .gguf_names import ACROSS, Names
-from .imatrix import read_imatrix
+from .payload import BitsPayload
 from .placed import PlacedRows
-from .program import formats_of_plan
-from .table import signature_at
 
 _ROWS = 1 << 22  # weights that are rounded at a time
 # Least cosine between some values of two embeddings of one model: in 16 or 32 bits, and where the file was quantised before.
@@ -113,8 +114,8 @@ def requantise(
 
 def _method(plan: Plan, method: str | None, imatrix: str | None, reads: bool) -> str:
     """The method that rounds; what the file alone does not suffice for is refused, unless it ``reads`` the model too."""
-    method = method or ("weighted" if imatrix is not None else str(plan.extra["method"]))
-    if plan.extra.get("family") != "gguf":
+    method = method or ("weighted" if imatrix is not None else payload_of(plan, BitsPayload).method)
+    if payload_of(plan, BitsPayload).family != "gguf":
         raise InvalidInput("This plan holds no gguf formats.", "", "Plan with --format gguf.")
     if reads and (imatrix is not None or method == "rtn"):
         what = "An importance matrix and the model were given." if imatrix is not None else "rtn reads no inputs."
@@ -126,19 +127,19 @@ def _method(plan: Plan, method: str | None, imatrix: str | None, reads: bool) ->
         raise InvalidInput(
             "gptq needs the inputs of the model's matrices, and a GGUF file has none.",
             "The model that it was converted from has them.",
-            "Add --set inputs=MODEL; or use --method weighted --set imatrix=FILE, or --method rtn.",
+            "Add --inputs MODEL; or use --method weighted --imatrix FILE, or --method rtn.",
         )
     if method == "weighted" and imatrix is None:
         raise InvalidInput(
             "weighted needs an importance matrix of the file.",
             "llama-imatrix makes one. apply MODEL PLAN -o DIR leaves one too (imatrix.gguf), where it writes the model's file.",
-            "Add --set imatrix=FILE, or --set inputs=MODEL. (--method rtn needs none, and costs more than the plan says.)",
+            "Add --imatrix FILE, or --inputs MODEL. (--method rtn needs none, and costs more than the plan says.)",
         )
     if method not in ("rtn", "weighted") or (method == "rtn" and imatrix is not None):
         raise InvalidInput(
             f"{method} {'reads no importance matrix' if method == 'rtn' else 'does not round a GGUF file'}.",
             "A file is rounded by rtn without one, or by weighted with one.",
-            "Use --method rtn alone, or --method weighted --set imatrix=FILE.",
+            "Use --method rtn alone, or --method weighted --imatrix FILE.",
         )
     return method
 
@@ -268,7 +269,7 @@ class _Work:
         if self.importances is None and blind and not self.read:
             kind = self.kinds[blind[0]].name
             raise InvalidInput(
-                f"{kind} is rounded with an importance matrix only.", "", "Use --method weighted --set imatrix=FILE."
+                f"{kind} is rounded with an importance matrix only.", "", "Use --method weighted --imatrix FILE."
             )
         if self.importances is not None and not set(self.importances) & set(self.kinds):
             raise ModelMismatch("The importance matrix names none of the file's tensors.", "", "Make one of this model.")
@@ -289,8 +290,8 @@ class _Work:
 
     def _check_values(self) -> None:
         """Refuse a file whose embedding is another one than the plan's model had; one that was quantised is near enough."""
-        expected, tensor = self.plan.extra.get("signature"), self.tensors.get("token_embd.weight")
-        if expected is None or tensor is None:
+        expected, tensor = payload_of(self.plan, BitsPayload).signature, self.tensors.get("token_embd.weight")
+        if not expected or tensor is None:
             return
         width, tokens = (int(n) for n in tensor.shape)
         at = [place for place in signature_at(tokens + self.left_out.get(tensor.name, 0), width) if place[0] < tokens]
@@ -432,9 +433,9 @@ class _Work:
                 f"{self.held.path.name} was quantised before ({', '.join(again)}): its errors stay, and those of the plan "
                 "come on top, so that this file costs more than the plan says. A file in 16 bits gives a better one."
             )
-        e = self.plan.extra
-        counted = int(self.plan.budget["spent"]) + e.get("fixed_bytes", 0) + e.get("head_bytes", 0)
-        if e.get("head_bytes") and self.size > counted:
+        payload = payload_of(self.plan, BitsPayload)
+        counted = int(self.plan.budget["spent"]) + payload.fixed_bytes + payload.head_bytes
+        if payload.head_bytes and self.size > counted:
             notes.append(
                 f"The whole file has {self.size - counted:,} bytes more than the plan counted ({counted:,}): what is not "
                 f"planned, metadata among it, is as it was in {self.held.path.name}."

@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from ...compressors.base import Level
-from ...compressors.formats import GGUF, PLAIN, find_format
+from ...compressors.formats import GGUF, PLAIN, ROWS, find_format
 from ...compressors.quantisers import Quantiser
 from ...compressors.treating import Treating, matrices
 from ...data.calibration import CalibrationSet
@@ -41,16 +41,15 @@ from ...execution.inputs import InputMoments, InputStatistics, moments_of_sites,
 from ...execution.loss import Batch
 from ...execution.processes import process_group
 from ...execution.sites import Site
+from ...gguf.imatrix import importances
 from ...models.blocks import end_modules, reader_of, weight_of
 from ...models.offload import mapped
 from ...records import Block, Module
 from ...sensitivity.directional.directions import Apart, Directions, InBytes, Itself, spread
 from ...sensitivity.directional.terms import Watch
 from .blocks import peaks
-from .imatrix import importances
 
 _PIECE = 1 << 20  # weights that are rounded together: their errors take 4 MB
-ROWS = 4096  # of a matrix, along whose errors its damage is measured
 _ANCHORS = (("Q2_K", "Q3_K", "Q4_K", "Q6_K"), ("MXFP4", "Q5_0", "Q8_0"))  # of GGUF, where 256 divides rows and else; quick
 _LATTICES = ("IQ2_S", "IQ3_S")  # with feedback these too: a code says several weights, and leaves other errors
 

@@ -37,10 +37,10 @@ from ...records import Block
 from ...scores import Scores
 from ...sensitivity.directional.terms import QuadraticTerms, interpolated, pooled, quadratic_terms
 from ...sensitivity.directional.trials import Originals
+from ..formats.table import ESTIMATOR, Table
 from .apply import quantiser_of, round_matrices
 from .blocks import formats_table, modules_by_name
 from .rounding import RoundingErrors
-from .table import ESTIMATOR, Table
 
 _LEAST = 0.1  # of the damage of its rest that a format has at the least: what scales weights may by chance undo some of it
 
@@ -57,6 +57,7 @@ def rounding_damage(
     rows: int = 16,
     whole: bool = False,
     imatrix: str | None = None,
+    table: Table | None = None,
     progress: Progress | None = None,
     **formats: Any,
 ) -> Scores:
@@ -66,12 +67,13 @@ def rounding_damage(
     :func:`~layerbudget.decisions.bits.blocks.formats_table`; labels are drawn ``draws`` times by ``seed``. So many ``rows`` of
     every matrix are rounded to every format, and the damage of a few formats is measured; with ``whole`` that of all of them,
     which ggml takes several times as long to round. ``imatrix`` is the importance matrix of llama.cpp that the file will be
-    made with, for ``weighted``; by default importances are of the text.
+    made with, for ``weighted``; by default importances are of the text. A ``table`` that was built before says the formats in
+    the place of all arguments of :func:`~layerbudget.decisions.bits.blocks.formats_table`.
     """
     if rows < 2:
         raise InvalidInput(f"rows is {rows}.", "An error needs 2 rows or more.", "Use 16.")
     quantiser = quantiser_of(method).with_options({} if imatrix is None else {"imatrix": imatrix})
-    table = formats_table(model, method=method, unwritten=unwritten, **formats)
+    table = table or formats_table(model, method=method, unwritten=unwritten, **formats)
     decided = [i for i, b in enumerate(table.blocks) if not all(m.name in table.unwritten for m in b.modules)]
     passes, kept, anchors = 0.0, 1.0, tuple[str, ...]()
     if decided:
@@ -109,7 +111,7 @@ def rounding_damage(
         model=describe(model),
         data=data.describe(),
         versions=versions(),
-        extra={"choices": {**table.record(), **how}},
+        extra={"formats": {**table.record(), **how}},
     )
 
 
@@ -229,20 +231,3 @@ class DenseOutput:
         finally:
             held.restore()
         return found
-
-
-def mean_and_rest(rows: np.ndarray) -> tuple[float, np.ndarray]:
-    """Mean per token of ``(sums, tokens)`` by sequence, and what every sequence adds beside its share, ``(sequences,)``.
-
-    Its norm is the standard error over sequences (ratio estimator); of a sum of means it is the norm of the sum.
-    """
-    total, tokens = rows.sum(0)
-    n = len(rows)
-    rest = (rows[:, 0] - total / tokens * rows[:, 1]) * np.sqrt(n / max(n - 1, 1))
-    return float(total / tokens), rest / tokens
-
-
-def mean_and_error(rows: np.ndarray) -> tuple[float, float]:
-    """Mean per token of ``(sums, tokens)`` by sequence, and its standard error over sequences."""
-    mean, rest = mean_and_rest(rows)
-    return mean, float(np.linalg.norm(rest))

@@ -16,15 +16,16 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
+from ...decision import check_kind
 from ...errors import InvalidInput
 from ...execution.loss import head_of
 from ...execution.modes import inference
-from ...kinds import check_kind
 from ...models.blocks import config_of, describe, layers
-from ...plan import Plan
+from ...plan import Plan, payload_of
 from .formats import CacheFormat, Kept, find_cache
 from .hqq import off_grid, on_grid, packed_layers
 from .llama import hadamard, piece, written
+from .payload import CachePayload
 
 Change = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 _LARGEST = 448.0  # of e4m3
@@ -164,10 +165,10 @@ def planned_cache(model: nn.Module, plan: Plan, *, packed: bool = False, residua
 
 def layer_formats(model: nn.Module, plan: Plan) -> dict[int, tuple[CacheFormat, CacheFormat]]:
     """Return the formats of keys and values of every layer, by its index."""
-    held = kept(model)
-    runtime, formats = find_cache(str(plan.extra["runtime"])), plan.extra["formats"]
-    names, group = sorted(set(formats.values())), plan.extra["group"]
-    chosen = runtime.formats([k.channels for k in held], names, group, plan.extra.get("rotated", False))
-    known = {f.name: dataclasses.replace(f, interleaved=bool(plan.extra.get("interleaved"))) for f in chosen}
-    found = {(k.layer, k.part): known[formats[k.module]] for k in held}
-    return {k.layer: (found[k.layer, 0], found[k.layer, 1]) for k in held}
+    tensors, payload = kept(model), payload_of(plan, CachePayload)
+    names = sorted(set(payload.formats.values()))
+    channels = [tensor.channels for tensor in tensors]
+    formats = find_cache(payload.runtime).formats(channels, names, payload.group, payload.rotated)
+    known = {f.name: dataclasses.replace(f, interleaved=payload.interleaved) for f in formats}
+    chosen = {(tensor.layer, tensor.part): known[payload.formats[tensor.module]] for tensor in tensors}
+    return {tensor.layer: (chosen[tensor.layer, 0], chosen[tensor.layer, 1]) for tensor in tensors}

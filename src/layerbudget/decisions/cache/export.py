@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 
+from ...decision import Export
 from ...errors import InvalidInput
-from ...plan import Plan, PlanBlock
+from ...plan import Plan, PlanBlock, payload_of
 from .formats import find_cache
 from .llama import LEAST, SWITCH
+from .payload import CachePayload
 
 _LAYER = re.compile(r"\.(\d+)$")
 
@@ -22,16 +24,17 @@ def vllm_cache(plan: Plan) -> str:
 def vllm_options(plan: Plan) -> str:
     """Return the options of ``vllm serve`` for the cache: its type, the layers that keep 16 bits, context and sequences.
 
-    The tokens of a forward are those that a sliding window was counted with, and the buffers of a fit.
+    The tokens of a forward are those that a sliding window was counted with, and the buffers of a plan of memory.
     """
     kinds = {b.name: _format(plan, b.modules[0]) for b in _blocks(plan, "vllm")}
     skipped = [_LAYER.findall(name)[-1] for name, kind in kinds.items() if kind == "bf16"]
     apart = ["--kv-cache-dtype-skip-layers", *skipped] if skipped else []
     types = ["--kv-cache-dtype", "fp8", *apart] if len(skipped) < len(kinds) else []
-    batch = int(plan.extra["batch"])
-    size = ["--max-model-len", str(plan.extra["context"]), "--max-num-seqs", str(batch)]
+    payload = payload_of(plan, CachePayload)
+    batch = payload.batch
+    size = ["--max-model-len", str(payload.context), "--max-num-seqs", str(batch)]
     forward = ["--max-num-batched-tokens", str(max(find_cache("vllm").ahead + 1, batch))]
-    share = plan.extra.get("utilization")
+    share = payload.utilization
     memory = ["--gpu-memory-utilization", f"{share:g}"] if share else []
     return " ".join([*types, *size, *forward, *memory]) + "\n"
 
@@ -46,9 +49,9 @@ def modelopt_cache(plan: Plan) -> str:
 def llama_cache(plan: Plan) -> str:
     """Return llama.cpp's options of the context, of sequences at a time, and of the types of keys and of values."""
     found = {b.name: _format(plan, b.modules[0]).lower() for b in _blocks(plan, "llama.cpp")}
-    tokens, batch = int(plan.extra["context"]), int(plan.extra["batch"])
+    payload = payload_of(plan, CachePayload)
     types = f"--cache-type-k {found['keys']} --cache-type-v {found['values']} --flash-attn on"
-    return f"{types} --ctx-size {tokens * batch} --parallel {batch}\n"
+    return f"{types} --ctx-size {payload.context * payload.batch} --parallel {payload.batch}\n"
 
 
 def llama_build(plan: Plan) -> str:
@@ -56,17 +59,48 @@ def llama_build(plan: Plan) -> str:
     forms = {_format(plan, m) for b in plan.blocks for m in b.modules}
     if forms == {"F16"}:
         return ""
-    if plan.extra.get("rotated", False):
+    if payload_of(plan, CachePayload).rotated:
         return f" Damages are those of llama.cpp {LEAST}, which rotates keys and values before it rounds them."
     return f" Damages are those of llama.cpp without rotated keys and values: set {SWITCH}=1."
 
 
 def _blocks(plan: Plan, runtime: str) -> tuple[PlanBlock, ...]:
-    if plan.extra["runtime"] != runtime:
-        what = f"This plan is for {plan.extra['runtime']}, whose formats {runtime} does not keep."
+    planned = payload_of(plan, CachePayload).runtime
+    if planned != runtime:
+        what = f"This plan is for {planned}, whose formats {runtime} does not keep."
         raise InvalidInput(what, "", f"Plan with --runtime {runtime}.")
     return plan.blocks
 
 
 def _format(plan: Plan, module: str) -> str:
-    return str(plan.extra["formats"][module])
+    return payload_of(plan, CachePayload).formats[module]
+
+
+EXPORTS = (
+    Export(
+        name="vllm-cache",
+        call=vllm_cache,
+        kinds=("cache",),
+        file="vllm-cache.json",
+        summary="vLLM's layers without an fp8 cache",
+        use="Serve so: vllm serve MODEL {options}",
+        options=vllm_options,
+    ),
+    Export(
+        name="modelopt-cache",
+        call=modelopt_cache,
+        kinds=("cache",),
+        file="hf_quant_config.json",
+        summary="ModelOpt's kv_cache_quantized_layers",
+        use="Runtimes that read ModelOpt's {file} beside a checkpoint find the layers whose cache has 8 bits.",
+    ),
+    Export(
+        name="llama-cache",
+        call=llama_cache,
+        kinds=("cache",),
+        file="cache.txt",
+        summary="llama.cpp's types of keys and values",
+        use="llama-server -m MODEL.gguf $(cat {file}) keeps them so.{options}",
+        options=llama_build,
+    ),
+)

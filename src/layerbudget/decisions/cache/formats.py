@@ -25,7 +25,7 @@ from ...compressors.formats import find_format
 from ...errors import InvalidInput
 from .llama import rotates
 
-RULES = ("choices", "uniform", "ends")
+RULES = ("exact", "uniform", "protect-ends")
 PARTS = ("keys", "values")
 _GROUPS = (64, 32, 16)
 
@@ -147,8 +147,8 @@ class CacheRuntime:
         for form in found:
             short = [w for w in widths if w % form.group]
             if short:
-                whole = f"plan in 16 bits (--formats {self.names[-1]}; plan fit: --set cache={self.names[-1]})"
-                smaller = f"choose another group size (plan cache: --set group={math.gcd(*widths, _GROUPS[-1])}), or "
+                whole = f"plan in 16 bits (--formats {self.names[-1]}; plan memory: --cache {self.names[-1]})"
+                smaller = f"choose another group size (plan cache: --group {math.gcd(*widths, _GROUPS[-1])}), or "
                 ways = smaller + whole if form.name.startswith("int") and not _group(form.name, 0) else whole
                 raise InvalidInput(
                     f"Heads have {short[0]} channels, which {form.name} cannot keep in groups of {form.group}.",

@@ -20,15 +20,14 @@ import numpy as np
 
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InvalidInput
+from ...gguf.architectures import ARCHITECTURES, computes_windows
 from ...models.blocks import config_of, describe
+from ...models.memory import check_positions
 from ...models.offload import mapped
 from ...plan import Plan
 from ...progress import Progress, say
-from ..bits.gguf_fields import ARCHITECTURES, computes_windows
-from ..bits.memory import check_positions
-from ..bits.plan import check_record
-from ..bits.program import BASELINES, Decision, Limits, plan_blocks
-from ..bits.sensitivity import DenseOutput
+from ..bits import DenseOutput, check_record
+from ..formats.program import BASELINES, Decision, Limits, plan_blocks
 from .cache import caching, kept, rounding
 from .formats import RULES
 from .sensitivity import cache_damage
@@ -77,7 +76,7 @@ def plan_cache(
     batch: int = 1,
     bits: float | None = None,
     budget: str | None = None,
-    rule: str = "choices",
+    rule: str = "exact",
     runtime: str = "transformers",
     formats: Sequence[str] | None = None,
     group: int | None = None,
@@ -96,7 +95,7 @@ def plan_cache(
         batch: Sequences at a time.
         bits: Mean bits per cached number, scales counted.
         budget: Bytes of the whole cache instead, such as ``"1.5 GiB"``.
-        rule: ``choices`` (the exact program), ``uniform`` or ``ends`` (more for the first and last layers).
+        rule: ``exact`` (the exact program), ``uniform`` or ``protect-ends`` (more for the first and last layers).
         runtime: ``transformers``, ``vllm`` or ``llama.cpp``: its formats, and what it tells apart.
         formats: Names of some of the runtime's formats.
         group: Channels that share a scale, for transformers; by default 64, 32 or 16.

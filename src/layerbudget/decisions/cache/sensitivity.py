@@ -14,6 +14,7 @@ from ...execution.loss import IGNORE, logits_of, unlabelled
 from ...execution.modes import prepared
 from ...progress import Progress, Steps
 from ...sensitivity.directional.terms import pooled
+from ...sensitivity.sequences import deviations
 from .cache import caching, read_back
 from .space import CacheSpace
 
@@ -75,5 +76,5 @@ def cache_damage(
                 tick()
     tokens = counts.sum()
     second = rows.sum(-1) / (2 * tokens)
-    rest = (rows / 2 - second[..., None] * counts) * (np.sqrt(len(counts) / max(len(counts) - 1, 1)) / tokens)
+    rest = deviations(rows / 2, counts, second)
     return pooled(second, np.linalg.norm(rest, axis=-1), norm)[0], rest, 1.0 + 2.0 * draws

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from ...budget import LARGEST
 from ...errors import InvalidInput
-from ...planning.costs import LARGEST
 from ...records import Block, Module
-from ..bits.table import CACHE, Table
+from ..formats.table import CACHE, Table
 from .formats import PARTS, CacheFormat, CacheRuntime, Kept, find_cache
 
 

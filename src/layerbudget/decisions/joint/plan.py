@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ...budget import parse_budget, unit_cost
 from ...errors import InvalidInput, UnknownUnit
 from ...plan import Plan
-from ...planning.capacity import Terms, make_plan, smallest_sides
-from ...planning.costs import parse_budget, unit_cost
-from ...planning.rule import Decision
 from ...scores import Scores
 from ...solvers.inputs import Vector, bound_vector, choice
 from ...solvers.joint import JointSolution, solve_joint
 from ...solvers.programs import allocate
 from ...solvers.rounding import Rounded, round_capacity, round_parameters
+from ..capacity import Terms, make_plan, smallest_sides
+from ..rules import RuleResult
 
 
 def plan_joint(
@@ -43,7 +43,7 @@ def plan_joint(
     Args:
         scores: The scores: a block with a large gain deserves adapters and protection.
         budget: Net bytes, such as ``"-2GiB"`` (shrink) or ``"100 MB"``; parameters are converted.
-        capacity: What is added: ``ranks`` or ``experts`` (of ``expert_rank``).
+        capacity: What is added: ``ranks`` or ``lora-experts`` (of ``expert_rank``).
         expert_rank: Rank of one expert, 8 by default; not read for ranks.
         min_capacity: Ranks or experts that every block gets.
         max_capacity: Cap per block; a rank never exceeds the smallest side of the block's matrices.
@@ -66,7 +66,7 @@ def plan_joint(
         InvalidInput: An unknown kind of capacity, a rank of experts that are none, or another option outside its domain.
         InfeasibleBudget: Pruning to the caps does not free enough, or the caps cannot use the budget up.
     """
-    choice(capacity, "capacity", ("ranks", "experts"))
+    choice(capacity, "capacity", ("ranks", "lora-experts"))
     if capacity == "ranks" and expert_rank is not None:
         raise InvalidInput(f"expert_rank is {expert_rank} for a plan of ranks.", "Experts have one.", "Leave it out.")
     wanted = parse_budget(budget, default="bytes")
@@ -79,7 +79,7 @@ def plan_joint(
     limit = wanted.amount * (bytes_per_parameter if wanted.unit == "params" else 1.0)
     numel = scores.numel.astype(np.float64)
     options: dict[str, Any] = {"capacity": capacity, "bytes_per_parameter": bytes_per_parameter}
-    options |= {"expert_rank": 8 if expert_rank is None else expert_rank} if capacity == "experts" else {}
+    options |= {"expert_rank": 8 if expert_rank is None else expert_rank} if capacity == "lora-experts" else {}
     cost, q = unit_cost(scores.blocks, "bytes", **options), scores.weights(damping)
     sides = smallest_sides(scores.blocks) if capacity == "ranks" else np.full(numel.size, np.inf)
     constants: dict[str, Any] = {"exponent": exponent, "exponent_on": exponent_on, "alpha": alpha, "gamma": gamma}
@@ -100,7 +100,7 @@ def plan_joint(
     adapters = {"kind": capacity, "expert_rank": options.get("expert_rank"), "values": values, "counts": counts}
     record = {"unit": "bytes", "limit": limit, "spent": rounded.spent - freed, "text": wanted.text}
     extra = {"capacity": {**adapters, "bytes": rounded.spent}, "rounding": rounded.to_dict()}
-    decision = Decision(value=solution.sparsity, solution=solution, extra=extra)
+    decision = RuleResult(value=solution.sparsity, solution=solution, extra=extra)
     return make_plan(scores, "joint", "mdl", decision, pruned, record, hyper)
 
 

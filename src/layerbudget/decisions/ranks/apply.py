@@ -19,21 +19,18 @@ first steps of Adam grow with the rank, with ``rslora`` by its root, with ``cons
 
 from __future__ import annotations
 
-import contextlib
 import math
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ...errors import CoverageError, InvalidInput, UnknownBlock
-from ...kinds import check_kind
-from ...models.blocks import adaptable, describe, is_conv1d, partition
+from ...errors import InvalidInput
+from ...models.blocks import weight_of
 from ...plan import Plan
 from ...records import stacks
-from .plan import ALPHA_POLICIES
+from ..adapters import adapter_config, attach, base_name, check_modules, counts_by_module, pattern, targets_of
+from ..capacity import ALPHA_POLICIES
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -103,7 +100,7 @@ def add_ranks(
         CoverageError: A fused or tied module, or a recount that differs from the plan; names the module.
     """
     ranks = counts_by_module(plan, "ranks")
-    check_modules(model, plan, ranks, validate=validate)
+    check_modules(model, plan, ranks, validate=validate, stacked=stacks(ranks))
     if not hasattr(model, "prepare_inputs_for_generation"):
         options = {"task_type": None, **options}
     return attach(model, config or to_lora_config(plan, **options), ranks, adapted_ranks, "rank", adapter_name)
@@ -116,6 +113,12 @@ def lora_layers(model: nn.Module, adapter_name: str = "default") -> dict[str, An
     layers = {n: m for n, m in model.named_modules() if isinstance(m, LoraLayer) and adapter_name in m.lora_A}
     stacked = {n: f".{p}" for n, m in layers.items() if (p := getattr(m, "parameter_name", None))}  # one wrapped in the other
     return {base_name(n.replace(".base_layer", "")) + stacked.get(n, ""): m for n, m in layers.items()}
+
+
+def adapter_parameters(plan: Plan, model: nn.Module) -> int:
+    """Return the parameters of the factors of the planned ranks; every expert of a stack has its own."""
+    shapes = [(b.count, weight_of(model, name)[1].shape) for b in plan.blocks for name in b.modules if b.count]
+    return sum(rank * math.prod(shape[:-2]) * sum(shape[-2:]) for rank, shape in shapes)
 
 
 def _copies(module: Any) -> int:
@@ -229,146 +232,3 @@ def _scale(module: Any, ratio: float, alpha: float, adapter_name: str) -> None:
                 tensor.mul_(module.scaling[adapter_name] / ratio)
     module.scaling[adapter_name], module.lora_alpha[adapter_name] = ratio, alpha
     module.use_rslora[adapter_name] = False
-
-
-# What adapters of every kind share: names, checks before, a recount after.
-
-
-def counts_by_module(plan: Plan, kind: str) -> dict[str, int]:
-    """Rank or number of experts of every module that the plan names."""
-    check_kind(plan.kind, (kind,), f"gives no {kind}")
-    return {module: block.count for module, block in plan.by_module().items()}
-
-
-def targets_of(plan: Plan, kind: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """The modules that a PEFT configuration names, and the rank or experts of those that get some."""
-    counts = counts_by_module(plan, kind)
-    adapted = {m: c for m, c in counts.items() if c > 0}
-    if not adapted:
-        raise InvalidInput(
-            f"Every block of this plan has zero {kind}.", "", "Plan with a larger budget, or a minimum per block."
-        )
-    return {"target_modules": sorted(adapted), "exclude_modules": sorted(set(counts) - set(adapted)) or None}, adapted
-
-
-def pattern(name: str) -> str:
-    r"""The escaped full name, the only kind of PEFT pattern that means the same after saving.
-
-    >>> pattern("model.layers.1.mlp.up_proj")
-    'model\\.layers\\.1\\.mlp\\.up_proj'
-    """
-    return "".join(c if c.isalnum() or c == "_" else f"\\{c}" for c in name)
-
-
-def base_name(name: str) -> str:
-    """Return the name of a wrapped module as the plain model has it."""
-    return name.removeprefix("base_model.model.")
-
-
-def adapter_config(model: nn.Module, adapter: str) -> Any:
-    """Return the configuration of one adapter of a ``PeftModel``, whose fields differ by method."""
-    return cast(Any, model).peft_config[adapter]
-
-
-def check_modules(model: nn.Module, plan: Plan, counts: Mapping[str, int], *, validate: bool = True) -> None:
-    """Refuse a model that does not have the modules that get capacity, before it is adapted."""
-    if validate and plan.model.get("digest"):
-        plan.validate({**describe(model), "id": type(model).__name__})
-    modules: dict[str, Any] = dict(model.named_modules())
-    owners: dict[int, list[str]] = {}
-    for name, module in modules.items():
-        if isinstance(getattr(module, "weight", None), nn.Parameter):
-            owners.setdefault(id(module.weight), []).append(name)
-    stacked = stacks(counts) if plan.kind == "ranks" else ()
-    for name in (n for n, count in counts.items() if count):
-        if name not in modules:
-            if name in stacked and getattr(_parameter(name, modules), "ndim", 0) == 3:
-                continue
-            raise _missing(name, modules)
-        module = modules[name]
-        if isinstance(module, nn.Linear) and hasattr(module, "top_k"):
-            raise CoverageError(
-                f"{name} is a router that also returns whom it chose: PEFT's adapters return a product alone.",
-                "",
-                f"Score with --exclude '{name.rpartition('.')[2]}$' and plan again.",
-            )
-        if not isinstance(module, nn.Linear) and not is_conv1d(module):
-            raise CoverageError(
-                f"{name} is a {type(module).__name__}.",
-                "Adapters stand beside Linear layers and Conv1D.",
-                "Exclude it in the plan.",
-            )
-        others = [o for o in owners[id(module.weight)] if o != name]
-        if others:
-            raise CoverageError(
-                f"{name} shares its weight with {', '.join(others)}: an adapter beside one of them would untie the two.",
-                "A plan adapts modules that own their weight.",
-                f"Exclude {name} from the plan (--exclude), or untie the model first.",
-            )
-    lost = [n for n in adaptable(model, partition(model, "linear"))[1] if counts.get(n)]
-    if lost:
-        parents, endings = ("|".join(sorted({n.split(".")[i] for n in lost})) for i in (-2, -1))
-        raise CoverageError(
-            f"PEFT refuses this plan's modules: it puts no adapter on {lost[0]} ({len(lost)} such matrices).",
-            "It refuses outputs of state space mixers, and takes plain gate, up and down beside fused experts for the experts.",
-            f"Score with --exclude '({parents})[.]({endings})$' and plan again.",
-        )
-
-
-@contextlib.contextmanager
-def patterns_of_stacks() -> Iterator[None]:
-    """Inside, PEFT does not say that patterns of stacks of experts match nothing: it reads them, and looks at modules alone."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match .*\.experts\\\\\.")
-        yield
-
-
-def attach(
-    model: nn.Module,
-    config: Any,
-    counts: Mapping[str, int],
-    read: Callable[[nn.Module, str], Mapping[str, int]],
-    unit: str,
-    adapter_name: str,
-) -> Any:
-    """The model adapted by PEFT; ``read`` gives rank or experts by module of it, which must be the planned ``counts``."""
-    from peft import get_peft_model
-
-    with patterns_of_stacks():
-        adapted = get_peft_model(cast(Any, model), config, adapter_name=adapter_name)
-    found, expected = read(adapted, adapter_name), {m: c for m, c in counts.items() if c}
-    for name in sorted(set(found) | set(expected)):
-        got, planned = found.get(name, 0), expected.get(name, 0)
-        if got != planned:
-            raise CoverageError(
-                f"{name} {f'got {unit} {got}' if got else 'was not adapted'}; the plan gives it {unit} {planned}.",
-                f"{len(expected)} modules are planned, {len(found)} were adapted.",
-                "Use the patterns of to_lora_config or to_experts_config unchanged.",
-            )
-    return adapted
-
-
-def _parameter(name: str, modules: Mapping[str, nn.Module]) -> Any:
-    """The parameter of that full name; None where there is none."""
-    parent, _, last = name.rpartition(".")
-    return getattr(modules.get(parent), last, None)
-
-
-def _missing(name: str, modules: Mapping[str, nn.Module]) -> Exception:
-    """The error for a name that is not a module: a fused parameter, a fused projection, or a typo."""
-    parent, _, last = name.rpartition(".")
-    if isinstance(_parameter(name, modules), nn.Parameter):
-        return CoverageError(
-            f"{name} is a parameter of {type(modules[parent]).__name__} that holds several experts in one tensor.",
-            "Ranks can stand beside it where it is called up_proj, gate_up_proj or down_proj; experts stand beside modules.",
-            "Exclude it in the plan (--exclude).",
-        )
-    siblings = [n for n in modules if n.rpartition(".")[0] == parent and n] or [n for n in modules if n.endswith("." + last)]
-    fused = [n for n in siblings if "qkv" in n or "c_attn" in n or "query_key_value" in n or "gate_up" in n]
-    return UnknownBlock(
-        f"The model has no module {name!r}" + (f"; it holds that projection fused in {fused[0]}." if fused else "."),
-        f"Beside it are {', '.join(siblings[:4])}." if siblings else "",
-        "Partition and score this model, then plan again."
-        if fused
-        else "Correct the name, or score and plan this model again.",
-    )

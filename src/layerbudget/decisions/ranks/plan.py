@@ -8,18 +8,17 @@ from typing import Annotated, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ...budget import Budget, rank_parameters
 from ...errors import InfeasibleBudget, InvalidInput
 from ...plan import Plan
-from ...planning.capacity import Terms, blocks_of, decide, one_budget
-from ...planning.costs import Budget, rank_parameters
-from ...planning.rule import Decision, Problem, rule
 from ...records import Block
 from ...scores import Scores
 from ...solvers.inputs import Vector
 from ...solvers.rounding import Rounded, allocate_increments
 from ...storage import reading
+from ..capacity import Terms, blocks_of, decide, one_budget
+from ..rules import Problem, RuleResult, rule
 
-ALPHA_POLICIES = ("constant-ratio", "constant-alpha", "rslora")
 SERVED_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM accepts as max_lora_rank
 KEEPS = 0.95  # of the gain, under a lower cap that is named
 FEW = 64  # scored rows below which gains by rank are those of these rows alone
@@ -45,17 +44,17 @@ def plan_ranks(
     Args:
         scores: The scores; blocks alone suffice for ``uniform`` and ``size``.
         mean_rank: Budget: as many adapter parameters as this rank everywhere would take.
-        budget: Or in any unit, see :func:`layerbudget.planning.costs.parse_budget`; plain numbers are parameters.
+        budget: Or in any unit, see :func:`layerbudget.budget.parse_budget`; plain numbers are parameters.
         multiple: Ranks are multiples of this.
         min_rank: Smallest rank; 0 lets a block go without an adapter.
         max_rank: Cap; a rank never exceeds the smallest side of the block's matrices.
         rule: ``by-rank`` (the gain of every further rank; the default for scores of ``rank-gain``), ``mdl`` (for others),
             ``uniform``, ``size``, the controls ``by-rank-permuted`` and ``permuted``, a rule of your own
-            (:mod:`layerbudget.planning.rule`), or a function of a problem that returns one value per block.
+            (:mod:`layerbudget.decisions.rules`), or a function of a problem that returns one value per block.
         bytes_per_parameter: For budgets in bytes; 2 (bf16) by default.
         latency: Seconds per rank by block name, for latency budgets.
         fixed: Rank of some blocks, by name or regular expression.
-        **options: Options of the rule: ``exponent``, ``damping``, ``utility``, ... (:mod:`layerbudget.planning.rule`), or
+        **options: Options of the rule: ``exponent``, ``damping``, ``utility``, ... (:mod:`layerbudget.decisions.rules`), or
             its own. One that the rule does not read is refused; the rule has a default for each that is left out.
 
     Returns:
@@ -116,7 +115,7 @@ def noise_share(scores: Scores, counts: Iterable[int], value: float, damping: fl
 
 @rule("ranks", "by-rank-permuted", control=True, summary="the same with the blocks' curves shuffled: a control")
 @rule("ranks", "by-rank", summary="the exact program of the gain of every further rank (rank-gain scores)")
-def _by_rank(problem: Problem, *, damping: float | None = None) -> Decision:
+def _by_rank(problem: Problem, *, damping: float | None = None) -> RuleResult:
     """The program of increments, without a surrogate utility between the measurement and the decision."""
     rows: Sequence[Sequence[float]] = increments_of(problem.need_scores(), damping)
     if problem.order is not None:
@@ -132,7 +131,7 @@ def _by_rank(problem: Problem, *, damping: float | None = None) -> Decision:
         extra["at_measured"] = ends
     if (scored := problem.need_scores().data.get("samples", FEW)) < FEW:
         extra["scored_rows"] = scored
-    return Decision(value=rounded.counts.astype(float), counts=rounded.counts, extra=extra)
+    return RuleResult(value=rounded.counts.astype(float), counts=rounded.counts, extra=extra)
 
 
 def _at_their_end(problem: Problem, rows: Sequence[Sequence[float]], plan: Rounded) -> dict[str, int]:
@@ -154,7 +153,7 @@ def _at_their_end(problem: Problem, rows: Sequence[Sequence[float]], plan: Round
         raise InfeasibleBudget(
             f"The budget buys more than the {most} ranks of a block whose gains were measured.",
             f"All measured ranks, up to {most} a block, are {plan.spent:,.0f}{unit}; you asked for {plan.budget:,.0f}.",
-            f"Score with --set largest={2 * most}, or lower the budget.",
+            f"Score with --largest {2 * most}, or lower the budget.",
         )
     return {problem.blocks[k].name: n for k, n in ends.items()}
 

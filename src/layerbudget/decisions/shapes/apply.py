@@ -11,28 +11,27 @@ from typing import Any
 from torch import nn
 
 from ...data.calibration import CalibrationSet
+from ...decision import check_kind
 from ...errors import CoverageError, InfeasibleBudget, InvalidInput, UnknownBlock, UnknownStructure
 from ...execution.divergence import Reference
 from ...execution.inputs import gram_of
 from ...execution.modes import inference
 from ...execution.processes import shard
 from ...execution.walk import Walk
-from ...kinds import check_kind
 from ...models.blocks import config_of, configs_of, describe, layers, text_config
-from ...plan import Plan
+from ...plan import Plan, payload_of
 from ...progress import Progress, Steps
-from ...records import Result
+from ...records import Receipt
 from .compensation import Stream
 from .layouts import FIND, Attention
-from .program import KINDS, Part
+from .payload import ShapesPayload
+from .program import DAMPING, KINDS, Part
 from .save import follow, shorten
 from .units import Remake, cut, find_parts, refitted, where_is
 
-DAMPING = 0.01  # of the refit, relative to the mean of the second moments' diagonal
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class ShapeReceipt(Result):
+class ShapeReceipt(Receipt):
     """Recount of a model that became smaller."""
 
     unit: str  # of the next four
@@ -68,17 +67,18 @@ def apply_shapes(
         CoverageError: The recount differs from the plan.
     """
     check_kind(plan.kind, ("shapes",), "holds no shapes")
-    plan.validate(describe(model))
-    shapes, dropped, hyper = plan.extra["shapes"], list(plan.extra["dropped"]), plan.hyperparameters
+    identity, payload, hyper = describe(model), payload_of(plan, ShapesPayload), plan.hyperparameters
+    plan.validate(identity)
+    shapes, dropped = payload.shapes, list(payload.dropped)
     parts = {p.name: p for p in find_parts(model, kinds=(), by=hyper["by"], multiple=hyper["multiple"])}
-    wrong = [n for n, s in shapes.items() if n not in parts or (parts[n].units, parts[n].by) != (s["units"], s["by"])]
-    wrong += [n for n, s in shapes.items() if s["removed"] > max(s["units"] - (s["layer"] not in dropped), 0)]
+    wrong = [n for n, s in shapes.items() if n not in parts or (parts[n].units, parts[n].by) != (s.units, s.by)]
+    wrong += [n for n, s in shapes.items() if s.removed > max(s.units - (s.layer not in dropped), 0)]
     if wrong:
         raise CoverageError(f"The model has no {wrong[0]} as planned.", "", "Plan again for this model.")
-    unit, width, prices = plan.budget["unit"], hyper["bytes_per_parameter"], plan.extra.get("prices")
+    unit, width, prices = plan.budget["unit"], hyper["bytes_per_parameter"], payload.prices
     names = [n for n, _ in layers(model) if n not in dropped]
     before = _amount(model, unit, width, prices)
-    jobs = {parts[n]: int(s["removed"]) for n, s in shapes.items() if s["layer"] not in dropped}
+    jobs = {parts[n]: s.removed for n, s in shapes.items() if s.layer not in dropped}
     way: dict[str, Any] = {"damping": hyper.get("damping", DAMPING), "batch_size": batch_size, "progress": progress}
     _cut_layers(model, data, jobs, dropped, compensate=hyper["compensate"], **way)
     after = _amount(model, unit, width, prices)
@@ -90,6 +90,8 @@ def apply_shapes(
             "Report this.",
         )
     return ShapeReceipt(
+        plan_digest=plan.digest,
+        model=identity,
         unit=unit,
         before=before[0],
         after=after[0],

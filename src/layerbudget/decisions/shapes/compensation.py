@@ -34,9 +34,9 @@ from ...execution.replay import StopForward
 from ...execution.walk import Walk
 from ...models.blocks import layers
 from .layouts import Attention, Mlp, Where, find_attention, find_mlp
+from .program import WAYS
 from .units import Remake, damped, refitted
 
-WAYS = ("auto", "refit", "stream")
 _STIFFNESS = (math.inf, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03)
 _DAMPINGS = (1.0, 10.0, 30.0)  # times the damping that was asked for
 _FOLDS = 4
@@ -159,7 +159,7 @@ class Stream:
 
     def __init__(self, walk: Walk) -> None:
         if process_group().size > 1:
-            raise CoverageError("The residual stream is matched in one process.", "", "Use one, or --set compensate=refit.")
+            raise CoverageError("The residual stream is matched in one process.", "", "Use one, or --compensate refit.")
         self.walk = walk
         self.dense = [walk.store.get(batch).clone() for batch in range(walk.batches)]
         self.middle: list[torch.Tensor] = []
@@ -186,7 +186,7 @@ class Stream:
                 raise UnknownStructure(
                     f"The layer {name} does not add its attention and its MLP to the stream as they are.",
                     "Compensation of the stream needs layers that do (not Gemma 2 or 3, whose norms stand between).",
-                    "Use compensate='refit' (--set compensate=refit).",
+                    "Use compensate='refit' (--compensate refit).",
                 )
             self.middle.append(middle)
             self.end.append(out)

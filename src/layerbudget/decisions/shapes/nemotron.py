@@ -17,12 +17,12 @@ from torch import nn
 
 from ...compressors.formats import NEMOTRON
 from ...errors import InvalidInput
+from ...gguf.architectures import head_width, window_of
 from ...models.blocks import config_of, describe, pretrained
 from ...plan import Plan
-from ...records import dumps, write_text
+from ...records import Receipt, dumps, write_text
 from ...storage import reading
 from ...storage.folders import write_model
-from ..bits.gguf_fields import head_width, window_of
 from .save import beside_model, left_parts
 
 ARCHITECTURE = "DeciLMForCausalLM"
@@ -90,7 +90,7 @@ def _query_heads(model: nn.Module, plan: Plan | None = None) -> int:
         raise InvalidInput(
             f"The layers have {heads[0]} to {heads[-1]} query heads.",
             f"vLLM's {ARCHITECTURE} has one number of them for all layers; MLP widths may differ.",
-            'Plan with --set runtime=vllm (runtime="vllm"), or write it for llama.cpp: apply --format gguf.',
+            'Plan with --runtime vllm (runtime="vllm"), or write it for llama.cpp: apply --format gguf.',
         )
     return int(heads[0])
 
@@ -101,7 +101,7 @@ def save_nemotron(
     out_dir: Path | str,
     *,
     plan: Plan | None = None,
-    record: Mapping[str, Any] | None = None,
+    record: Receipt | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Write a smaller model as a ``nemotron-nas`` folder, whose MLP widths may differ. It appears complete or not at all.

@@ -9,7 +9,6 @@ steps within a trust region go on while the measured divergence falls. Every one
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -18,28 +17,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...budget import parse_budget
 from ...compressors.formats import RUNTIMES
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InfeasibleBudget, InvalidInput
 from ...execution.processes import process_group
+from ...gguf.names import architecture
 from ...models.blocks import check_finite, config_of, describe, text_config
 from ...models.experts import EXPERTS_KEPT
 from ...models.machine import computation, versions
 from ...models.offload import need_settled
 from ...plan import Plan
-from ...planning.costs import parse_budget
 from ...progress import Progress, Steps, say
 from ...records import to_jsonable
 from ...sensitivity.directional.terms import QuadraticTerms
 from ...solvers.choices import Choice
 from ...solvers.steps import Proposal, descend
 from ...storage.parts import Parts
-from ..bits.gguf_names import architecture
-from .apply import DAMPING, measure_plan
+from .apply import measure_plan
 from .compensation import ways_of
 from .nemotron import check_config
 from .point import Evaluation, Moments, ShapePoint
-from .program import GONE, KINDS, ShapeSpace
+from .program import DAMPING, GONE, KINDS, PASSES, ShapeSpace
 from .save import allowed_units, check_depth, described_smaller
 from .speed import Speed, measure_speed, sizes_of_layers
 from .units import find_parts, head_units
@@ -47,7 +46,6 @@ from .units import find_parts, head_units
 if TYPE_CHECKING:
     from torch import nn
 
-PASSES = 46.0
 _LEVELS = 7
 _KEPT = ("first", "second", "rest", "tokens", "passes", "divergence")  # of an evaluation, under resume
 _MEASURING = 5.0  # dense, three times through every layer to cut it, and the smaller model; the stream needs one more
@@ -178,58 +176,6 @@ def plan_shapes(
     return dataclasses.replace(plan, extra={**plan.extra, **to_jsonable(extra)})
 
 
-def plans_at_once(
-    model: nn.Module,
-    data: CalibrationSet,
-    budgets: Sequence[str],
-    *,
-    by: str = "auto",
-    multiple: int = 8,
-    even: bool = False,
-    kinds: Sequence[str] = KINDS,
-    compensate: str = "auto",
-    draws: int = 2,
-    damping: float = DAMPING,
-    batch_size: int = 8,
-    seed: int = 0,
-) -> tuple[dict[str, Plan], float]:
-    """Plans of several budgets from one look at the dense model, by budget, and the forward equivalents that it took.
-
-    Between the numbers of MLP channels that are looked at, damage is a straight line. With ``auto`` both units of heads are
-    looked at, and every budget takes those with less predicted damage. Budgets that cannot be saved are left out.
-
-    Arguments and errors are those of :func:`plan_shapes`.
-    """
-    hyper = {"multiple": multiple, "compensate": ways_of(model, data, compensate), "draws": draws, "seed": seed}
-    hyper |= {} if damping == DAMPING else {"damping": damping}
-    identity, bytes_each = describe(model), float(next(model.parameters()).element_size())
-    found, passes = dict[str, Plan](), 0.0
-    for word in head_units(model, kinds, by):
-        spaces = dict[str, ShapeSpace]()
-        for budget in budgets:
-            with contextlib.suppress(InfeasibleBudget):
-                own: dict[str, Any] = {"budget": budget, "kinds": kinds, "max_removed": 0.75, "depth": 0, "even": even}
-                spaces[budget] = _spaces(model, word, multiple, None, **own, bytes_per_parameter=bytes_each)[0]
-        if not spaces:
-            continue
-        first = next(iter(spaces.values()))
-        point, start = ShapePoint(model, data, first, damping, batch_size), first.start()
-        around = first.around(start, 1.0, _LEVELS)
-        try:
-            seen = point.evaluate(start, around, point.dense, draws=draws, seed=seed).forms.total
-        finally:
-            point.restore()
-        passes += point.passes
-        alternatives, damage = _every_width(first, around, seen)
-        for budget, space in spaces.items():
-            with contextlib.suppress(InfeasibleBudget):
-                state, choice = space.step(alternatives, damage)
-                if budget not in found or choice.damage < found[budget].extra["predicted"]:
-                    unit = next((p.by for p in space.parts if p.kind == "heads"), word)
-                    found[budget] = space.plan(state, choice.damage, choice, {**hyper, "by": unit}, identity)
-    return {budget: found[budget] for budget in budgets if budget in found}, passes
-
-
 def _every_width(space: ShapeSpace, around: np.ndarray, seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Alternatives with every number of MLP units between those that were looked at, and their damage, by straight lines."""
     found = []
@@ -256,7 +202,7 @@ def _alike(model: nn.Module, even: bool, runtime: str | None, kinds: Sequence[st
         raise InvalidInput(
             f"The layers of this model keep different numbers of experts, which {runtime} does not load.",
             "layerbudget.load_model does.",
-            "Leave runtime out, or take a model of plan kept-experts --even.",
+            "Leave runtime out, or take a model of plan expert-pruning --even.",
         )
     if runtime == "llama.cpp":
         architecture(text_config(config_of(model)), uneven=not even, fewer="heads" in kinds)
@@ -276,7 +222,7 @@ def _speed(model: nn.Module, budget: str | float, runtime: str | None, threads: 
         raise InvalidInput(
             f"A budget of latency is measured in llama.cpp, at once{' and not resumed' * (resume is not None)}.",
             "Other runtimes are not timed; flops stand for them.",
-            'Add --set runtime=llama.cpp (runtime="llama.cpp"), without --resume.',
+            'Add --runtime llama.cpp (runtime="llama.cpp"), without --resume.',
         )
     return measure_speed(model, threads=threads)
 
@@ -327,7 +273,7 @@ def _check(draws: int, strides: int, trust: float, depth: int, passes: float, la
     raise InvalidInput(
         f"{passes:g} forward equivalents are too few.",
         f"With draws={draws} and strides={strides}, {least:g} forward equivalents are needed, {last:g} of them for the end.",
-        f"Give more (--passes {least:g}; {PASSES:g} is usual), or take fewer draws or strides (--set strides=1).",
+        f"Give more (--passes {least:g}; {PASSES:g} is usual), or take fewer draws or strides (--strides 1).",
     )
 
 

@@ -4,7 +4,7 @@ r"""The program of smaller shapes: the parts of every layer, what they save, and
 
 An alternative is a row ``(heads, mlp, gone)``: units that go from both parts, and whether the whole layer goes. ``s`` is what
 it saves, ``f`` a model of the damage around the present plan, of any shape: the multiple-choice program
-(:mod:`layerbudget.solvers.mixed`), exact for whole units and for at most N layers that go.
+(:mod:`layerbudget.solvers.counted`), exact for whole units and for at most N layers that go.
 """
 
 from __future__ import annotations
@@ -17,14 +17,19 @@ from typing import Any
 
 import numpy as np
 
+from ...budget import parse_budget
 from ...errors import InfeasibleBudget, InvalidInput, UnknownUnit
-from ...plan import Plan, PlanBlock
-from ...planning.costs import parse_budget
+from ...plan import Plan, PlanBlock, payload_of
 from ...records import check_fraction, to_jsonable
 from ...solvers.choices import Choice
-from ...solvers.mixed import choose_few
+from ...solvers.counted import choose_few
+from .payload import ShapesPayload
 
 KINDS = ("heads", "mlp")
+UNITS = ("auto", "groups", "queries")  # of heads
+WAYS = ("auto", "refit", "stream")  # of compensation
+PASSES = 46.0  # forward equivalents of a search
+DAMPING = 0.01  # of the refit, relative to the mean of the second moments' diagonal
 OTHER_KIND = {  # remedies where parts of one kind cannot go
     "heads": "Remove MLP units (--parts mlp), or prune its weights instead: layerbudget plan sparsity MODEL, then apply.",
     "mlp": "Remove heads (--parts heads), or prune its weights instead: layerbudget plan sparsity MODEL, then apply.",
@@ -36,9 +41,9 @@ NANOSECONDS = "nanoseconds"  # of a request, 256 tokens read and 64 written: a b
 
 def layers_differ(plan: Plan, kinds: Collection[str] = KINDS) -> bool:
     """Return whether a plan of shapes leaves layers with different heads or widths."""
-    gone = plan.extra["dropped"]
-    parts = [s for s in plan.extra["shapes"].values() if s["layer"] not in gone]
-    left = [(s["kind"], s["removed"]) for s in parts if s["kind"] in kinds]
+    payload = payload_of(plan, ShapesPayload)
+    parts = [part for part in payload.shapes.values() if part.layer not in payload.dropped]
+    left = [(part.kind, part.removed) for part in parts if part.kind in kinds]
     return len(set(left)) > len({kind for kind, _ in left})
 
 

@@ -9,7 +9,7 @@ asked of a model that is built from the changed config, without values: the answ
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,18 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from ...errors import UnknownStructure
+from ...gguf.check import check_file
+from ...gguf.names import architecture
+from ...gguf.writer import GGUF_FILE, GgufWriter
 from ...models.blocks import config_of, describe, layers, pretrained, text_config
+from ...models.card import loading, model_card
 from ...models.experts import EXPERTS_KEPT
 from ...models.machine import versions
-from ...plan import Plan
-from ...planning.card import loading, model_card
-from ...records import SCHEMA_VERSION, dumps, write_text
+from ...plan import Plan, payload_of
+from ...records import SCHEMA_VERSION, Receipt, dumps, write_text
 from ...storage.folders import new_folder, write_model
-from ..bits.gguf import GGUF_FILE, GgufWriter
-from ..bits.gguf_check import check_file
-from ..bits.gguf_names import architecture
 from .layouts import FIND, Attention, Where
+from .payload import ShapesPayload
 from .program import NEITHER, OTHER_KIND, Part, layers_differ
 from .units import find_parts, other_kind, where_is
 
@@ -187,7 +188,7 @@ def check_exportable(model: nn.Module, plan: Plan | None = None) -> None:
     gone = set[str]()
     if plan is not None:
         plan.validate(describe(model))
-        gone = set(plan.extra["dropped"])
+        gone = set(payload_of(plan, ShapesPayload).dropped)
     if gone:
         check_depth(model)
     built = _built(model)
@@ -202,10 +203,12 @@ def check_exportable(model: nn.Module, plan: Plan | None = None) -> None:
 
 def left_parts(model: nn.Module, kind: str, plan: Plan | None = None) -> dict[str, Where]:
     """Return the heads or MLPs of all layers, by layer, as they are or as a plan leaves them."""
-    shapes = {} if plan is None else plan.extra["shapes"]
-    gone = set() if plan is None else set(plan.extra["dropped"])
-    left = {n: w for n, w in _all(layers(model), kind).items() if n not in gone}
-    return {n: w.without(int(s["removed"]), s["by"]) if (s := shapes.get(f"{n}.{kind}")) else w for n, w in left.items()}
+    found = _all(layers(model), kind)
+    if plan is None:
+        return found
+    payload = payload_of(plan, ShapesPayload)
+    left = {n: w for n, w in found.items() if n not in payload.dropped}
+    return {n: w.without(s.removed, s.by) if (s := payload.shapes.get(f"{n}.{kind}")) else w for n, w in left.items()}
 
 
 def _all(named: Sequence[tuple[str, nn.Module]], kind: str) -> dict[str, Where]:
@@ -241,7 +244,7 @@ def _check_described(model: nn.Module, now: Where, wanted: Sequence[Where]) -> N
 def check_gguf(model: nn.Module, plan: Plan) -> None:
     """Refuse a plan whose smaller model llama.cpp has no architecture for; said before anything is removed."""
     plan.validate(describe(model))
-    fewer = any(each["kind"] == "heads" and each["removed"] for each in plan.extra["shapes"].values())
+    fewer = any(part.kind == "heads" and part.removed for part in payload_of(plan, ShapesPayload).shapes.values())
     architecture(text_config(config_of(model)), uneven=layers_differ(plan), fewer=fewer)
 
 
@@ -251,7 +254,7 @@ def save_gguf(
     out_dir: Path | str,
     *,
     plan: Plan | None = None,
-    record: Mapping[str, Any] | None = None,
+    record: Receipt | None = None,
     overwrite: bool = False,
     check: bool = True,
 ) -> Path:
@@ -272,9 +275,8 @@ def save_gguf(
         if check:
             known = tokenizer if writer.head.has_vocabulary else None
             notes.append(check_file(folder / GGUF_FILE, model, known, {}))
-        beside = beside_model(
-            plan, {**(record or {}), "notes": notes}, model, "llama-cli -m model.gguf", ("gguf", "pruned"), library=None
-        )
+        use, tags = "llama-cli -m model.gguf", ("gguf", "pruned")
+        beside = beside_model(plan, record, model, use, tags, library=None, notes=notes)
         for name, write in beside.items():
             write(folder / name)
     return Path(out_dir)
@@ -286,7 +288,7 @@ def save_smaller(
     out_dir: Path | str,
     *,
     plan: Plan | None = None,
-    record: Mapping[str, Any] | None = None,
+    record: Receipt | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Write a smaller model as an ordinary checkpoint; the folder appears complete or not at all.
@@ -307,23 +309,25 @@ def save_smaller(
 
 def beside_model(
     plan: Plan | None,
-    record: Mapping[str, Any] | None,
+    record: Receipt | None,
     model: nn.Module,
     use: str,
     tags: Sequence[str],
     *,
     library: str | None = "transformers",
+    notes: Sequence[str] | None = None,
 ) -> dict[str, Callable[[Path], object]]:
-    """Return what writes the plan, the recount and a model card, which says ``use``, beside a model."""
+    """Return what writes the plan, the recount with ``notes``, and a model card, which says ``use``, beside a model."""
     beside: dict[str, Callable[[Path], object]] = {} if plan is None else {"plan.json": plan.save}
-    if record is not None:
-        digest = {"plan_digest": plan.digest} if plan is not None else {}
-        content = dumps({"schema_version": SCHEMA_VERSION, **digest, **record, "versions": versions()})
-        beside["receipt.json"] = partial(write_text, text=content)
+    counted = {} if record is None else record.counted()
+    if record is not None or notes is not None:
+        content = {"schema_version": SCHEMA_VERSION, **({"plan_digest": plan.digest} if plan is not None else {}), **counted}
+        content |= {} if notes is None else {"notes": notes}
+        beside["receipt.json"] = partial(write_text, text=dumps({**content, "versions": versions()}))
     if plan is not None:
-        record, name = record or {}, type(pretrained(model)).__name__
-        rows = {"removed": f"{record['saved']:.6g} {record['unit']}, recounted"} if "saved" in record else {}
-        if sizes := record.get("parameters"):
+        name = type(pretrained(model)).__name__
+        rows = {"removed": f"{counted['saved']:.6g} {counted['unit']}, recounted"} if counted else {}
+        if sizes := counted.get("parameters"):
             rows["parameters of the layers' matrices"] = f"{sizes['before']:,} before, {sizes['after']:,} now"
         what = "with fewer heads, narrower MLPs or fewer layers: `plan.json` says which, `receipt.json` what was counted."
         card = model_card(plan, "finetune", "made smaller", what, rows, use, architecture=name, library=library, tags=tags)

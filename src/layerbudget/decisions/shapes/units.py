@@ -22,9 +22,8 @@ from ...errors import InvalidInput, UnknownStructure
 from ...models.blocks import layers, matrix_of, partition
 from ...records import Block, Module
 from .layouts import FIND, Attention, Where, find_attention, find_mlp, per_unit
-from .program import KINDS, NEITHER, OTHER_KIND, Part
+from .program import KINDS, NEITHER, OTHER_KIND, UNITS, Part
 
-UNITS = ("auto", "groups", "queries")
 _LATE = 64  # channels that go before the matrices follow
 Remake = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (W, H, S) -> (d_out, kept)
 

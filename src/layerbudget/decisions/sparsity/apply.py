@@ -17,12 +17,12 @@ from ...compressors.base import Level, Treatment, find_treatment
 from ...compressors.select import check_group, parse_pattern, share
 from ...compressors.treating import Job, Treating
 from ...data.calibration import CalibrationSet
+from ...decision import check_kind
 from ...errors import InvalidInput, ModelMismatch, UnknownBlock
 from ...execution.inputs import check_experts
 from ...execution.modes import inference
 from ...execution.processes import broadcast, is_main, process_group, shard
 from ...execution.walk import Walk
-from ...kinds import check_kind
 from ...models.blocks import check_finite, describe, layers, partition, weight_of
 from ...models.machine import computation, versions
 from ...models.offload import mapped
@@ -39,7 +39,6 @@ def prune(
     data: CalibrationSet | None = None,
     method: str | None = None,
     batch_size: int | None = None,
-    parity: bool = False,
     pattern: str | None = None,
     progress: Progress | None = None,
     *,
@@ -51,9 +50,9 @@ def prune(
 ) -> Receipt:
     """Prune a model in place under a plan, and return the receipt.
 
-    Every block loses exactly the planned number of weights, unless ``parity`` or ``pattern`` is given, split over its matrices
-    in proportion to their size. A layer first runs dense, to collect the statistics of its inputs, then pruned, to give the
-    next layer its inputs.
+    Every block loses exactly the planned number of weights, unless ``pattern`` is given, split over its matrices in proportion
+    to their size. A layer first runs dense, to collect the statistics of its inputs, then pruned, to give the next layer its
+    inputs.
 
     Args:
         model: Any transformers model with one list of layers.
@@ -61,9 +60,7 @@ def prune(
         data: Calibration tokens; not needed for ``magnitude``.
         method: ``magnitude``, ``wanda``, ``sparsegpt``, or a treatment of your own (:mod:`layerbudget.compressors.base`).
             Without one it is the plan's own, with the options that it was measured with; ``wanda`` where none was measured.
-        batch_size: Sequences per forward, 8 by default; always 1 with ``parity``. Speed and memory only, up to rounding.
-        parity: Reproduce the masks of the reference implementations (locuslab/wanda, IST-DASLab/sparsegpt): their
-            counts are off by one and take ties along, their statistics are running means over single sequences.
+        batch_size: Sequences per forward, 8 by default. Speed and memory only, up to rounding.
         pattern: ``2:4`` zeroes 2 of every 4 consecutive inputs; other numbers work too. Every block of the plan must then ask
             for that ratio. ``n:8`` with the letter n gives every block the number of 8 that is nearest to its planned ratio.
         progress: Called with (layers done, layers up to the last one that is pruned); without data with matrices.
@@ -85,21 +82,21 @@ def prune(
     method, own = method_of(plan, method, own)
     treatment = find_treatment(method).with_options(own)
     blind = treatment.statistic == "none"
-    _refuse(treatment, plan, data, parity, {"true_sequential": true_sequential, "autocast": autocast, "resume": resume})
+    _refuse(treatment, plan, data, {"true_sequential": true_sequential, "autocast": autocast, "resume": resume})
     identity = describe(model)
     plan.validate(identity)
     check_finite(model)
-    jobs = _jobs(model, plan, parity, pattern)
+    jobs = _jobs(model, plan, pattern)
     if not blind:
         check_experts(model, jobs, "Use --method magnitude without --data: it reads no inputs.")
-    batch_size = 1 if parity else 8 if batch_size is None else batch_size
-    settings = {"method": treatment.name, "batch_size": batch_size, "parity": parity, "pattern": pattern}
+    batch_size = 8 if batch_size is None else batch_size
+    settings = {"method": treatment.name, "batch_size": batch_size, "pattern": pattern}
     settings |= {"true_sequential": true_sequential, "autocast": autocast, **treatment.resolve_options(own)}
     identity["computation"] = computation(model)
     request: dict[str, Any] = {"plan": plan.digest, "model": identity["digest"], **settings, "versions": versions()}
     request |= {"data": "" if blind or data is None else data.digest, "computation": identity["computation"]}
     started, forwards = time.monotonic(), 0
-    treating = Treating(model, treatment, parity=parity, true_sequential=true_sequential)
+    treating = Treating(model, treatment, true_sequential=true_sequential)
     with _parts_folder(model, resume) as folder:
         checkpoints = _Checkpoints(model, folder, request)
         if blind or data is None:
@@ -110,8 +107,7 @@ def prune(
     seconds = time.monotonic() - started
     notes += other_pruner(plan, method)
     found = recount(model, plan.blocks)
-    if not parity:
-        notes += check_recount(found, {name: job.level.zeros for name, job in jobs.items()})
+    notes += check_recount(found, {name: job.level.zeros for name, job in jobs.items()})
     planned = {b.name: sum(jobs[m].level.zeros for m in b.modules) for b in plan.blocks}
     return Receipt(
         method=treatment.name,
@@ -131,17 +127,13 @@ def prune(
     )
 
 
-def _refuse(
-    treatment: Treatment, plan: Plan, data: CalibrationSet | None, parity: bool, of_inputs: Mapping[str, object]
-) -> None:
+def _refuse(treatment: Treatment, plan: Plan, data: CalibrationSet | None, of_inputs: Mapping[str, object]) -> None:
     """Refuse options that a treatment does not read (``of_inputs``: those that only matter where inputs are read), or lacks."""
     blind = treatment.statistic == "none"
     for name, value in of_inputs.items():
         if blind and value:
             what = f"The method {treatment.name} does not read {name}."
             raise InvalidInput(what, "It would have no effect.", "Leave it out.")
-    if of_inputs["autocast"] and parity:
-        raise InvalidInput("parity and autocast exclude each other.", "The references run in the model's own precision.", "")
     check_kind(plan.kind, ("sparsity",), "cannot be pruned")
     if data is None and not blind:
         raise InvalidInput(f"{treatment.name} needs calibration data.", "", "Pass data, or use method magnitude.")
@@ -254,12 +246,12 @@ def _layers(
     return tuple(notes), walk.forwards
 
 
-def _jobs(model: nn.Module, plan: Plan, parity: bool, pattern: str | None) -> dict[str, Job]:
+def _jobs(model: nn.Module, plan: Plan, pattern: str | None) -> dict[str, Job]:
     """The level of each weight matrix: the plan split over the model's matrices."""
     known = {m.name: m for b in partition(model, "linear") for m in b.modules}
-    if plan.rows is not None and (parity or pattern):
+    if plan.rows is not None and pattern:
         raise InvalidInput(
-            f"The plan decides groups of {plan.rows.size} rows, and {'parity' if parity else 'pattern'} was given.",
+            f"The plan decides groups of {plan.rows.size} rows, and a pattern was given.",
             "It fixes every group's count.",
             "Leave it out, or plan by linear.",
         )
@@ -282,7 +274,6 @@ def _jobs(model: nn.Module, plan: Plan, parity: bool, pattern: str | None) -> di
         for m, count in zip(modules, counts, strict=True):
             level = Level(
                 zeros=count,
-                ratio=block.value if parity and not group else None,
                 pattern=(per_block[block.name], group) if group else None,
                 rows=_rows_of(plan, m, count),
             )

@@ -11,9 +11,6 @@ from numpy.typing import ArrayLike
 
 from ...errors import InvalidInput
 from ...plan import Plan
-from ...planning import maps as _maps  # noqa: F401 - registers the rules
-from ...planning.capacity import blocks_of, constants_of, make_plan, matching, record_of, recorded
-from ...planning.rule import Decision, Problem, find_rule, rule
 from ...records import Block, check_fraction
 from ...scores import Scores
 from ...solvers.dual import piecewise_root
@@ -22,13 +19,16 @@ from ...solvers.programs import sparsify
 from ...solvers.rounding import round_parameters
 from ...solvers.separable import Function
 from ...solvers.utilities import CalibratedPenalty
+from ..capacity import blocks_of, constants_of, make_plan, matching, record_of, recorded
+from ..rules import Problem, RuleResult, find_rule, rule
+from . import maps as _maps  # noqa: F401 - registers the rules
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ...data.calibration import CalibrationSet
 
-Curves: TypeAlias = "Mapping[str, tuple[Sequence[float], Sequence[float]]]"
+Curves: TypeAlias = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 _BY_CURVES = {"mdl": "calibrated", "permuted": "calibrated-permuted"}
 
 
@@ -90,7 +90,7 @@ def plan_by_scores(
         max_sparsity: Cap per block (a scalar or one value per block); :func:`default_cap` by default.
         min_sparsity: Floor per block.
         rule: ``mdl`` (the program), ``permuted`` (the program on shuffled scores), ``uniform``, ``size``, ``layerif``,
-            ``alphapruning``, ``owl``, a rule of your own (:mod:`layerbudget.planning.rule`), or a function of a
+            ``alphapruning``, ``owl``, a rule of your own (:mod:`layerbudget.decisions.rules`), or a function of a
             problem that returns one value per block.
         penalty: Penalty of the program, see :func:`layerbudget.solvers.sparsify`; or measured curves
             ``{block name: (ratios, losses)}``, which replace the scores and cap every block at its last ratio: the rule is then
@@ -181,12 +181,12 @@ def _bounds(
     return low, high, held
 
 
-def _solve(problem: Problem, weights: Any, spend: str = "exactly", **options: Any) -> Decision:
+def _solve(problem: Problem, weights: Any, spend: str = "exactly", **options: Any) -> RuleResult:
     solution = sparsify(
         weights, problem.amount, problem.target, max_sparsity=problem.high, min_sparsity=problem.low, spend=spend, **options
     )
     more = None if spend == "exactly" else max(int(round(solution.spent)), int(round(problem.target)))
-    return Decision(value=solution.value, solution=solution, target=more)
+    return RuleResult(value=solution.value, solution=solution, target=more)
 
 
 @rule("sparsity", "permuted", control=True, summary="the same on shuffled scores: a control")
@@ -203,7 +203,7 @@ def _by_program(
     bits: float | None = None,
     eta: float | None = None,
     units: str | None = None,
-) -> Decision:
+) -> RuleResult:
     chosen = {"exponent": exponent, "exponent_on": exponent_on, "penalty": penalty, "spend": spend}
     return _solve(problem, problem.weights(damping, smoothing), **chosen, **constants_of(bits=bits, eta=eta, units=units))
 
@@ -218,7 +218,7 @@ def _by_curves(
     eta: float | None = None,
     units: str | None = None,
     curves: Any = None,
-) -> Decision:
+) -> RuleResult:
     names = [b.name for b in problem.blocks]
     if not isinstance(curves, Mapping):
         raise InvalidInput("The rule calibrated needs measured curves.", "", "Give them: plan sparsity --curves FILE.")

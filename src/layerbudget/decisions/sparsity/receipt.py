@@ -25,7 +25,7 @@ class Receipt(Record):
     command: ClassVar[str] = "apply"
 
     method: str
-    settings: Mapping[str, Any]  # pattern, parity, batch size and whatever else decided the masks
+    settings: Mapping[str, Any]  # pattern, batch size and whatever else decided the masks
     plan_digest: str
     model: Mapping[str, Any]  # id, revision, digest, before pruning
     data: Mapping[str, Any]  # calibration provenance; empty for magnitude

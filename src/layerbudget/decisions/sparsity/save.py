@@ -13,10 +13,10 @@ from torch import nn
 from ...compressors.base import TREATMENTS, find_treatment
 from ...errors import InvalidInput
 from ...models.blocks import config_of, pretrained
+from ...models.card import loading, model_card
 from ...models.experts import EXPERTS_KEPT
 from ...models.offload import mapped
 from ...plan import Plan
-from ...planning.card import loading, model_card
 from ...records import stacks, write_text
 from ...storage.folders import write_model
 from ...storage.writing import check_space

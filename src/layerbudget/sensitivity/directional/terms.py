@@ -35,6 +35,7 @@ from ...execution.sites import Site, tracked
 from ...models.blocks import end_modules, layer_lists, partition
 from ...progress import Progress, Steps
 from ...records import Block
+from ..sequences import deviations
 from .directions import Directions
 
 Clean = Callable[[int], torch.Tensor]
@@ -269,12 +270,11 @@ def quadratic_terms(
     loss, *each = group.sum(np.array([fed.loss, *counts])).tolist()
     tokens = round(sum(each))
     first, second = found[0] / tokens, found[1] / (2 * tokens)
-    rows, counts = (group.sum(sums.rows), np.array(each)) if draws else (sums.rows, np.zeros(0))
-    rest = (rows.T / 2).transpose(1, 0, 2) - second[..., None] * counts
+    halves = ((group.sum(sums.rows) if draws else sums.rows).T / 2).transpose(1, 0, 2)
     return QuadraticTerms(
         first=first,
         second=second,
-        rest=rest * (np.sqrt(samples / max(samples - 1, 1)) / tokens),
+        rest=deviations(halves, np.array(each), second) if draws else halves,
         tokens=tokens,
         passes=1.0 + 2.0 * len(losses),
         divergence=loss / sum(each) if clean is not None else 0.0,

@@ -1,0 +1,12 @@
+"""Plans of bits at equal bytes. Writes results/bits.md."""
+
+from benchmarks.stamp import run_parts
+
+PARTS = {
+    "groups": "formats in groups: KL of every rule beside uniform",
+    "ggml_types": "llama.cpp's types: KL at the bytes of its own mixes (needs llama-quantize)",
+    "feedback": "time of error feedback inside ggml's grids beside SparseGPT",
+}
+
+if __name__ == "__main__":
+    run_parts("bits", __doc__, PARTS)

@@ -1,0 +1,11 @@
+"""Pruning beside the code of other projects, from their checkouts. Writes results/peers.md."""
+
+from benchmarks.stamp import run_parts
+
+PARTS = {
+    "pruning": "masks, time and memory beside wanda, sparsegpt and llm-compressor",
+    "sparsity": "our counts in wanda's code; EvoPress's own search beside ours",
+}
+
+if __name__ == "__main__":
+    run_parts("peers", __doc__, PARTS)

@@ -1,0 +1,11 @@
+"""The long verbs on models of any size. Writes results/size.md."""
+
+from benchmarks.stamp import run_parts
+
+PARTS = {
+    "random_models": "write a random model of real shapes, shard by shard",
+    "tasks": "time and memory of every verb beside one forward and backward",
+}
+
+if __name__ == "__main__":
+    run_parts("size", __doc__, PARTS)

@@ -1,0 +1,238 @@
+"""The command that is running: what was asked, what is loaded for it, and where it speaks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from ..data.files import is_local
+from ..decisions.files import text_of_plan
+from ..errors import BadModel, InvalidInput
+from ..plan import Plan
+from . import display
+
+
+class Session:
+    """One command: its request, and what every command does.
+
+    Options of the request are also attributes of the session, which is how the functions of :mod:`.display` read them.
+    """
+
+    def __init__(self, request: Any) -> None:
+        self.request = request
+        self.verb = request.command.split()[0]
+        self.console = display.terminal(stderr=request.json)
+        self.facts: dict[str, Any] = {}
+        self.expected: Any = None  # what the command is expected to cost
+        self.began: float | None = None  # when the work began
+        self.loaded = False  # whether the expected cost is without the loading of a model
+        self.told: dict[str, Any] | None = None  # what a dry run says
+        #: Text and its size where none is named; a plan's own text may stand there.
+        self.usual: dict[str, Any] = dict(getattr(request, "usual", {}))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "request":  # before it is set
+            raise AttributeError(name)
+        return getattr(self.request, name)
+
+    # --- what is loaded ------------------------------------------------------------------------------------------------------
+
+    def load_model(self, **options: Any) -> Any:
+        """Return the model that the request names, in the precision and place that it names."""
+        from ..models import loading
+        from ..models.machine import keep_freed
+
+        keep_freed()
+        name, revision = split_revision(self.request.model)
+        place = {n: getattr(self.request, n, None) or "auto" for n in ("dtype", "device")}
+        if place["dtype"] == "auto" and self.verb != "apply":  # what is written stays in the precision of the checkpoint
+            place["dtype"] = "quick"
+        stored = {"stream": getattr(self.request, "stream", None), "four_bit": getattr(self.request, "four_bit", False)}
+        return loading.load_model(name, revision=revision, **{**place, **stored, **options})
+
+    def configuration(self) -> Any:
+        """Return the configuration of the model, of which no weights are read."""
+        from ..models.loading import read_configuration
+
+        return read_configuration(*split_revision(self.request.model))
+
+    def load_tokenizer(self) -> Any:
+        """Return the model's tokenizer."""
+        from ..models import loading
+
+        name, revision = split_revision(self.request.model)
+        return loading.load_tokenizer(name, revision=revision)
+
+    def written_bytes(self) -> int:
+        """Return the bytes of a parameter in the checkpoint that ``apply`` writes, whatever the model computes in."""
+        from ..models import loading
+
+        name, revision = split_revision(self.request.model)
+        checkpoint = loading.find_checkpoint(name, revision=revision, device="cpu", four_bit=False)
+        return loading.held_dtype(checkpoint.config).itemsize
+
+    def load(self, *, data: bool = True) -> tuple[Any, Any, Any]:
+        """Return model, tokenizer and calibration tokens that the request names.
+
+        What was not given is filled in, so that the command that repeats this one names it. Without ``data`` no text is read,
+        and a tokenizer that the model does not have is None.
+        """
+        from ..data.text import calibration
+
+        try:
+            tokenizer = self.load_tokenizer()
+        except BadModel:
+            if data:
+                raise
+            tokenizer = None
+        if not data:
+            return self.load_model(), tokenizer, None
+        request: Any = self.request
+        wanted = {**self.usual, **request.given(*self.usual)}
+        for name, value in wanted.items():
+            setattr(request, name, value)
+        tokens = calibration(wanted.pop("data"), tokenizer, **wanted)
+        return self.load_model(), tokenizer, tokens
+
+    def load_checked(self, count: int) -> tuple[Any, Any, Any, Any]:
+        """Return model, tokenizer, the tokens that decide, and ``count`` further sequences that check; None where none do."""
+        if count < 0:
+            raise InvalidInput(f"check is {count}.", "It is a number of sequences; 0 checks nothing.", "Leave it out.")
+        request: Any = self.request
+        samples = self.usual["samples"] if request.samples is None else request.samples
+        request.samples, request.dtype = samples + count, request.dtype or "float32"  # damages are below bfloat16's noise
+        model, tokenizer, text = self.load()
+        request.samples = samples  # the command that repeats this one adds those of the check again
+        decides = max(1, text.samples * samples // (samples + count))  # of a short text both parts shrink alike
+        check = text.select(slice(decides, None)) if decides < text.samples else None
+        return model, tokenizer, text.select(slice(0, decides)), check
+
+    def batch(self, model: Any = None, data: Any = None, *, most: int = 8) -> int:
+        """Return the sequences per forward: what was asked for, else at most ``most``, as many as fit into the memory."""
+        if self.request.batch_size is not None:
+            return int(self.request.batch_size)
+        if model is None or data is None:
+            return most
+        from ..execution.memory import fitting
+        from ..execution.processes import broadcast
+
+        return broadcast(lambda: fitting(model, data.length, most))
+
+    def use_text_of(self, plan: Plan, *, as_drawn: bool = True) -> None:
+        """Let :meth:`load` read the text that decided a plan where no other is named.
+
+        Args:
+            plan: The plan.
+            as_drawn: As much of it, cut and drawn alike; else so only where the scores of the plan do not matter.
+        """
+        request: Any = self.request
+        made, usual = text_of_plan(plan), self.usual["data"]
+        name = made.pop("data", usual)
+        missing = (is_local(name) and not Path(name).expanduser().exists()) or name.startswith("own te")
+        if missing and request.data is None:
+            self.announce(f"The plan was made on {name}, which is not here: {usual} is read. --data names a text.")
+            return
+        self.usual |= {**(made if as_drawn else {}), "data": name}
+
+    def load_apart(self, plan: Plan, checked: int) -> tuple[Any, Any, Any]:
+        """Return model, tokenizer and the text without the ``checked`` sequences of it that checked a plan."""
+        request, made = self.request, text_of_plan(plan)
+        asked = {**self.usual, **request.given(*self.usual)}
+        if not checked or asked["data"] != made.get("data"):
+            return self.load()
+        if any(asked[name] != made.get(name) for name in ("length", "seed")):
+            cut = "The text is cut otherwise than for the plan"
+            self.announce(f"{cut}: parts of the {checked} sequences that checked it may be read.")
+            return self.load()
+        first, wanted = made["samples"], asked["samples"]
+        if wanted <= first:
+            return self.load()
+        request.samples = wanted + checked
+        model, tokenizer, data = self.load()
+        request.samples = wanted
+        data = data.select([i for i in range(data.samples) if not first <= i < first + checked])
+        self.announce(f"The {checked} sequences that checked the plan are left out: {data.samples} are read.")
+        return model, tokenizer, data
+
+    # --- what is said --------------------------------------------------------------------------------------------------------
+
+    def expect(self, what: str, model: Any, parts: Sequence[Any]) -> None:
+        """Say what will be done, for how long and in how much memory; the clock begins."""
+        display.expect(self, what, model, parts)
+
+    def progress(self, text: str) -> AbstractContextManager[Any]:
+        """Return a context that gives a callback of progress; ``--dry-run`` ends where it is first called."""
+        return display.progress_bar(self, text)
+
+    def say(self, *sentences: str) -> None:
+        """Print sentences, one a line."""
+        display.say(self, *sentences)
+
+    def announce(self, sentence: str) -> None:
+        """Print on stderr what is about to run."""
+        display.announce(self, sentence)
+
+    def show(self, title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Print a table."""
+        display.show_table(self, title, head, rows)
+
+    def text(self, data: Any) -> str:
+        """Return a text in words: ``16 samples of 256 tokens of stdlib``."""
+        return f"{data.samples} samples of {data.length} tokens of {display.named_text(data.source)}"
+
+    def on_text(self, data: Any) -> str:
+        """Return the same as it follows what is done; empty without a text."""
+        return "" if data is None else f" on {self.text(data)}"
+
+    def size(self, data: Any) -> Any:
+        """Return how much text is read, as :mod:`layerbudget.cost` counts it: one token of none."""
+        from ..cost import Text
+
+        if data is None:
+            return Text(samples=1, length=1, batch=1)
+        return Text(samples=data.samples, length=data.length, batch=min(self.batch(), data.samples))
+
+    def share(self, model: Any, blocks: Sequence[Any]) -> None:
+        """Say which share of the weights the blocks hold, where that is not nearly all."""
+        display.say_share(self, model, blocks)
+
+    def end(
+        self, plan: Plan, *sentences: str, more: Sequence[str] = (), options: Sequence[str] = (), other: str = ""
+    ) -> dict[str, Any]:
+        """Say what an applied plan is expected to cost and the command that measures it; return both as fields.
+
+        Args:
+            plan: The plan.
+            sentences: What is said before.
+            more: What is said between both.
+            options: Further options of the command ``evaluate``.
+            other: A command of another program in its place.
+        """
+        from ..reporting.verdict import expected as expected_of
+
+        request: Any = self.request
+        expected = expected_of(plan)
+        self.say(*sentences, expected, *more)
+        if other:
+            self.say(f"Next: {other}")
+            return display.ending(expected, other)
+        name = request.data or text_of_plan(plan).get("data", "stdlib")
+        text = [] if name == "stdlib" else ["--perplexity", "TEXT"]
+        return display.ending(expected, self.follow("evaluate", request.out, "--against", request.model, *options, *text))
+
+    def follow(self, *words: str) -> str:
+        """Print the command that follows, and return it; what this command had to run first, that one has too."""
+        plugins = [word for file in self.request.plugin for word in ("--plugin", file)]
+        return display.say_next(self, *words, *plugins)
+
+
+def split_revision(name: str) -> tuple[str, str | None]:
+    """Return a model's name and its revision: ``owner/name@revision``, or a folder.
+
+    >>> split_revision("owner/name@v2"), split_revision("demo")
+    (('owner/name', 'v2'), ('demo', None))
+    """
+    where, at, revision = name.rpartition("@")
+    return (where, revision) if at and "/" in where and not Path(name).exists() else (name, None)

@@ -1,0 +1,245 @@
+"""``plan bits``, ``apply`` of a plan that has formats of weights, and the commands that follow both."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...compressors.base import QUANTISERS
+from ...compressors.formats import GGUF, PACKED, RUNTIMES, find_format, find_runtime
+from ...errors import InvalidInput
+from ...plan import Plan
+from ...requests import READING
+from ..files import need_scores, text_of_plan
+from ..formats.program import formats_of_plan
+from ..formats.request import need_samples, on_check
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ...decision import Session
+    from .request import BitsRequest, BitsWrite
+
+_MEASURED = ("formats", "by", "group", "method", "draws", "rows", "whole", "imatrix", "unwritten")  # of a model
+
+
+# --- plan -------------------------------------------------------------------------------------------------------------------
+
+
+def plan(session: Session) -> Plan:
+    """Return the plan by the damage of formats to a model, checked as a whole, or from what was measured before."""
+    return _by_damage(session) if session.request.measures else _from_scores(session)
+
+
+def _from_scores(session: Session) -> Plan:
+    from .plan import plan_bits
+
+    request: BitsRequest = session.request
+    scores = need_scores(request.source, "plan bits MODEL --bits N --save-scores FILE")
+    request.check_measured(scores.extra.get("formats") or {})
+    return plan_bits(scores, **request.limits, rule=request.rule)
+
+
+def _by_damage(session: Session) -> Plan:
+    from ...cost import choosing
+    from ...models.offload import mapped
+    from .blocks import narrow_rows
+    from .plan import plan_bits
+
+    request: BitsRequest = session.request
+    family = request.family or (RUNTIMES[request.runtime].family if request.runtime else PACKED if not request.like else GGUF)
+    request.check_formats(request.runtime, family)
+    need_samples(session)
+    model, tokenizer, data, check = session.load_checked(16 if request.checked is None else request.checked)
+    if check is not None and mapped(model) is not None and request.checked is None:
+        check = None
+        session.announce(
+            "The weights stay in their files: the plan is not checked as a whole. Check the written file by evaluate."
+        )
+    if family == GGUF and (narrow := narrow_rows(model)):
+        session.announce(narrow)
+    checked, draws = None if check is None else session.size(check), request.draws or 4
+    parts = choosing(session.size(data), checked, draws=draws, ggml=family == GGUF, method=request.method or "rtn")
+    session.expect(f"measuring what every format costs{session.on_text(data)}{on_check(check)}", model, parts)
+    options = request.given(*_MEASURED, "runtime", "seed", "save_scores", "resume")
+    with session.progress("measuring formats") as progress:
+        options |= {"batch_size": session.batch(model, data), "progress": progress, "overwrite": request.overwrite}
+        options |= {"family": family, "rule": request.rule, **request.limits}
+        found = plan_bits(model, data, check, tokenizer=tokenizer, **options)
+    session.facts["no file"] = request.unwritten == "plan" and has_no_file(model, found)
+    return found
+
+
+def has_no_file(model: Any, plan: Plan) -> bool:
+    """Return whether a plan of bits gives few bits to matrices which no file of its runtime holds so."""
+    from .blocks import unwritable
+
+    small = [name for name, form in plan.extra["formats"].items() if not find_format(form).plain]
+    return bool(unwritable(model, small, find_runtime(plan.extra["runtime"], plan.extra["family"])))
+
+
+def follow(session: Session, plan: Plan, weights: Plan) -> str:
+    """Say and return the command that writes the file of a plan, or gives it to the tool that does.
+
+    Args:
+        session: The command that made it.
+        plan: The plan.
+        weights: The plan of bits in it.
+    """
+    request = session.request
+    model = str(request.source if request.measures else plan.model.get("id") or "MODEL")
+    imatrix, method = plan.hyperparameters.get("imatrix"), plan.extra["method"]
+    options = ["--imatrix", imatrix] if imatrix else []
+    if session.facts.get("no file"):
+        session.say("apply writes no file of this plan: another tool has to.")
+        return session.follow("export", request.out, "--to", _tool_of(weights))
+    if plan.extra["family"] == GGUF:
+        inputs = options or ["--inputs", model] * (method != "rtn")
+        requantises = ("apply", "model-f16.gguf", request.out, *inputs, "-o", "planned.gguf")
+        if not plan.extra.get("head_bytes"):
+            session.say("apply does not write this architecture as GGUF; llama.cpp's convert_hf_to_gguf.py --outtype f16 does.")
+            return session.follow(*requantises)
+        if plan is weights:
+            session.say(f"A GGUF file that you have gets these types by {shlex.join(['layerbudget', *requantises])}")
+    if plan.extra["runtime"] == "vllm" and method == "rtn":
+        session.say("The plan was measured with weights that are rounded to nearest (rtn). gptq loses less, and takes longer.")
+        options += ["--method", "gptq"]
+    return session.follow("apply", model, request.out, "-o", "DIR", *options)
+
+
+def _tool_of(plan: Plan) -> str:
+    """The format of the tool that takes a plan of bits which ``apply`` does not write."""
+    from .export import auto_round
+
+    try:
+        auto_round(plan)
+    except InvalidInput:
+        return "csv"
+    return "auto-round"
+
+
+# --- apply ------------------------------------------------------------------------------------------------------------------
+
+
+def write(
+    session: Session,
+    plan: Plan,
+    weights: Plan,
+    *,
+    beside: Mapping[str, str] | None = None,
+    cache: str = "",
+) -> dict[str, Any]:
+    """Round, write, recount from the file, and return the receipt with what follows.
+
+    Args:
+        session: The command.
+        plan: The plan.
+        weights: The plan of bits in it.
+        beside: Further text files of the folder, by name.
+        cache: Options of llama.cpp for the types of the cache, where that is planned too.
+    """
+    from ...execution.processes import one_process
+
+    request: BitsWrite = session.request
+    one_process("Models are quantised")
+    formats_of_plan(weights)
+    receipt = (
+        _requantise(session, plan, weights) if request.model.endswith(".gguf") else _quantise(session, plan, weights, beside)
+    )
+    others, rest = "norms" if receipt.family == GGUF else "the embedding and norms", receipt.file - receipt.tensors
+    session.say(
+        f"Recounted {receipt.bytes:,} bytes of the planned matrices (planned {receipt.planned:,}), {receipt.bits:.4f} bits per "
+        f"weight; saved to {request.out}.",
+        f"The whole file has {receipt.file:,} bytes: {receipt.tensors - receipt.bytes:,} more for tensors that were not "
+        f"planned, such as {others}, and {rest:,} of metadata.",
+        *filter(None, (receipt.llama_cpp,)),
+        *receipt.notes,
+    )
+    return {**receipt.written(), "output": str(request.out), **_end(session, plan, cache)}
+
+
+def _quantise(session: Session, plan: Plan, weights: Plan, beside: Mapping[str, str] | None) -> Any:
+    """Write the model's own file."""
+    from ...cost import Part, treating
+    from ...storage.writing import check_space
+    from ..sparsity import BESIDE
+    from .apply import write_bits
+
+    request: BitsWrite = session.request
+    request.refuse(("inputs",), "a model that is no GGUF file")
+    method = request.method or str(weights.extra["method"])
+    quantiser = QUANTISERS.find(method)
+    blind = quantiser.statistic == "none" or request.imatrix is not None
+    if blind:
+        request.refuse(READING, f"the method {method}{' with an importance matrix' if request.imatrix else ''}")
+    else:
+        _use_text_of(session, plan)
+    request.dtype = request.dtype or "float32"  # grids of formats are finer than what checkpoints hold
+    model, tokenizer, data = session.load(data=False) if blind else session.load_apart(plan, _checked(plan))
+    others = max(0, sum(p.numel() for p in model.parameters()) - int(weights.numel.sum()))
+    size = BESIDE + int(weights.counts.sum()) + 2 * others  # what the plan counted, the rest in two bytes each, a tokenizer
+    check_space(dict.fromkeys(filter(None, (request.out, request.resume)), size))
+    text = session.size(data)
+    parts: Sequence[Any] = [Part("ggml", text)] if weights.extra["family"] == GGUF else []
+    session.expect(f"{method}{session.on_text(data)}", model, [*treating(method, text), *parts])
+    options = {**request.more, **request.given("imatrix", "resume"), "method": method, "overwrite": request.overwrite}
+    options |= {} if request.verify is None else {"check": request.verify}
+    with session.progress(f"quantise by {method}") as progress:
+        options |= {"tokenizer": tokenizer, "batch_size": session.batch(model, data), "progress": progress, "beside": beside}
+        return write_bits(model, weights, request.out, data, **options)
+
+
+def _requantise(session: Session, plan: Plan, weights: Plan) -> Any:
+    """Give a GGUF file the types of a plan; with the inputs of its model, where that is named."""
+    from ...cost import Part, treating
+    from .requantise import requantise
+
+    request: BitsWrite = session.request
+    file, options = request.model, request.given("method", "imatrix")
+    request.refuse(("dtype", "resume", "verify", *request.more), "a GGUF file")
+    if request.inputs is None:
+        remedy = "Leave it out: what is known of the inputs is in --imatrix FILE. (--inputs MODEL reads text.)"
+        request.refuse(READING, "a GGUF file", remedy)
+        request.refuse(("device", "stream"), "a GGUF file")
+    else:
+        _use_text_of(session, plan)
+        request.model, request.dtype = request.inputs, "float32"
+        model, _, data = session.load_apart(plan, _checked(plan))
+        options |= {"inputs": model, "data": data, "batch_size": session.batch(model, data)}
+        method, text = request.method or str(weights.extra["method"]), session.size(data)
+        session.expect(f"{method}{session.on_text(data)}", model, [*treating(method, text), Part("ggml", text)])
+        request.model, request.dtype = file, None
+    with session.progress("requantise, tensors") as progress:
+        return requantise(file, weights, request.out, overwrite=request.overwrite, progress=progress, **options)
+
+
+def _use_text_of(session: Session, plan: Plan) -> None:
+    """Read the text that decided a plan, as it was drawn then unless another one is named."""
+    name = text_of_plan(plan).get("data", "stdlib")
+    session.use_text_of(plan, as_drawn=session.request.data in (None, name))
+
+
+def _checked(plan: Plan) -> int:
+    """Sequences that checked a plan."""
+    return int(plan.extra.get("check", {}).get("data", {}).get("samples", 0))
+
+
+def _end(session: Session, plan: Plan, cache: str) -> dict[str, Any]:
+    """Say what the written model is expected to cost, and what measures it: of a GGUF file llama.cpp, where evaluate cannot."""
+    from ...models.gguf_file import is_read
+
+    request: BitsWrite = session.request
+    if not request.out.endswith(".gguf") and plan.extra["family"] != GGUF:
+        return session.end(plan)
+    file = request.out if request.out.endswith(".gguf") else f"{request.out}/model.gguf"
+    dense = request.model if request.model.endswith(".gguf") else "model-f16.gguf"
+    kept, run = "--kl-divergence-base base.kld", "llama-perplexity -m"
+    compares = f"{run} {shlex.quote(dense)} -f TEXT {kept} && {run} {shlex.quote(file)} {kept} --kl-divergence"
+    compares += f" {cache}" if cache else ""
+    evaluates = not cache and is_read(Path(file))
+    more = [f"llama.cpp compares both by {compares}"] if evaluates else []
+    more.append("llama.cpp rounds activations too: its own figures are higher, for every file.")
+    if dense != request.model:
+        more.append("model-f16.gguf is the unrounded model, as llama.cpp's convert_hf_to_gguf.py --outtype f16 writes it.")
+    return session.end(plan, more=more, options=("--dtype", "float32"), other="" if evaluates else compares)

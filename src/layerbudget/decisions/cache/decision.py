@@ -1,0 +1,81 @@
+"""The decision cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ...decision import Decision, Session, Summary
+from ...plan import Plan, payload_of
+from ...scores import Scores
+from . import command
+from .export import EXPORTS
+from .payload import CachePayload
+from .request import CacheRequest
+
+
+class Cache(Decision):
+    """See the module."""
+
+    Payload, exports = CachePayload, EXPORTS
+    name, summary = "cache", "a format for the keys and values of every layer, in whole bytes; export names it to runtimes"
+    decides, counts = "bits per number", "bytes"
+    predicts = True
+    from_gains = False
+    budget = "bits"
+    bytes_of = "the cache"
+    Request = CacheRequest
+
+    def plan(self, session: Session) -> Plan:
+        """Plan by the damage of formats of keys and values to a model."""
+        return command.plan(session)
+
+    def follow(self, session: Session, plan: Plan) -> str | None:
+        """Say and return the command that gives the plan to its runtime."""
+        return command.follow(session, plan)
+
+    def applier(self) -> Callable[..., Any]:
+        """Return :func:`~layerbudget.decisions.cache.cache.planned_cache`."""
+        from .cache import planned_cache
+
+        return planned_cache
+
+    # --- what is said ---
+
+    def describe(self, plan: Plan) -> Summary:
+        """Return what is said of a plan of the cache."""
+        from .describe import summary_of
+
+        return summary_of(plan)
+
+    def charts(self, plan: Plan | None, scores: Scores | None) -> dict[str, Any]:
+        """Return the damages that were predicted and measured."""
+        from .describe import charts_of
+
+        return {} if plan is None else charts_of(plan)
+
+    def labels(self, plan: Plan) -> list[str] | None:
+        """Return the format of every block."""
+        from ..formats.reasons import types_of_blocks
+
+        return types_of_blocks(plan)
+
+    def matrices(self, plan: Plan, scores: Scores | None = None) -> Sequence[Mapping[str, Any]]:
+        """Return the format of every block."""
+        from ..formats.reasons import reasons
+
+        return super().matrices(plan, scores) or reasons(plan)
+
+    def on_evaluation(self, plan: Plan) -> Sequence[str]:
+        """Return a sentence where weights were decided with the cache, which figures of the weights alone leave out."""
+        whole = payload_of(plan, CachePayload).whole
+        if not whole or min(plan.values, default=16) >= 16:
+            return ()
+        cost, how = (whole.predicted, "predicted") if whole.measured is None else (whole.measured, "measured")
+        return (
+            "these figures have the rounded weights in them and not the rounded cache, which is in 16 bits here; "
+            f"the {cost:.3g} nats per token that were {how} for the plan have both in them.",
+        )
+
+
+DECISION = Cache()

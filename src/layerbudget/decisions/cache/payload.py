@@ -1,0 +1,12 @@
+"""What only plans of the cache say, beside the blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..formats.payload import CachedPayload
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CachePayload(CachedPayload):
+    """Fields of ``extra`` in the file of a plan of the cache."""

@@ -1,0 +1,371 @@
+"""From scores to a plan: what binds it whatever the rule, the rules that ranks and experts share, and the plan. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+from typing_extensions import NotRequired, TypedDict
+
+from ..budget import OWN_UNITS, Budget, amount_of, parse_budget, rank_parameters, unit_cost
+from ..errors import InfeasibleBudget, InvalidInput, UnknownBlock
+from ..plan import Plan, PlanBlock
+from ..records import Block, to_jsonable
+from ..requests import Request, flag_of
+from ..scores import Scores
+from ..solvers.inputs import Vector, bound_vector, number, spoken_amount
+from ..solvers.programs import allocate
+from ..solvers.rounding import round_capacity
+from .files import read_fixed, read_latency
+from .rules import Problem, RuleResult, find_rule, rule
+
+#: How the scale of an adapter follows its rank, see :mod:`layerbudget.decisions.ranks.apply`.
+ALPHA_POLICIES = ("constant-ratio", "constant-alpha", "rslora")
+FLAT = 0.1  # standard deviation over mean of scores below which costs decide
+# Constants of the programs, recorded where they were given.
+_CONSTANTS = ("alpha", "gamma", "bits", "eta", "units")
+# Options of the price, and the units of budgets that read them.
+_PRICING: Mapping[str, tuple[str, ...]] = {
+    "latency": ("latency",),
+    "bytes_per_parameter": ("bytes",),
+}
+# Names under which users give the fields of the terms, and plans record them.
+_NAMES: Mapping[str, Mapping[str, str]] = {
+    "lora-experts": {"base": "min_experts", "floor": "lower", "cap": "max_experts", "expert_rank": "expert_rank"},
+    "ranks": {"multiple": "multiple", "floor": "min_rank", "cap": "max_rank"},
+}
+
+
+# Units of budgets in words.
+_SPOKEN = {"params": "parameters", "bytes": "bytes", "flops": "FLOPs per token", "latency": "seconds"}
+_SPOKEN |= {"experts": "experts", "ranks": "ranks"}
+
+
+class Rounding(TypedDict):
+    """How whole numbers were found, as plans keep it."""
+
+    exact: bool
+    gap: float | None
+    method: str
+    value: float
+    optimum: float
+    spent: float
+    budget: float
+    price: NotRequired[float | None]
+
+
+#: Help of options that ranks and experts share.
+FIX = "what blocks of this name or regular expression get in any case, as in 'layers.0.*=2' (repeatable)"
+LATENCY = "seconds per unit of capacity, for a budget in seconds: {block: seconds}"
+
+
+def counted_options(fix: Sequence[str], latency: str | None) -> dict[str, Any]:
+    """Return what blocks get in any case and the seconds of a unit, as planners read them, from what was typed.
+
+    Raises:
+        InvalidInput: A fixed count that is no whole number, or a text that does not parse.
+    """
+    fixed = read_fixed(fix)
+    broken = next((name for name, value in fixed.items() if value != value // 1), None)
+    if broken is not None:
+        raise InvalidInput(f"--fix {broken}={fixed[broken]:g} is no whole number.", "", "Ranks and experts are counted.")
+    return {"latency": read_latency(latency) if latency else None, "fixed": {k: int(v) for k, v in fixed.items()}}
+
+
+def check_budgets(request: Request, *names: str) -> None:
+    """Refuse a request without a budget, or with two.
+
+    Raises:
+        InvalidInput: Not exactly one of the options was given.
+    """
+    given, flags = request.given(*names), " or ".join(flag_of(request, name) for name in names)
+    if len(given) != 1:
+        what = (
+            f"{' and '.join(flag_of(request, name) for name in given)} were given together" if given else "No budget was given"
+        )
+        raise InvalidInput(f"{what}.", f"A plan has one: {flags}.", "Give exactly one.")
+
+
+def blocks_of(scores: Scores | Sequence[Block]) -> Sequence[Block]:
+    """Return the blocks of a score record, or the blocks themselves."""
+    return scores.blocks if isinstance(scores, Scores) else tuple(scores)
+
+
+def record_of(scores: Scores | Sequence[Block]) -> Scores | None:
+    """Return the score record, where there is one."""
+    return scores if isinstance(scores, Scores) else None
+
+
+def matching(blocks: Sequence[Block], pattern: str) -> list[int]:
+    """Return the indices of the blocks with this name, or else of those that the regular expression finds (one at least)."""
+    names = [b.name for b in blocks]
+    try:
+        found = [i for i, n in enumerate(names) if n == pattern] or [i for i, n in enumerate(names) if re.search(pattern, n)]
+    except re.error as error:
+        raise InvalidInput(f"{pattern!r} is not a regular expression ({error}).", "", "Correct it.") from error
+    if not found:
+        raise UnknownBlock(f"No block matches {pattern!r}.", f"The blocks are {', '.join(names[:3])}, ...", "Correct the name.")
+    return found
+
+
+def make_plan(
+    scores: Scores | Sequence[Block],
+    kind: str,
+    rule: str,
+    decision: RuleResult,
+    counts: np.ndarray,
+    budget: Mapping[str, Any],
+    hyperparameters: Mapping[str, Any],
+) -> Plan:
+    """Return the plan of a decision with its whole numbers."""
+    record, solution = record_of(scores), decision.solution
+    if record is not None and "formats" in record.extra:
+        raise InvalidInput(
+            f"These scores are damages of formats: they do not plan {kind}.",
+            "",
+            "Plan bits from them: layerbudget plan bits FILE.",
+        )
+    return Plan(
+        kind=kind,
+        rule=rule,
+        model=dict(record.model) if record is not None else {},
+        blocks=tuple(PlanBlock.of(b, v, c) for b, v, c in zip(blocks_of(scores), decision.value, counts, strict=True)),
+        budget=dict(budget),
+        hyperparameters=to_jsonable(dict(hyperparameters)),
+        certificate=to_jsonable(solution.certificate()) if solution is not None else {},
+        scores_digest=record.digest if record is not None else None,
+        extra=to_jsonable(dict(decision.extra)),
+    )
+
+
+def constants_of(**named: Any) -> dict[str, Any]:
+    """Return the constants of a program that were given; the program has the defaults of the others."""
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def recorded(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options as a plan records them: functions by their name, constants of the programs where they were given."""
+    return {k: getattr(v, "name", v) for k, v in options.items() if k != "curves" and not (k in _CONSTANTS and v is None)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Terms:
+    """Bounds of a plan of capacity under every rule: floors, caps, multiples, fixed blocks, and what a unit costs.
+
+    ``kind`` is ``lora-experts`` or ``ranks``. Counts are multiples of ``multiple`` between ``floor`` and ``cap``, scalars or of
+    shape ``(K,)``; ``base`` are experts that every block has anyway and that earn nothing, ``fixed`` the counts of some blocks
+    by name or regular expression. The rest prices a unit; ``latency`` is in seconds by block.
+    """
+
+    kind: str
+    floor: ArrayLike = 0.0
+    cap: ArrayLike | None = None
+    base: ArrayLike = 0.0
+    multiple: int = 1
+    fixed: Mapping[str, int] | None = None
+    expert_rank: int = 8
+    bytes_per_parameter: float | None = None
+    latency: Mapping[str, float] | None = None
+
+    def record(self) -> dict[str, Any]:
+        """Return the terms as a plan records them."""
+        named = {name: getattr(self, field) for field, name in _NAMES[self.kind].items()}
+        return {**named, **self._pricing(), "fixed": dict(self.fixed or {})}
+
+    def _pricing(self) -> dict[str, Any]:
+        """Options of the price that were given."""
+        held = {name: getattr(self, name) for name in _PRICING}
+        return {name: value for name, value in held.items() if value is not None}
+
+    def _priced(self, blocks: Sequence[Block], wanted: Budget) -> tuple[Vector, float]:
+        """Cost per unit of every block, and the budget, in its unit."""
+        pricing = self._pricing()
+        for name in pricing:
+            if wanted.unit not in _PRICING[name]:
+                raise InvalidInput(
+                    f"{name} has no meaning for a budget in {wanted.unit}.",
+                    f"Budgets in {' or '.join(_PRICING[name])} read it.",
+                    f"Leave {name} out, or state the budget in another unit.",
+                )
+        scale = {name: value for name, value in pricing.items() if name == "bytes_per_parameter"}
+        cost = unit_cost(blocks, wanted.unit, capacity=self.kind, expert_rank=self.expert_rank, **pricing)
+        return cost, number(amount_of(wanted, blocks, **scale), "budget")
+
+    def problem(self, scores: Scores | Sequence[Block], wanted: Budget) -> Problem:
+        """Return what a rule is to decide."""
+        blocks, words = blocks_of(scores), _NAMES[self.kind]
+        k = len(blocks)
+        cost, limit = self._priced(blocks, wanted)
+        sides = smallest_sides(blocks) if self.kind == "ranks" else np.full(k, np.inf)
+        base = np.array(bound_vector(self.base, k, words.get("base", "base"), 0.0))
+        low = np.minimum(sides, np.maximum(base, bound_vector(self.floor, k, words["floor"], 0.0)))
+        high = np.minimum(sides, bound_vector(self.cap, k, words["cap"], np.inf))
+        held = _pin(blocks, low, high, self.fixed, sides)
+        base[held] = np.minimum(base, low)[held]
+        return Problem(
+            kind=self.kind,
+            blocks=blocks,
+            scores=record_of(scores),
+            amount=cost,
+            target=limit,
+            low=low,
+            high=high,
+            held=held,
+            base=base if self.kind == "lora-experts" else None,
+            multiple=self.multiple,
+        )
+
+
+def smallest_sides(blocks: Sequence[Block]) -> Vector:
+    """Return the largest rank that makes sense per block: the smallest side of its matrices, shape ``(K,)``."""
+    return np.array([min(min(m.d_in, m.d_out) for m in b.modules) for b in blocks], dtype=np.float64)
+
+
+def _pin(blocks: Sequence[Block], low: Vector, high: Vector, fixed: Mapping[str, int] | None, sides: Vector) -> np.ndarray:
+    """Pin fixed blocks between equal bounds, in place; return the mask of them."""
+    held = np.zeros(len(blocks), dtype=bool)
+    for pattern, value in (fixed or {}).items():
+        found = matching(blocks, pattern)
+        if number(value, f"the fixed count of {pattern}") != int(value):
+            raise InvalidInput(f"{pattern} is fixed at {value}.", "Ranks and experts are counted.", "Give a whole number.")
+        if (sides[found] < value).any():
+            k = found[int(np.argmin(sides[found]))]
+            raise InvalidInput(
+                f"{blocks[k].name} is fixed at rank {value}; its smallest side is {sides[k]:g}.", "", "Fix a smaller rank."
+            )
+        low[found] = high[found] = float(value)
+        held[found] = True
+    return held
+
+
+def one_budget(given: Mapping[str, Any], default: str) -> Budget:
+    """Return the one budget that was given; none or several are refused."""
+    named = {k: v for k, v in given.items() if v is not None}
+    if len(named) != 1:
+        raise InvalidInput(
+            f"{len(named)} budgets were given ({', '.join(named) or 'none'}).",
+            f"Give exactly one of {', '.join(given)}.",
+            "For example budget='64M params'.",
+        )
+    (value,) = named.values()
+    return parse_budget(value, default=default)
+
+
+def decide(
+    scores: Scores | Sequence[Block],
+    terms: Terms,
+    wanted: Budget,
+    rule: str | Callable[..., Any],
+    given: Mapping[str, Any],
+    record: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Return the plan of experts or ranks that a rule makes under terms and a budget.
+
+    ``given`` are options for the rule, None where they are not given; ``record`` is what the plan shall record beside terms and
+    options.
+    """
+    chosen = find_rule(terms.kind, rule)
+    options = chosen.resolve_options(given)
+    problem = terms.problem(scores, wanted)
+    _check_floors(problem, terms, wanted, record or {})
+    decision = chosen.decide(problem, options)
+    if decision.counts is None:
+        decision = _in_proportion(problem, decision.value)
+    counts = np.asarray(decision.counts)
+    budget = {"unit": wanted.unit, "limit": problem.target, "text": wanted.text, "spent": float(problem.amount @ counts)}
+    hyper = {**(record or {}), **terms.record(), **recorded(options)}
+    return make_plan(scores, terms.kind, chosen.name, decision, counts, budget, hyper)
+
+
+def _check_floors(problem: Problem, terms: Terms, wanted: Budget, record: Mapping[str, Any]) -> None:
+    """Refuse a budget that the floors do not leave anything of, with the smallest one that works, as it is typed."""
+    step, cost, limit = problem.multiple, problem.amount, problem.target
+    whole = np.ceil(problem.low / step - 1e-9) * step
+    least = float(cost @ (whole if (whole <= problem.high).all() else problem.low))
+    if limit >= least * (1 - 1e-12):
+        return
+    ranks, unit = terms.kind == "ranks", wanted.unit
+    if ranks and record.get("mean_rank") is not None:
+        smallest = f"--mean-rank {math.ceil(least / float(rank_parameters(problem.blocks).sum()) * 1e4 - 1e-6) / 1e4:g}"
+    elif unit == "experts":
+        smallest = f"--total {math.ceil(least)}"
+    else:
+        smallest = f"--budget '{least!r} s'" if unit == "latency" else f"--budget '{math.ceil(least)} {unit}'"
+    fixed, free = float(cost[problem.held] @ problem.low[problem.held]), cost[~problem.held]
+    words = "Give that much or more"
+    if limit < fixed:
+        words += f", or fix less: the blocks of --fix alone take {spoken_amount(fixed)}"
+    elif free.size and limit - fixed >= float(free.min()) * step and np.max(terms.floor if ranks else terms.base) > 0:
+        words += f", or let blocks go without any: --{_NAMES[terms.kind]['floor' if ranks else 'base'].replace('_', '-')} 0"
+    raise InfeasibleBudget(
+        f"The budget {wanted.text} is {spoken_amount(limit)} {_SPOKEN[unit]}, and the smallest {OWN_UNITS[terms.kind]} that "
+        f"every block must have take {spoken_amount(least)}.",
+        f"The smallest budget is {smallest}.",
+        f"{words}.",
+    )
+
+
+def _allocated(
+    problem: Problem, weights: Vector, *, method: str = "auto", spend: str = "exactly", **options: Any
+) -> RuleResult:
+    """Solve the program of the paper and round."""
+    base = 0.0 if problem.base is None else problem.base
+    solution = allocate(
+        weights, problem.amount, problem.target, spend=spend, base=base, lower=problem.low, upper=problem.high, **options
+    )
+    rounded = round_capacity(solution, method=method, multiple=problem.multiple)
+    return RuleResult(value=solution.value, counts=rounded.counts, solution=solution, extra={"rounding": rounded.to_dict()})
+
+
+def _in_proportion(problem: Problem, value: Vector, *, method: str = "auto") -> RuleResult:
+    """Whole capacities nearest to a wish that may cost more or less than the budget.
+
+    With the log utility and weights ``w = c (1 + value)`` the optimum is ``t (1 + value) - 1``: the wish, scaled to the budget.
+    """
+    decision = _allocated(problem, problem.amount * (1.0 + np.maximum(value, 0.0)), method=method)
+    return dataclasses.replace(decision, solution=None)
+
+
+@rule("lora-experts", "permuted", control=True, summary="the same on shuffled scores: a control")
+@rule("lora-experts", "mdl", summary="the program of the paper on the scores")
+@rule("ranks", "permuted", control=True, summary="the same on shuffled scores: a control")
+@rule("ranks", "mdl", summary="the program of the paper on the scores")
+def _by_scores(
+    problem: Problem,
+    *,
+    exponent: float = 1.0,
+    exponent_on: str = "density",
+    damping: float | None = None,
+    smoothing: float = 0.0,
+    utility: Any = "log",
+    spend: str = "exactly",
+    method: str = "auto",
+    alpha: float | None = None,
+    gamma: float | None = None,
+    units: str | None = None,
+) -> RuleResult:
+    """Water-filling with the scores as weights (:func:`layerbudget.solvers.allocate`), rounded with a proven gap."""
+    constants = constants_of(alpha=alpha, gamma=gamma, units=units)
+    q, chosen = problem.weights(damping, smoothing), {"exponent": exponent, "exponent_on": exponent_on, "utility": utility}
+    decision = _allocated(problem, q, spend=spend, method=method, **chosen, **constants)
+    spread = float(q.std() / q.mean())
+    if len(q) < 2 or spread >= FLAT:
+        return decision
+    return dataclasses.replace(decision, extra={**decision.extra, "flat_scores": spread})
+
+
+@rule("ranks", "uniform", summary="the same rank everywhere, as far as the bounds allow")
+def _uniform(problem: Problem, *, method: str = "auto") -> RuleResult:
+    return _in_proportion(problem, np.zeros(len(problem.blocks)), method=method)
+
+
+@rule("ranks", "size", summary="ranks that grow with the size of the block")
+def _size(problem: Problem, *, method: str = "auto") -> RuleResult:
+    """Ranks in proportion to ``n``: with ``w = c n`` the water level is the same per parameter."""
+    numel = np.array([b.numel for b in problem.blocks], dtype=np.float64)
+    return dataclasses.replace(_allocated(problem, problem.amount * numel, method=method), solution=None)

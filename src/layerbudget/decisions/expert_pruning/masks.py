@@ -1,0 +1,76 @@
+"""Damage of sets of experts, measured with the others masked; and the folds of a text that judge what the rest chose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...data.calibration import CalibrationSet
+from ...execution.divergence import Reference
+from ...execution.loss import answers
+from ...models.experts import ExpertLayer, masked
+from ...sensitivity.sequences import per_token
+from .program import Fold, Kept, KeptProgram
+from .sensitivity import folds_of
+
+
+class Masked:
+    """Damage of sets of experts to some of the sequences, measured with the others masked; every set once.
+
+    Args:
+        model: Is left as it was.
+        found: Its layers of experts.
+        data: Calibration tokens.
+        batch_size: Sequences per forward.
+        rows: Which of the sequences; all by default.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        found: Sequence[ExpertLayer],
+        data: CalibrationSet,
+        batch_size: int = 8,
+        rows: np.ndarray | None = None,
+    ) -> None:
+        self.found, self.seen = found, dict[tuple[tuple[int, ...], ...], tuple[np.ndarray, np.ndarray]]()
+        some = data if rows is None else data.select(torch.from_numpy(rows))
+        self.share, self.reference = some.samples / data.samples, Reference(model, some, batch_size)
+
+    def judge(self, kept: Kept) -> tuple[np.ndarray, np.ndarray]:
+        """Nats and tokens of every sequence."""
+        key = tuple(map(tuple, kept.values()))
+        if key not in self.seen:
+            with masked(self.found, kept):
+                self.seen[key] = self.reference.measure_sequences()
+        return self.seen[key]
+
+    def measure(self, kept: Kept) -> float:
+        """Nats per token."""
+        return per_token(*self.judge(kept))[0]
+
+    @property
+    def passes(self) -> float:
+        """Forward equivalents spent, the one of the whole model included."""
+        return self.share * (1 + len(self.seen))
+
+
+def folds_for(
+    model: nn.Module, found: Sequence[ExpertLayer], data: CalibrationSet, batch_size: int, programs: Sequence[KeptProgram]
+) -> tuple[list[Fold], list[Masked]]:
+    """The folds of a text, ``programs`` being what the others choose without each of them; and what measures there."""
+    parts = [Masked(model, found, data, batch_size, rows) for rows in folds_of(answers(model, data))]
+    return [Fold(program=p, measure=_without(parts, i), judge=parts[i].judge) for i, p in enumerate(programs)], parts
+
+
+def _without(parts: Sequence[Masked], fold: int) -> Callable[[Kept], float]:
+    """A measurement of sets of experts on all parts but one."""
+
+    def measure(kept: Kept) -> float:
+        both = zip(*(p.judge(kept) for i, p in enumerate(parts) if i != fold), strict=True)
+        return per_token(*(np.concatenate(part) for part in both))[0]
+
+    return measure

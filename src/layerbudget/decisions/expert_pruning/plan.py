@@ -1,0 +1,181 @@
+"""A plan of the experts that stay: what goes is predicted from one look, and measured with masks before anything is removed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...budget import Budget, parse_budget
+from ...data.calibration import CalibrationSet
+from ...errors import CoverageError, InfeasibleBudget, InvalidInput
+from ...execution.processes import process_group
+from ...models.blocks import check_finite, describe
+from ...models.experts import ExpertLayer, check_experts, find_experts
+from ...plan import Plan, PlanBlock
+from ...progress import Progress
+from ...records import to_jsonable
+from .masks import Masked, folds_for
+from .program import DRAWS, RIVAL, RULES, Fold, KeptProgram, beside, crossed, forecast
+from .sensitivity import expert_removals
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def plan_expert_pruning(
+    model: nn.Module,
+    data: CalibrationSet,
+    budget: str | float | None = None,
+    *,
+    damage: float | None = None,
+    even: bool = False,
+    rule: str = "directional",
+    bytes_per_parameter: float | None = None,
+    draws: int = DRAWS,
+    batch_size: int = 8,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Plan:
+    """Decide which experts stay, and how many of each layer, so that the output changes least.
+
+    Args:
+        model: A model with routed experts; left as it was.
+        data: Calibration tokens: the text that the model is for.
+        budget: What stays at most: a share of all experts (``0.5``), ``"96 experts"``, or the bytes of the whole model's
+            weights (``"12 GiB"``).
+        damage: Instead: the most that is to be measured on this text, in nats per token; as few experts stay as that allows.
+        even: The same number in all layers, so that every runtime loads the model.
+        rule: ``directional``; or the scores that others rank experts by: ``reap``, ``frequency``, ``norm``, ``random``.
+        bytes_per_parameter: For budgets in bytes; those of the model as it is by default.
+        draws: Draws of labels.
+        batch_size: Sequences per forward.
+        seed: Of the draws, and of the rule ``random``.
+        progress: Called with (sequences done, sequences).
+
+    Returns:
+        A plan of kind ``expert-pruning``; ``count`` is the number of experts that a layer keeps. ``extra`` has their indices
+        (``kept``), the damage on other text of this kind, ``predicted`` and ``measured`` with the others masked, with standard
+        errors, the same at other shares (``forecast``), and what is ``measured_here``, on the text that chose.
+
+    Raises:
+        UnknownStructure: No routed experts, or experts that are called in an unknown way.
+        InfeasibleBudget: Fewer experts than the routers need, or a damage that even they exceed.
+        InvalidInput: Not exactly one of ``budget`` and ``damage``, or an option outside its domain.
+        CoverageError: Several processes.
+    """
+    limit = _check(budget, damage, rule, draws)
+    check_finite(model)
+    found = find_experts(model)
+    check_experts(found)
+    room = None if limit is None else _room(model, found, limit, even, bytes_per_parameter)
+    given = {"draws": draws, "seed": seed, "batch_size": batch_size}
+    rules = (rule, RIVAL) if rule == "directional" else (rule,)
+    removals, passes = expert_removals(model, found, data, rules=rules, progress=progress, **given)
+    program, *others = (KeptProgram(r[rule], r.get(RIVAL), even=even, exact=rule == "directional") for r in removals)
+    own = Masked(model, found, data, batch_size)
+    if room is None:
+        steps, choice = program.least(float(damage or 0.0), own.measure)
+        spending: dict[str, Any] = {"unit": "nats per token", "limit": damage, "spent": 0.0}
+        most, price = int(program.left(steps).sum()), np.ones(len(found), dtype=np.int64)
+    else:
+        most, price, rest = room
+        steps, choice = program.within(most, price)
+        spent = int(price @ program.left(steps)) + rest
+        spending = {"unit": "bytes" if limit and limit.unit == "bytes" else "experts", "limit": most + rest, "spent": spent}
+    best = program.refined(steps, own.measure)
+    kept = best.kept(steps)
+    spending |= {"spent": own.measure(kept)} if limit is None else {}
+    folds, parts = folds_for(model, found, data, batch_size, others)
+    folds = folds or [Fold(program=program, measure=own.measure, judge=own.judge)]
+    extra: dict[str, Any] = {
+        "kept": kept,
+        "measured_here": own.measure(kept),
+        "crossed": len(folds) > 1,
+        **crossed(folds, most, price),
+        "beside": beside(folds, most, price),
+        "forecast": forecast(folds),
+        "forward_passes": passes + sum(part.passes for part in (own, *parts)),
+    }
+    extra["curve"] = _curve(program, extra["forecast"])
+    blocks = [_block(e, kept[e.name]) for e in found]
+    return Plan(
+        kind="expert-pruning",
+        rule=rule,
+        model=describe(model),
+        blocks=tuple(blocks),
+        budget=spending,
+        extra=to_jsonable(extra),
+        hyperparameters={**given, "even": even},
+        certificate={} if choice is None else choice.certificate(),
+    )
+
+
+def _curve(program: KeptProgram, rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
+    """The plan of every share of the forecast, whose ``values`` are the shares of the experts that stay."""
+    price, experts = np.ones(len(program.removals), dtype=np.int64), np.array([r.experts for r in program.removals])
+    left = (program.left(program.within(int(row["experts"]), price)[0]) / experts for row in rows)
+    return [
+        {"keep": row["keep"], "forecast": row["measured"], "values": own.tolist()} for row, own in zip(rows, left, strict=True)
+    ]
+
+
+def _check(budget: str | float | None, damage: float | None, rule: str, draws: int) -> Budget | None:
+    """Refuse options outside their domains; return what may stay, where a damage does not decide it."""
+    if (budget is None) == (damage is None):
+        raise InvalidInput("Give either a budget or a damage.", "One of them is the limit.", "For example budget=0.5.")
+    if rule not in RULES:
+        raise InvalidInput(f"There is no rule {rule!r} here.", f"Rules are {', '.join(RULES)}.", "Use directional.")
+    if draws < 1 or (damage is not None and not damage > 0):
+        raise InvalidInput(f"draws is {draws}, damage {damage}.", "Draws are 1 or more, a damage is above 0.", "Use draws=4.")
+    if process_group().size > 1:
+        raise CoverageError("Experts are chosen in one process.", "", "Use one.")
+    if budget is None:
+        return None
+    limit = parse_budget(budget, default="share")
+    if limit.unit == "share" and 0 < limit.amount <= 1:
+        return limit
+    if limit.unit in ("experts", "bytes") and not limit.relative and limit.amount >= 1:
+        return limit
+    raise InvalidInput(
+        f"The budget is {budget!r}.",
+        "It is a share of all experts, above 0 and at most 1; a number of experts; or the bytes of the whole model.",
+        "Write 0.5, '96 experts' or '12 GiB'.",
+    )
+
+
+def _room(
+    model: nn.Module, found: Sequence[ExpertLayer], limit: Budget, even: bool, bytes_per_parameter: float | None
+) -> tuple[int, np.ndarray, int]:
+    """The budget of the experts that stay, what one of every layer costs, and the rest: experts, or bytes."""
+    counts, floors = np.array([e.count for e in found]), np.array([e.floor for e in found])
+    if even:
+        floors = np.maximum(floors, floors.max())
+    if limit.unit != "bytes":
+        price, rest = np.ones(len(found), dtype=np.int64), 0
+        most = int(counts.sum() * limit.amount + 1e-9) if limit.unit == "share" else int(limit.amount)
+    else:
+        width = bytes_per_parameter or next(found[0].experts.parameters()).element_size()
+        price = np.array([e.numel * width for e in found], dtype=np.int64)
+        whole = sum(p.numel() * (bytes_per_parameter or p.element_size()) for p in model.parameters())
+        rest = int(whole) - int(price @ counts)
+        most = int(limit.amount) - rest
+    least, whole = int(price @ floors), int(price @ counts)
+    if limit.unit == "experts" and most > whole:
+        raise InfeasibleBudget(
+            f"{most:,} experts are to stay, and the model has {whole:,}.",
+            f"Between {least:,} and {whole:,} can stay.",
+            "Keep fewer.",
+        )
+    if most < least:
+        word = "experts" if limit.unit != "bytes" else "bytes"
+        raise InfeasibleBudget(
+            f"{most + rest:,} {word} are fewer than the routers need.", f"At least {least + rest:,} {word}.", "Keep more."
+        )
+    return min(most, whole), price, rest
+
+
+def _block(layer: ExpertLayer, kept: Sequence[int]) -> PlanBlock:
+    share = len(kept) / layer.count
+    return PlanBlock(name=layer.name, value=share, count=len(kept), numel=layer.count * layer.numel, modules=layer.modules)

@@ -1,0 +1,59 @@
+"""The files of a model that lost experts: an ordinary transformers checkpoint beside its plan, its receipt and a card."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ...models.blocks import pretrained
+from ...models.card import loading, model_card
+from ...models.machine import versions
+from ...plan import Plan
+from ...records import SCHEMA_VERSION, dumps, write_text
+from ...storage.folders import write_model
+from .apply import ExpertReceipt
+
+
+def save_experts_kept(
+    model: nn.Module, tokenizer: Any, plan: Plan, receipt: ExpertReceipt, out_dir: Path | str, *, overwrite: bool = False
+) -> Path:
+    """Write checkpoint, tokenizer (where it is not None), plan, receipt and a model card (README.md); return the folder.
+
+    The folder appears complete or not at all. With ``overwrite`` the files that the folder's ``manifest.json`` names are
+    replaced, and no others.
+
+    Raises:
+        AlreadyExists: The folder exists and is not empty (with ``overwrite``: and is none of ours).
+    """
+    content = {"schema_version": SCHEMA_VERSION, "plan_digest": receipt.plan_digest, **receipt.counted()}
+    card = _card(plan, receipt, type(pretrained(model)).__name__)
+    beside: dict[str, Callable[[Path], object]] = {
+        "plan.json": plan.save,
+        "receipt.json": partial(write_text, text=dumps({**content, "versions": versions()})),
+        "README.md": partial(write_text, text=card),
+    }
+    return write_model(pretrained(model), tokenizer, out_dir, beside, overwrite=overwrite)
+
+
+def _card(plan: Plan, receipt: ExpertReceipt, name: str) -> str:
+    """The model card of a model that lost experts."""
+    rows = {
+        "experts": f"{receipt.experts['after']} of {receipt.experts['before']}",
+        "parameters": f"{receipt.parameters['before']:,} before, {receipt.parameters['after']:,} now",
+        "of a token": f"{receipt.active['after']:,} parameters",
+    }
+    what = "with fewer experts and the same routing among them. `plan.json` says which stay, `receipt.json` what was counted."
+    return model_card(
+        plan,
+        "finetune",
+        "left with fewer experts",
+        what,
+        rows,
+        loading(name, alike=receipt.even),
+        architecture=name,
+        tags=("pruned", "moe"),
+    )

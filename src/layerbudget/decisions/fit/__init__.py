@@ -1,1 +1,0 @@
-"""Formats of the weights and of the cache under one memory."""

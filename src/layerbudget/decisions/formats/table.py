@@ -1,0 +1,239 @@
+"""Bytes and damage of blocks in formats: what every plan of formats decides from. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...errors import InvalidInput
+from ...gguf.mixes import LlamaModel
+from ...models.memory import Cache
+from ...records import Block
+from ...scores import Scores
+from ...solvers.choices import Choice, near_ties
+
+ESTIMATOR, CACHE = "rounding", "cache"
+HUGE = np.iinfo(np.int64).max
+_TIES = 20
+
+
+def signature_at(tokens: int, width: int) -> list[tuple[int, int]]:
+    """Return rows and columns of an embedding, ``(tokens, width)``, whose values tell models apart: 32 of the first tokens.
+
+    >>> signature_at(50_000, 576)[:3]
+    [(0, 0), (8, 18), (16, 37)]
+    """
+    rows, columns = (np.linspace(0, n - 1, 32).astype(int).tolist() for n in (min(tokens, 256), width))
+    return list(zip(rows, columns, strict=True))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Table:
+    """Bytes and damage of K blocks in m formats.
+
+    Attributes:
+        formats: Names, the smallest first.
+        size: Bytes, ``(K, m)``; where a block does not have a format its damage is infinite.
+        damage: Nats per token, ``(K, m)``, with the standard errors ``error``.
+        rest: What every sequence adds to a damage beside its share, ``(K, m, sequences)``, of norm ``error``.
+        fixed: Bytes of tensors that no plan changes.
+        head: Bytes of the files that are no tensors (metadata, vocabulary; headers of safetensors: at most); 0: not counted.
+        signature: Some values of the embedding, for GGUF: a file of another model is known by them.
+        cache: What the memory of a context depends on; None where that is not known.
+        unwritten: Matrices that stay in 16 bits because no file holds them in fewer, with the reason.
+        llama: What the rules of llama.cpp's mixes read of the model; None where it has none, as for other files than GGUF.
+        stored: Names of every block's matrices in the GGUF file.
+    """
+
+    blocks: Sequence[Block]
+    formats: tuple[str, ...]
+    size: np.ndarray
+    damage: np.ndarray
+    error: np.ndarray
+    rest: np.ndarray
+    fixed: int
+    family: str
+    runtime: str
+    method: str
+    unwritten: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    llama: LlamaModel | None = None
+    stored: Sequence[Sequence[str]] = ()
+    head: int = 0
+    signature: Sequence[float] = ()
+    cache: Cache | None = None
+
+    @classmethod
+    def of(cls, scores: Scores) -> Table:
+        """Return the table in a record."""
+        held = scores.extra.get("formats") if isinstance(scores, Scores) else None
+        if not isinstance(held, Mapping):
+            raise InvalidInput(
+                "These scores say nothing of formats.",
+                "A plan of bits needs the damage of every format.",
+                "Measure it: layerbudget plan bits MODEL --save-scores FILE.",
+            )
+        size, damage, error = (np.array(held[k], dtype=np.float64) for k in ("size", "damage", "error"))
+        none = np.isnan(damage)
+        return cls(
+            blocks=scores.blocks,
+            formats=tuple(held["formats"]),
+            size=np.where(none, 0, size).astype(np.int64),
+            damage=np.where(none, np.inf, damage),
+            error=np.where(none, 0.0, error),
+            rest=np.array(held["rest"], dtype=np.float64),
+            unwritten=held.get("unwritten", {}),
+            llama=LlamaModel(**held["llama"]) if held.get("llama") else None,
+            stored=held.get("stored", ()),
+            head=held.get("head", 0),
+            signature=held.get("signature", ()),
+            cache=Cache(**held["cache"]) if held.get("cache") else None,
+            **{k: held[k] for k in ("fixed", "family", "runtime", "method")},
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Return what a score record holds of the table; None where a block does not have a format."""
+
+        def rows(values: np.ndarray) -> list[list[float | None]]:
+            shown = np.where(np.isfinite(self.damage), values, np.nan)
+            return [[None if np.isnan(v) else float(v) for v in row] for row in shown]
+
+        rest = [[[float(f"{v:.4g}") for v in each] for each in row] for row in self.rest]
+        own = {k: getattr(self, k) for k in ("fixed", "head", "family", "runtime", "method")}
+        values = {"size": rows(self.size), "damage": rows(self.damage), "error": rows(self.error)}
+        found = {"formats": list(self.formats), **values, **own, "rest": rest, **self.kept}
+        if self.cache is not None:
+            found["cache"] = dataclasses.asdict(self.cache)
+        if self.llama is not None:
+            found |= {"llama": dataclasses.asdict(self.llama), "stored": [list(names) for names in self.stored]}
+        return found
+
+    def error_of(self, chosen: np.ndarray) -> float:
+        """Standard error of the summed damages of a choice, ``(K,)``; blocks share sequences, so these are summed first.
+
+        What of an error the sequences do not have is that of a sample of rows, which no two blocks share.
+        """
+        rest, rows = self._noise(chosen)
+        return float(np.sqrt((rest.sum(0) ** 2).sum() + rows.sum()))
+
+    def error_between(self, chosen: np.ndarray, others: np.ndarray) -> float:
+        """Standard error of the difference of two choices.
+
+        The sequences are the same, so what they add is paired. A block with the same format in both has no error of its rows.
+        """
+        (rest, rows), (theirs, more) = self._noise(chosen), self._noise(others)
+        apart = chosen != others
+        spread = (rows * apart).sum() + (more * apart).sum()
+        return float(np.sqrt(((rest.sum(0) - theirs.sum(0)) ** 2).sum() + spread))
+
+    def _noise(self, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What the sequences add to the damage of every block, ``(K, S)``, and the variance that is not theirs, ``(K,)``."""
+        k = np.arange(len(self.blocks))
+        rest = self.rest[k, chosen]
+        return rest, np.maximum(self.error[k, chosen] ** 2 - (rest**2).sum(-1), 0.0)
+
+    def totals(self, chosen: np.ndarray) -> dict[str, Any]:
+        """Return the summed damage and bytes of a choice, ``(K,)``."""
+        k = np.arange(len(self.blocks))
+        return {"predicted": float(self.damage[k, chosen].sum()), "spent": int(self.size[k, chosen].sum())}
+
+    def ties(self, found: Choice) -> list[dict[str, Any]]:
+        """Return single changes that noise cannot tell from a choice, the closest first; ``bytes`` is what each would add."""
+        names, taken, size = self.formats, found.chosen, self.size
+        return [
+            {
+                "block": self.blocks[i].name,
+                "chosen": names[taken[i]],
+                "instead": names[j],
+                "bytes": int(size[i, j] - size[i, taken[i]]),
+                "excess": e,
+                "noise": n,
+            }
+            for i, j, e, n in near_ties(found, self.error)[:_TIES]
+        ]
+
+    def reasons(self, chosen: np.ndarray) -> dict[str, Any]:
+        """Return what speaks for the formats of a choice, ``(K,)``: a list by block of each of these.
+
+        Returns:
+            ``damage`` in the format chosen; ``smaller``, the format of fewer bytes with the least damage; and ``larger``, the
+            format of the fewest bytes among those with less damage. Each of these two is ``[format, bytes, damage]``, or None
+            where there is none.
+        """
+        k = np.arange(len(self.blocks))
+        size, damage = (values[k, chosen][:, None] for values in (self.size, self.damage))
+        below = np.where(self.has & (self.size < size), self.damage, np.inf)
+        above = np.where(self.has & (self.size > size) & (self.damage < damage), self.size, HUGE)
+        near = np.where(above == above.min(axis=1, keepdims=True), self.damage, np.inf)
+
+        def told(places: np.ndarray, known: np.ndarray) -> list[list[Any] | None]:
+            """Format, bytes and damage at these places."""
+            return [
+                [self.formats[j], int(self.size[i, j]), _short(self.damage[i, j])] if held else None
+                for i, (j, held) in enumerate(zip(places.tolist(), known.tolist(), strict=True))
+            ]
+
+        return {
+            "damage": [_short(d) for d in damage[:, 0]],
+            "smaller": told(below.argmin(axis=1), np.isfinite(below.min(axis=1))),
+            "larger": told(near.argmin(axis=1), above.min(axis=1) < HUGE),
+        }
+
+    def formats_of(self, chosen: np.ndarray) -> dict[str, str]:
+        """Return the format of every matrix in a choice."""
+        return {m.name: self.formats[j] for b, j in zip(self.blocks, chosen, strict=True) for m in b.modules}
+
+    def stacked(self, other: Table) -> Table:
+        """Return the table of the blocks of both, each with formats of its own; bytes beside the blocks add up."""
+        rows, columns = len(self.blocks), len(self.formats)
+        shape = rows + len(other.blocks), columns + len(other.formats)
+
+        def both(mine: np.ndarray, theirs: np.ndarray, empty: float) -> np.ndarray:
+            found = np.full((*shape, *mine.shape[2:]), empty, dtype=mine.dtype)
+            found[:rows, :columns], found[rows:, columns:] = mine, theirs
+            return found
+
+        return dataclasses.replace(
+            self,
+            blocks=(*self.blocks, *other.blocks),
+            formats=(*self.formats, *other.formats),
+            size=both(self.size, other.size, 0),
+            damage=both(self.damage, other.damage, np.inf),
+            error=both(self.error, other.error, 0.0),
+            rest=both(self.rest, other.rest, 0.0),
+            fixed=self.fixed + other.fixed,
+            stored=(*self.stored, *([()] * len(other.blocks))) if self.stored else (),
+        )
+
+    @property
+    def has(self) -> np.ndarray:
+        """Whether a block has a format, ``(K, m)``."""
+        return np.isfinite(self.damage)
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """Matrices that stay in 16 bits and the signature of the model, for records; what is not there is left out."""
+        found: dict[str, Any] = {"unwritten": dict(self.unwritten)} if self.unwritten else {}
+        return found | ({"signature": list(self.signature)} if self.signature else {})
+
+    @property
+    def numel(self) -> int:
+        """Weights that are decided about."""
+        return sum(b.numel for b in self.blocks)
+
+    @property
+    def beside(self) -> int:
+        """Bytes of the file beside the blocks."""
+        return self.fixed + self.head
+
+    @property
+    def smallest(self) -> np.ndarray:
+        """Bytes of every block in its smallest format, ``(K,)``."""
+        return np.where(self.has, self.size, HUGE).min(axis=1)
+
+
+def _short(value: float) -> float:
+    """A damage in five digits, which is more than is known of it."""
+    return float(f"{value:.5g}")

@@ -1,0 +1,94 @@
+"""``plan memory``, ``apply`` of such a plan, and the commands that follow both."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Any
+
+from ...plan import Plan
+from ...records import rounded_up, unit_of
+from ..bits import command as bits
+from ..files import need_scores
+from ..formats.request import need_samples, on_check
+from .parts import parts_of
+from .program import Terms
+
+if TYPE_CHECKING:
+    from ...decision import Session
+    from .request import MemoryRequest
+
+_MEASURED = (  # of a model
+    *("formats", "by", "group", "method", "unwritten", "draws", "rows", "whole", "imatrix"),
+    *("seed", "save_scores", "resume", "utilization"),
+)
+
+
+def plan(session: Session) -> Plan:
+    """Return the plan by the damage to a model, checked as a whole, or from what was measured before."""
+    return _by_damage(session) if session.request.measures else _from_scores(session)
+
+
+def _from_scores(session: Session) -> Plan:
+    from .plan import plan_memory
+
+    request: MemoryRequest = session.request
+    scores = need_scores(request.source, "plan memory MODEL --memory SIZE --context TOKENS --save-scores FILE")
+    request.check_measured(scores.extra.get("formats") or {})
+    return plan_memory(scores, **request.terms, **request.given("utilization"), rule=request.rule)
+
+
+def _by_damage(session: Session) -> Plan:
+    from ...cost import Part, choosing
+    from .plan import plan_memory, share_of
+
+    request: MemoryRequest = session.request
+    runtime, method = request.target, request.method or "rtn"
+    Terms(**request.terms, utilization=share_of(runtime, request.utilization)).check(request.rule)  # before it is loaded
+    need_samples(session)
+    model, tokenizer, data, check = session.load_checked(8 if request.checked is None else request.checked)
+    text, draws = session.size(data), request.draws or 4
+    checked = None if check is None else session.size(check)
+    parts = choosing(text, checked, draws=draws, ggml=runtime == "llama.cpp", method=method)
+    parts.append(Part("directional", text, 1.0 + 2.0 * draws))
+    session.expect(f"weights and cache{session.on_text(data)}{on_check(check)}", model, parts)
+    options = {**request.given(*_MEASURED), **request.terms, "runtime": runtime, "rule": request.rule}
+    with session.progress("measuring formats") as progress:
+        options |= {"tokenizer": tokenizer, "batch_size": session.batch(model, data), "progress": progress}
+        found = plan_memory(model, data, check, overwrite=request.overwrite, **options)
+    session.facts["no file"] = request.unwritten == "plan" and bits.has_no_file(model, parts_of(found)["bits"])
+    return found
+
+
+def show_curve(session: Session, plan: Plan) -> None:
+    """Show the best plans of several memories."""
+    unit, name = unit_of(plan.budget["limit"])
+    head = ("memory", "weights", "cache", "bits per weight", "per cached number", "predicted KL", f"KL less per {name}")
+    rows = []
+    *_, last = plan.extra["curve"]
+    for row in plan.extra["curve"]:
+        saves = "-" if row is last else row["price"] * unit / 2**30
+        sizes = [rounded_up(row["memory"] / unit), *(f"{row[n] / unit:.2f}" for n in ("weights_bytes", "cache_bytes"))]
+        rows.append((*sizes, row["weights_bits"], row["cache_bits"], row["predicted"], saves))
+    title = f"best plans over memory ({name}) at {plan.extra['context']} tokens x {plan.extra['batch']}"
+    more = f"last column: by how much each further {name} lowers the predicted KL, up to the next row"
+    session.show(f"{title}; {more}", head, rows)
+
+
+def write(session: Session, plan: Plan) -> dict[str, Any]:
+    """Write the weights of a plan, and beside them the plan of the cache."""
+    from ..cache import llama_cache
+    from .plan import files_of
+
+    parts, request = parts_of(plan), session.request
+    types = ""
+    if plan.extra["runtime"] == "llama.cpp":
+        types = llama_cache(parts["cache"]).partition(" --ctx-size")[0]
+    result = bits.write(session, plan, parts["bits"], beside=files_of(parts["cache"]), cache=types)
+    if request.model.endswith(".gguf"):
+        session.say(f"The cache: layerbudget export {shlex.quote(request.plan)} --to llama-cache")
+    return result
+
+
+def follow(session: Session, plan: Plan) -> str | None:
+    """Say and return the command that writes the files of a plan, or gives its weights to the tool that does."""
+    return bits.follow(session, plan, parts_of(plan)["bits"])

@@ -1,0 +1,96 @@
+"""The decision memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ...decision import Decision, Session, Summary
+from ...errors import CorruptFile
+from ...plan import Plan, payload_of
+from ...scores import Scores
+from ..bits import BitsWrite
+from . import command
+from .payload import MemoryPayload
+from .request import MemoryRequest
+
+
+class Memory(Decision):
+    """See the module."""
+
+    summary = (
+        "formats of the weights and of the cache under one memory; apply writes the weights, and the cache's plan beside them"
+    )
+    Payload = MemoryPayload
+    name, decides, counts = "memory", "bits per number", "bytes"
+    predicts = True
+    from_gains = False
+    budget = "memory"
+    command = "apply"
+    bytes_of = "file, cache and buffers"
+    writes, Request, Write = True, MemoryRequest, BitsWrite
+
+    def plan(self, session: Session) -> Plan:
+        """Plan by the damage to a model, or from what was measured before."""
+        return command.plan(session)
+
+    def show(self, session: Session, plan: Plan) -> bool:
+        """Show the best plans of several memories, and let both parts be drawn below."""
+        command.show_curve(session, plan)
+        return False
+
+    def write(self, session: Session, plan: Plan) -> dict[str, Any]:
+        """Write the weights, and beside them the plan of the cache."""
+        return command.write(session, plan)
+
+    def follow(self, session: Session, plan: Plan) -> str | None:
+        """Say and return the command that writes the files, or gives the plan of the weights to the tool that does."""
+        return command.follow(session, plan)
+
+    def applier(self) -> Callable[..., Any]:
+        """Return :func:`~layerbudget.decisions.memory.plan.apply_memory`."""
+        from .plan import apply_memory
+
+        return apply_memory
+
+    # --- what is said ---
+
+    def check(self, plan: Plan) -> None:
+        """Refuse a plan that does not say what weights and cache get."""
+        parts = payload_of(plan, MemoryPayload).parts
+        if any(not {"bytes", "bits", "predicted"} <= set(parts.get(name, {})) for name in ("weights", "cache")):
+            what = "This plan of memory does not say bytes, bits and damage of the weights and of the cache."
+            raise CorruptFile(what, "", "Make the plan again.")
+
+    def describe(self, plan: Plan) -> Summary:
+        """Return what is said of a plan of memory."""
+        from .describe import summary_of
+
+        return summary_of(plan)
+
+    def charts(self, plan: Plan | None, scores: Scores | None) -> dict[str, Any]:
+        """Return the memory by parts, and the slider over memories."""
+        from .describe import charts_of
+
+        return {} if plan is None else charts_of(plan)
+
+    def labels(self, plan: Plan) -> list[str] | None:
+        """Return the format of every block, of weights and of the cache."""
+        from ..formats.reasons import types_of_blocks
+
+        return types_of_blocks(plan)
+
+    def matrices(self, plan: Plan, scores: Scores | None = None) -> Sequence[Mapping[str, Any]]:
+        """Return the format of every block."""
+        from ..formats.reasons import reasons
+
+        return super().matrices(plan, scores) or reasons(plan)
+
+    def parts(self, plan: Plan) -> dict[str, Plan]:
+        """Return the plan of bits and the plan of the cache."""
+        from .parts import parts_of
+
+        return parts_of(plan)
+
+
+DECISION = Memory()

@@ -1,0 +1,55 @@
+"""What only plans of weights and cache say, beside the blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..formats.payload import CachedPayload, WeightsPayload
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PartErrors:
+    """Standard errors of the predicted damage of the two parts."""
+
+    weights: float
+    cache: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class More:
+    """What more memory would bring.
+
+    Attributes:
+        bytes: One unit of memory.
+        predicted: Damage of the best plan with so much more.
+        near: The same with a few ``share`` more: ``share``, ``memory`` and ``predicted``.
+    """
+
+    bytes: float
+    predicted: float
+    near: Sequence[Mapping[str, float]] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryPayload(WeightsPayload, CachedPayload):
+    """Fields of ``extra`` in the file of a plan of weights and cache.
+
+    Attributes:
+        parts: ``bytes`` of every part of the memory, and ``bits`` and ``predicted`` damage of ``weights`` and ``cache``.
+        part_errors: Standard errors of the two damages.
+        cache_formats: The formats of the cache, which ``formats`` has too.
+        named: The format or mix of a rule without a program, by rule.
+        more: What more memory would bring.
+        curve: The best plans of other memories.
+        uniform_caches: Damage of one format for the whole cache, by format.
+    """
+
+    parts: Mapping[str, Mapping[str, float]]
+    part_errors: PartErrors
+    cache_formats: Mapping[str, str]
+    named: Mapping[str, str]
+    more: More
+    curve: Sequence[Mapping[str, Any]]
+    uniform_caches: Any = None

@@ -1,0 +1,443 @@
+r"""Weights and cache under one memory: one exact program with one price per byte, its curve, and its plans. No torch.
+
+The blocks of the weights and those of the cache stand in one table. Their damages are in one unit, nats per token, and add up
+to first order: each is measured at the dense model. Of the memory, what no format changes goes first: the other tensors and the
+metadata of the file, states of fixed size, and the buffers of a forward::
+
+    minimise   sum_i R_i(f_i) + sum_k C_k(g_k)    over formats f of the weights and formats g of the cache
+    subject to F + sum_i s_i(f_i) + sum_k t_k(g_k)  <=  B,
+
+``R`` and ``C`` the damages of rounding weights and cache, ``s`` and ``t`` their bytes, ``F`` the bytes that no format changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...errors import InfeasibleBudget, InvalidInput
+from ...models.memory import Cache, check_positions, read_context
+from ...plan import Plan
+from ...records import rounded_up, to_jsonable, unit_of
+from ...scores import Scores
+from ...solvers.choices import Choice, choose
+from ..cache import CacheSpace
+from ..formats.program import (
+    CURVE,
+    SHOWN,
+    Decision,
+    Limits,
+    bits_of,
+    extra_of,
+    few_tokens,
+    imatrix_of,
+    mix_of,
+    plan_blocks,
+    read_bytes,
+)
+from ..formats.table import Table
+
+KIND = "memory"
+UNIFORM, MIX = "uniform-cache", "mix"
+RULES = ("exact", UNIFORM, MIX)
+GIB = 1 << 30
+_SHARES = (0.01, 0.02, 0.05)  # of more memory that is asked what it brings; more of it brings much everywhere
+_PASSES = ("formats", "cache")  # what was measured, each with its forward equivalents
+_NEAR = {UNIFORM: 3, MIX: 2}  # plans of a rule that may be measured as a whole
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Terms:
+    """Memory, context and batch that a plan has to fit.
+
+    Attributes:
+        memory: Bytes in all, such as ``"8 GiB"``.
+        context: Tokens of a sequence, such as ``"32k"``.
+        batch: Sequences at a time.
+        forbid, keep: Formats of the weights; see :class:`~layerbudget.decisions.formats.program.Limits`.
+        cache: Formats of the cache to choose among, besides 16 bits; all that were measured where it is None.
+        utilization: Share of the memory that the runtime takes.
+    """
+
+    memory: str
+    context: str | int
+    batch: int = 1
+    forbid: Sequence[str] = ()
+    keep: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    cache: Sequence[str] | None = None
+    utilization: float = 1.0
+
+    @property
+    def limits(self) -> Limits:
+        """The constraints on formats of the weights."""
+        return Limits(forbid=self.forbid, keep=self.keep)
+
+    @property
+    def given(self) -> str:
+        """The settings that leave out formats, in words; empty where there are none."""
+        named = {"forbid": self.forbid, "keep": self.keep, "cache": self.cache is not None}
+        return " and ".join(f"--{name}" for name, said in named.items() if said)
+
+    @property
+    def free(self) -> Terms:
+        """The same with all formats."""
+        return dataclasses.replace(self, forbid=(), keep={}, cache=None)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the context."""
+        return read_context(self.context)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the memory that the runtime takes."""
+        return int(read_bytes(self.memory, "A memory", "8 GiB") * self.utilization)
+
+    def check(self, rule: str) -> None:
+        """Refuse what no model can make possible."""
+        if rule not in RULES:
+            raise InvalidInput(f"There is no rule {rule!r} here.", f"There are {', '.join(RULES)}.", "Choose one of those.")
+        if self.tokens and self.bytes and self.batch < 1:
+            raise InvalidInput(f"batch is {self.batch}.", "It is a number of sequences.", "Use 1 or more.")
+        self.limits.check_formats()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Weights and cache of a model at a context.
+
+    Attributes:
+        weights: Bytes and damages of matrices, those formats gone that may not be used.
+        space, cache: What may be decided about the cache, with its bytes and damages.
+        known: What other memory depends on.
+    """
+
+    weights: Table
+    space: CacheSpace
+    cache: Table
+    known: Cache
+
+    @classmethod
+    def of(
+        cls,
+        weights: Table,
+        space: CacheSpace,
+        terms: Terms,
+        damage: np.ndarray | None = None,
+        rest: np.ndarray | None = None,
+    ) -> Fit:
+        """Return what is to be decided; without damages of the cache they are zero.
+
+        Raises:
+            InvalidInput: A model whose buffers are not counted, a context beyond its positions, formats that it cannot have.
+        """
+        if weights.cache is None:
+            what = "The memory of this model beside its weights is not counted here."
+            raise InvalidInput(what, "", "Plan both by bytes: layerbudget plan bits --budget, plan cache --budget.")
+        check_positions(terms.tokens, weights.cache.positions)
+        cache = space.table(damage, rest)
+        if terms.cache is not None:
+            if unknown := [n for n in terms.cache if n not in cache.formats]:
+                what = f"{unknown[0]!r} was not measured for the cache."
+                raise InvalidInput(what, f"Measured were {', '.join(cache.formats)}.", "Choose some of those.")
+            wanted = np.array([n in terms.cache for n in cache.formats[:-1]] + [True])
+            cache = dataclasses.replace(cache, damage=np.where(wanted, cache.damage, np.inf))
+        return cls(weights=terms.limits.restrict(weights), space=space, cache=cache, known=weights.cache)
+
+    @property
+    def state(self) -> int:
+        """Bytes of states of fixed size."""
+        return self.known.state * self.space.batch
+
+    @property
+    def buffers(self) -> int:
+        """Bytes of a forward's buffers, estimated."""
+        return self.known.buffers(self.space.context, self.space.batch)
+
+    @property
+    def beside(self) -> int:
+        """Bytes that no format changes."""
+        return self.weights.beside + self.state + self.buffers
+
+    @functools.cached_property
+    def table(self) -> Table:
+        """The blocks of matrices and cache."""
+        return self.weights.stacked(self.cache)
+
+    def at(self, context: int) -> Fit:
+        """Return the same at another context."""
+        space = self.space.at(context, self.space.batch)
+        return dataclasses.replace(self, space=space, cache=dataclasses.replace(self.cache, size=space.table().size))
+
+    @property
+    def least(self) -> int:
+        """Bytes of the smallest plan, everything counted."""
+        return int(self.weights.smallest.sum() + self.cache.smallest.sum()) + self.beside
+
+    def limit(self, memory: int, others: Callable[[], Iterable[tuple[str, Fit]]] = tuple, share: float = 1.0) -> int:
+        """Return the bytes of a memory that formats may take; one below the smallest plan is refused.
+
+        Args:
+            memory: Bytes in all.
+            others: Asked for where nothing fits: the same with other formats, each with the words that lead to it.
+            share: Of the memory that was given, what these bytes are.
+        """
+        if memory < self.least:
+            tokens, batch = self.space.context, self.space.batch
+            of_it = f" ({share:g} of the memory given)" if share < 1 else ""
+            longest = self.known.longest(lambda context: self.at(context).least <= memory, self.space.runtime.step)
+            fits = f"At most {longest} tokens fit." if longest else "No context fits."
+            file = int(self.weights.smallest.sum()) + self.weights.beside
+            rest, (unit, name) = self.state + self.buffers, unit_of(self.least)
+            ways = [f"Raise the memory (to {rounded_up(self.least / share / unit)} {name})"]
+            ways += ["shorten the context"] if longest else []
+            ways += [words for words, other in others() if other.least <= memory]
+            raise InfeasibleBudget(
+                f"{memory:,} bytes{of_it} are too few at {tokens} tokens x {batch}.",
+                f"The smallest plan takes {self.least:,}: {file:,} of the file, {self.least - file - rest:,} of the cache, "
+                f"{rest:,} of buffers. {fits}",
+                f"{', or '.join(ways)}.",
+            )
+        return memory - self.beside
+
+    def joined(self, weights: np.ndarray, cache: np.ndarray) -> np.ndarray:
+        """Return a choice of all blocks from one of each part."""
+        return np.concatenate([weights, len(self.weights.formats) + cache])
+
+    def apart(self, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the choices of the weights and of the cache."""
+        count = len(self.weights.blocks)
+        return chosen[:count], chosen[count:] - len(self.weights.formats)
+
+    def uniform_caches(self, limit: int) -> dict[str, np.ndarray]:
+        """Return the best weights beside one format for the whole cache, by that format, where both fit."""
+        found, k = {}, len(self.cache.blocks)
+        for j in np.flatnonzero(self.cache.has.all(axis=0)):
+            left = limit - int(self.cache.size[:, j].sum())
+            if left >= self.weights.smallest.sum():
+                best = choose(self.weights.damage, self.weights.size, left)
+                found[self.cache.formats[j]] = self.joined(best.chosen, np.full(k, j))
+        return found
+
+    def mixes(self, limit: int) -> dict[str, np.ndarray]:
+        """Return the best cache beside a mix of llama.cpp, or else one format for all weights, by its name, where both fit."""
+        w = self.weights
+        own = [(mix, mix_of(w, mix)[1]) for mix in w.llama.mixes] if w.llama is not None else []
+        even = [(n, np.full(len(w.blocks), j)) for j, n in enumerate(w.formats) if w.has[:, j].all()]
+        found = {}
+        for name, chosen in own or even:
+            left = limit - (w.totals(chosen)["spent"] if chosen is not None else limit + 1)
+            if chosen is not None and left >= self.cache.smallest.sum():
+                best = choose(self.cache.damage, self.cache.size, left)
+                found[name] = self.joined(chosen, best.chosen)
+        return found
+
+    def parts(self, chosen: np.ndarray) -> dict[str, dict[str, float]]:
+        """Return bytes, nats and mean bits of the weights and of the cache, and the bytes of what is beside."""
+        found: dict[str, dict[str, float]] = {}
+        for name, table, own in zip(("weights", "cache"), (self.weights, self.cache), self.apart(chosen), strict=True):
+            total = table.totals(own)
+            found[name] = {"bytes": total["spent"], "predicted": total["predicted"], "bits": 8 * total["spent"] / table.numel}
+        beside = {"rest of the file": self.weights.beside, "states": self.state, "buffers": self.buffers}
+        return found | {name: {"bytes": size} for name, size in beside.items() if size}
+
+    def best(self, memory: int) -> Choice:
+        """Return the choice of the least damage in a memory."""
+        found = choose(self.table.damage, self.table.size, memory - self.beside)
+        return dataclasses.replace(found, among=" of the planned matrices and the cache")
+
+    def shown(self, chosen: np.ndarray) -> tuple[tuple[Table, np.ndarray], ...]:
+        """Return the tables whose blocks a plan has, each with its choice."""
+        weights, cache = self.apart(chosen)
+        return (self.weights, weights), (self.cache, cache)
+
+    def row(self, found: Choice) -> dict[str, Any]:
+        """Return a choice in numbers."""
+        own = self.table.totals(found.chosen)
+        row = {"memory": found.budget + self.beside, "predicted": own["predicted"]}
+        row |= {f"{n}_{key}": p[key] for n, p in self.parts(found.chosen).items() for key in ("bytes", "bits") if key in p}
+        few = len(self.weights.blocks) + len(self.cache.blocks) <= SHOWN
+        return row | ({"values": [v for t, c in self.shown(found.chosen) for v in bits_of(t, c)]} if few else {})
+
+
+def fit_of(scores: Scores, terms: Terms) -> Fit:
+    """Return what was measured, at a context."""
+    record = scores.extra.get("cache")
+    if not isinstance(record, Mapping):
+        what = "These scores say nothing of the cache."
+        raise InvalidInput(
+            what, "A plan of memory needs the damage of its formats.", "Measure it: layerbudget plan memory MODEL."
+        )
+    space = CacheSpace.read(record, terms.tokens, terms.batch)
+    damage, rest = (np.array(record[k], dtype=np.float64) for k in ("damage", "rest"))
+    return Fit.of(Table.of(scores), space, terms, damage, rest)
+
+
+def curve(fit: Fit, count: int = CURVE) -> list[dict[str, Any]]:
+    """Return the best plans of several memories, from the smallest to 16 bits for everything, evenly in ratio.
+
+    The ``price`` of a row is what a GiB saves on the way to the next row, in nats per token; zero in the last row.
+    """
+    low, high = fit.least - fit.beside, int(np.where(fit.table.has, fit.table.size, 0).max(axis=1).sum())
+    rows = [point(fit, int(limit) + fit.beside) for limit in np.geomspace(low, high, count).round()]
+    for row, after in itertools.pairwise([*rows, rows[-1]]):
+        room = after["memory"] - row["memory"]
+        row["price"] = (row["predicted"] - after["predicted"]) / room * GIB if room else 0.0
+    return rows
+
+
+def with_more(fit: Fit, memory: int) -> dict[str, Any]:
+    """Return what the best plan loses with one unit of memory more (``bytes``), and with a few shares more (``near``)."""
+    unit, _ = unit_of(memory)
+    near = [{"share": share, "memory": math.floor(memory * (1 + share))} for share in _SHARES]
+    near = [{**row, "predicted": point(fit, int(row["memory"]))["predicted"]} for row in near]
+    return {"bytes": unit, "predicted": point(fit, memory + unit)["predicted"], "near": near}
+
+
+def point(fit: Fit, memory: int) -> dict[str, Any]:
+    """Return the best plan of a memory in numbers."""
+    return fit.row(fit.best(memory))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pick:
+    """The decision of a rule: the formats of all blocks of a plan of memory.
+
+    Attributes:
+        name: The format or mix of a rule without a program.
+    """
+
+    fit: Fit
+    chosen: np.ndarray
+    name: str = ""
+
+    @property
+    def totals(self) -> dict[str, Any]:
+        """Damage and bytes, of which those count that formats change."""
+        return self.fit.table.totals(self.chosen)
+
+    @property
+    def spent(self) -> int:
+        """Bytes of memory."""
+        return int(self.totals["spent"]) + self.fit.beside
+
+    def same(self, other: Pick) -> bool:
+        """Whether both have the same formats."""
+        return np.array_equal(self.chosen, other.chosen)
+
+    @property
+    def key(self) -> list[str]:
+        """Names of all that it decides. Places of formats would be others where other formats are chosen among."""
+        return [t.formats[j] for t, c in self.fit.shown(self.chosen) for j in c]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """The decision of a plan of memory, from which the plan of every rule follows.
+
+    Attributes:
+        fit, limit: What is decided, and the bytes that its formats may take.
+        found: The program's choice with its certificate.
+        picks: What every rule decides.
+        near: The plans of a rule that come next in predicted damage, the least first.
+        caches: Totals of every uniform cache.
+    """
+
+    scores: Scores
+    terms: Terms
+    fit: Fit
+    limit: int
+    found: Choice
+    picks: Mapping[str, Pick]
+    near: Mapping[str, Sequence[Pick]]
+    caches: Mapping[str, dict[str, Any]]
+
+    @classmethod
+    def of(cls, scores: Scores, terms: Terms) -> Fitted:
+        """Return the decision under some terms."""
+        fit = fit_of(scores, terms)
+
+        def freed() -> list[tuple[str, Fit]]:
+            return [(f"leave out {terms.given}", fit_of(scores, terms.free))]
+
+        limit, found = fit.limit(terms.bytes, freed, terms.utilization), fit.best(terms.bytes)
+        caches, mixes = _picks(fit, fit.uniform_caches(limit)), _picks(fit, fit.mixes(limit))
+        picks, near = {"exact": Pick(fit=fit, chosen=found.chosen)}, {}
+        for rule, plans in ((UNIFORM, caches), (MIX, mixes)):
+            if some := sorted(plans, key=lambda pick: pick.totals["predicted"]):
+                picks[rule], *near[rule] = some[: _NEAR[rule]]
+        return cls(
+            scores=scores,
+            terms=terms,
+            fit=fit,
+            limit=limit,
+            found=found,
+            picks=picks,
+            near=near,
+            caches={pick.name: pick.totals for pick in caches},
+        )
+
+    @functools.cached_property
+    def decision(self) -> Decision:
+        """The program's choice beside the damages of all picks."""
+        return Decision(
+            table=self.fit.table,
+            choices={rule: pick.chosen for rule, pick in self.picks.items()},
+            totals={rule: pick.totals for rule, pick in self.picks.items()},
+            found=self.found,
+        )
+
+    def pick(self, rule: str) -> Pick:
+        """Return what a rule decides."""
+        if rule not in self.picks:
+            what = f"No plan of the rule {rule} fits {self.terms.bytes:,} bytes."
+            raise InvalidInput(what, "Its formats were not measured, or take more.", "Leave the rule out.")
+        return self.picks[rule]
+
+    def plan(self, rule: str) -> Plan:
+        """Return the plan of a rule."""
+        pick = self.pick(rule)
+        fit, chosen = self.fit, pick.chosen
+        weights, cache = fit.apart(chosen)
+        formats = {m: f for t, c in fit.shown(chosen) for m, f in t.formats_of(c).items()}
+        extra = {
+            **extra_of(fit.weights, weights),
+            **self.decision.record(rule),
+            **few_tokens(fit.weights, self.scores),
+            "formats": formats,
+            **fit.space.terms(self.scores.extra["cache"]["group"]),
+            **({"utilization": self.terms.utilization} if self.terms.utilization < 1 else {}),
+            "parts": fit.parts(chosen),
+            "part_errors": {"weights": fit.weights.error_of(weights), "cache": fit.cache.error_of(cache)},
+            "cache_formats": fit.cache.formats_of(cache),
+            "named": {name: each.name for name, each in self.picks.items() if each.name},
+            "uniform_caches": dict(self.caches),
+            "more": with_more(fit, self.terms.bytes),
+            "curve": curve(fit),
+            "asked": rule,
+        }
+        if passes := [held["passes"] for name in _PASSES if "passes" in (held := self.scores.extra.get(name) or {})]:
+            extra["passes"] = sum(passes)
+        terms = {k: v for k, v in dataclasses.asdict(self.terms).items() if v} | imatrix_of(self.scores)
+        return Plan(
+            kind=KIND,
+            rule=rule,
+            model=self.scores.model,
+            blocks=tuple(b for t, c in fit.shown(chosen) for b in plan_blocks(t, c)),
+            hyperparameters=to_jsonable({**terms, "rule": rule, "method": fit.weights.method, "runtime": fit.weights.runtime}),
+            budget={"unit": "bytes", "limit": self.terms.bytes, "spent": pick.spent},
+            certificate=self.decision.certificate(rule),
+            scores_digest=self.scores.digest,
+            data=self.scores.data,
+            extra=extra,
+        )
+
+
+def _picks(fit: Fit, plans: Mapping[str, np.ndarray]) -> list[Pick]:
+    return [Pick(fit=fit, chosen=chosen, name=name) for name, chosen in plans.items()]

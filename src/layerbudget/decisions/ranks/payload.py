@@ -1,0 +1,41 @@
+"""What only plans of ranks say, beside the blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from ...storage import reading
+from ..capacity import Rounding
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SmallerReserve:
+    """A cap of the ranks under which a server reserves less, and most of the gain stays."""
+
+    max_rank: int  #: The cap.
+    share: float  #: What it leaves of the gain.
+    reserved: int  #: The rank that a server reserves without it.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RanksPayload:
+    """Fields of ``extra`` in the file of a plan of ranks; what is None does not stand there.
+
+    Attributes:
+        rounding: How whole ranks were found.
+        uniform_share: Gain of the same rank everywhere over the plan's.
+        noise_share: Share of the gain that noise alone gives the same ranks.
+        smaller_reserve: A cap that a server reserves less for.
+        at_measured: Ranks of the blocks that have all ranks whose gains were measured, by block.
+        scored_rows: Rows that were scored, where they are too few to tell ranks apart.
+        flat_scores: By how much the scores differ, as a share of their mean, where that is little.
+    """
+
+    rounding: Rounding | None = None
+    uniform_share: float | None = None
+    noise_share: float | None = None
+    smaller_reserve: SmallerReserve | None = None
+    at_measured: Mapping[str, reading.Count] = dataclasses.field(default_factory=dict)
+    scored_rows: reading.Count | None = None
+    flat_scores: float | None = None

@@ -1,0 +1,1 @@
+"""Files of llama.cpp: architectures, names of tensors, vocabulary, importance matrix, writer and check."""

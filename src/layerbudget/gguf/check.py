@@ -1,0 +1,167 @@
+"""A GGUF file that was written, beside the model that it was written from: llama.cpp loads it, and both say the same."""
+
+from __future__ import annotations
+
+import contextlib
+import unicodedata
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..compressors.formats import find_format
+from ..compressors.ggml import library_file
+from ..errors import CoverageError
+from ..execution.modes import inference
+from ..models.blocks import config_of, pretrained, text_config
+from ..models.machine import free_bytes
+from ..models.offload import mapped
+from .llama_cpp import LlamaError, NoAnswer, ask
+
+TEXTS = (
+    'def read(path):\n    """Return the text of a file."""\n    with open(path) as file:\n        return file.read()\n',
+    "The cat sat on the mat.  It's 12,345 steps from here, isn't it?",
+    "naïve café, 東京タワー, Привет мир, 😀",
+)
+TOKENS = 32
+_LEAST, _TIMES = 1e-3, 20.0  # nats per token that pass anyway, and of what rounded inputs explain
+
+
+def check_file(file: Path, model: nn.Module, tokenizer: Any, formats: Mapping[str, str]) -> str:
+    """Return a sentence on what llama.cpp makes of a file: its tokens, and its probabilities beside the rounded model's.
+
+    Where the package of llama.cpp is not installed, or gives no answer, the sentence says so. Probabilities are not compared
+    of a streamed model, whose weights are not rounded any more, and of a file that is larger than the free memory.
+
+    Args:
+        file: With the tokenizer's vocabulary, where ``tokenizer`` is not None.
+        model: As the file has it.
+        tokenizer: None compares no tokens.
+        formats: Format of every planned matrix.
+
+    Raises:
+        CoverageError: llama.cpp refuses the file, splits texts into other tokens, or computes something else.
+    """
+    library = library_file()
+    if library is None:
+        return "llama.cpp did not load the file: the package xllamacpp is not installed."
+    size = text_config(config_of(model)).vocab_size
+    texts = tuple(text for text in TEXTS if tokenizer is not None and _holds(tokenizer, text, size))
+    ids = () if file.stat().st_size > free_bytes() else _ids(model, tokenizer)
+    try:
+        tokens, raw = ask(library, file, texts=texts, ids=ids)
+    except NoAnswer as error:
+        return f"llama.cpp did not check the file: {error}."
+    except LlamaError as error:
+        raise CoverageError(
+            f"llama.cpp does not load the file: {error}.", "", "Nothing is kept. Plan for compressed-tensors, and report this."
+        ) from error
+    said = ["llama.cpp loads the file"]
+    if texts:
+        _check_tokens(texts, tokens, tokenizer)
+        said.append(f"the tokens of {len(texts)} texts are equal")
+    if not ids:
+        said.append("no probabilities were compared: it is larger than the free memory")
+    elif mapped(model) is not None:
+        _finite(raw)
+        said.append("of a streamed model no probabilities were compared")
+    else:
+        said.append(_compare(model, formats, ids, _finite(raw).reshape(len(ids), -1)))
+    return "; ".join(said) + "."
+
+
+def _ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens of a text, or any where there is no tokenizer."""
+    config = text_config(config_of(model))
+    count = min(TOKENS, int(getattr(config, "max_position_embeddings", None) or TOKENS))
+    read = [] if tokenizer is None else tokenizer(TEXTS[0])["input_ids"]
+    found = [i for i in read if i < config.vocab_size][:count]  # a tokenizer may have more tokens than its model
+    if len(found) < count // 2:
+        found = np.random.default_rng(0).integers(0, config.vocab_size, count).tolist()
+    return tuple(int(i) for i in found)
+
+
+def _holds(tokenizer: Any, text: str, size: int) -> bool:
+    """Whether a file's vocabulary of that size has all tokens of a text, and they all its letters; toys lack some of both."""
+
+    def letters(text: str) -> str:
+        return "".join(
+            c for c in unicodedata.normalize("NFKD", text.casefold()) if not unicodedata.combining(c) and not c.isspace()
+        )
+
+    ids = tokenizer(text)["input_ids"]
+    return max(ids, default=0) < size and letters(tokenizer.decode(ids, skip_special_tokens=True)) == letters(text)
+
+
+def _check_tokens(texts: tuple[str, ...], theirs: list[list[int]], tokenizer: Any) -> None:
+    """Refuse other tokens. One at the beginning or the end of a text is a matter of the file's switches for these."""
+    ends = {tokenizer.bos_token_id, tokenizer.eos_token_id}
+    for text, their in zip(texts, theirs, strict=True):
+        ours = tokenizer(text)["input_ids"]
+        ours, their = ([i for n, i in enumerate(ids) if n not in (0, len(ids) - 1) or i not in ends] for ids in (ours, their))
+        if ours != their:
+            at = next((i for i, (a, b) in enumerate(zip(ours, their, strict=False)) if a != b), min(len(ours), len(their)))
+            what = f"llama.cpp splits {text!r} into other tokens than the tokenizer"
+            found = f"{their[at : at + 4]} for {ours[at : at + 4]} from token {at}"
+            raise CoverageError(f"{what}: {found}.", "", "Nothing is kept. Plan for compressed-tensors, and report this.")
+
+
+def _finite(raw: bytes) -> np.ndarray:
+    logits = np.frombuffer(raw, np.float32)
+    if not np.isfinite(logits).all():
+        raise CoverageError("llama.cpp computes numbers that are not finite.", "", "Nothing is kept. Plan other formats.")
+    return logits
+
+
+@torch.no_grad()
+def _compare(model: nn.Module, formats: Mapping[str, str], ids: tuple[int, ...], logits: np.ndarray) -> str:
+    """Compare probabilities; what llama.cpp's rounding of the inputs of products explains is found by rounding them here."""
+    device = next(model.parameters()).device
+    given: Any = {"input_ids": torch.tensor([ids], device=device)}
+    with inference(model):
+        ours = torch.log_softmax(model(**given).logits[0].float(), -1).cpu()
+        with _rounded_inputs(model, formats):
+            coarse = torch.log_softmax(model(**given).logits[0].float(), -1).cpu()
+    theirs = torch.log_softmax(torch.from_numpy(logits.copy()), -1)
+    apart, explained = (float((ours.exp() * (ours - other)).sum(-1).clamp(min=0).quantile(0.75)) for other in (theirs, coarse))
+    if apart > max(_LEAST, _TIMES * explained):
+        raise CoverageError(
+            f"llama.cpp computes something else from the file: of {len(ids)} tokens a quarter has a KL of more than "
+            f"{apart:.2g} nats from the rounded model.",
+            f"Its own arithmetic explains about {explained:.2g}.",
+            "Nothing is kept. Plan for compressed-tensors, and report this.",
+        )
+    most = float((ours - theirs).abs().max())
+    return f"on {len(ids)} tokens its log-probabilities differ by at most {most:.2g} (KL of the upper quartile {apart:.1g})"
+
+
+@contextlib.contextmanager
+def _rounded_inputs(model: nn.Module, formats: Mapping[str, str]) -> Iterator[None]:
+    """Within it the inputs of matrices are rounded as llama.cpp's products round them: to 8 bits, or to 16 for numbers."""
+    head: Any = pretrained(model).get_output_embeddings()
+    hooks = []
+    for name, form in formats.items():
+        owner: Any = dict(model.named_modules()).get(name) or model.get_submodule(name.rpartition(".")[0])
+        owner = head if isinstance(owner, nn.Embedding) and head is not None and head.weight is owner.weight else owner
+        if not isinstance(owner, nn.Embedding):
+            block = None if find_format(form).plain else 256 if find_format(form).group == 256 else 32
+            hooks.append(
+                owner.register_forward_pre_hook(lambda _, x, block=block: (_rounded(x[0], block), *x[1:]) if x else None)
+            )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _rounded(x: torch.Tensor, block: int | None) -> torch.Tensor:
+    """Numbers in 8 bits with a scale for every block of channels, or in 16 bits."""
+    if block is None or x.shape[-1] % block:
+        return x.half().to(x.dtype)
+    parts = x.reshape(*x.shape[:-1], -1, block)
+    scale = parts.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+    return ((parts / scale).round() * scale).reshape(x.shape)

@@ -1,1 +1,0 @@
-"""Shared by all decisions: terms of a budget, rules, and plans from decisions. No torch."""

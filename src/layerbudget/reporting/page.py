@@ -1,0 +1,156 @@
+"""One self-contained HTML page of a results folder: the decision as a picture, what it rests on, what came of it.
+
+No request leaves the page: style, script and data are in the file, and its content policy forbids everything else. Without a
+script it still holds every sentence and number.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from ..decision import decision_of
+from ..plan import Plan
+from ..records import dumps, write_text
+from ..scores import Scores
+from .data import charts_of
+from .records import Found, cards_of, commands_of, explained, gather, headline_of, others_of, tables_of
+from .tables import contest_sheets, facts, plan_table, scores_table, sheet_of
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+_CHARTS = (
+    (
+        "network",
+        "The network",
+        "Layers downwards, matrices across; the stronger the colour, the more. Point at a cell, or use the arrow keys.",
+    ),
+    (
+        "memory",
+        "The memory",
+        "What the best plan of every memory gives to weights, cache and the rest, and the damage that is predicted for it. "
+        "The plan of this folder is marked.",
+    ),
+    ("water", "The water level", "What every block gets (filled), its cap (outline) and uniform (line)."),
+    (
+        "forecast",
+        "Predicted and measured",
+        "What the plan expected (ring), and what was measured afterwards (dot).",
+    ),
+    ("results", "What came of it", "Measured on held-out text; bars are two standard errors."),
+    ("paired", "Differences, paired", "On the same text or seeds, 95 % intervals. Across zero: level."),
+    ("gains", "What each block can still gain", "Bars with two standard errors; the mark is the noise floor."),
+)
+_COARSEST = ("gains", "What the smallest format costs each block", "Bars with two standard errors.")
+
+
+def write_report(folder: Path | str, out: Path | str, *, overwrite: bool = False) -> Path:
+    """Write :func:`build_page` atomically."""
+    return write_text(out, build_page(folder), overwrite=overwrite)
+
+
+def build_page(folder: Path | str) -> str:
+    """Return the HTML of every result in a folder: scores, plans, receipts, fine-tunings, demos, comparisons, figures."""
+    found = gather(folder)
+    title, verdict = (html.escape(text) for text in headline_of(found))
+    data = charts_of(found)
+    cards = "".join(f"<div class='card'><b>{html.escape(v)}</b><span>{html.escape(n)}</span></div>" for n, v in cards_of(found))
+    charts = _CHARTS if found.scores is None or "formats" not in found.scores.extra else (*_CHARTS[:-1], _COARSEST)
+    parts = [
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+        f'<meta name="viewport" content="width=device-width,initial-scale=1"><title>{title}</title>',
+        f"<style>{_asset('page.css')}</style></head><body>",
+        f"<header><p class='kicker'>layerbudget · {html.escape(found.folder)}</p><h1>{title}</h1>",
+        f"<p class='verdict'>{verdict}</p><div class='cards'>{cards}</div></header><main>",
+        *(_chart(*told, _slider(data.get("grid")) if told[0] == "water" else "") for told in charts if data.get(told[0])),
+    ]
+    if found.contest is not None:
+        parts += [
+            f"<section><h2>{html.escape(sheet.title)}</h2>{sheet.html()}</section>" for sheet in contest_sheets(found.contest)
+        ]
+        parts.append(_sentences("In words", found.contest["sentences"]))
+    if found.plan is not None:
+        parts.append(_sentences("The plan in words", [*explained(found.plan), *filter(None, [found.left_out])]))
+        pattern = ((found.receipt or {}).get("settings") or {}).get("pattern")
+        if runs := decision_of(found.plan).runs(pattern):
+            parts.append(f"<aside class='honest'><h2>What runs faster, and where</h2><p>{html.escape(runs)}</p></aside>")
+    if others := others_of(found):
+        parts.append(_sentences("Other plans of this folder", others))
+    if lines := commands_of(found):
+        text = html.escape("\n".join(lines))
+        parts.append(f'<section id="repeat"><h2>Repeat it</h2><pre tabindex="0"><code>{text}</code></pre></section>')
+    numbers = json.dumps(json.loads(dumps(data))).replace("</", "<\\/")
+    parts += [
+        f"<section id='details'><h2>All numbers</h2>{_details(found)}</section></main>",
+        f'<script type="application/json" id="data">{numbers}</script><script>{_asset("page.js")}</script></body></html>\n',
+    ]
+    return "".join(parts)
+
+
+def _asset(name: str) -> str:
+    return (resources.files(__package__) / name).read_text(encoding="utf-8")
+
+
+def _slider(grid: dict[str, Any] | None) -> str:
+    if not grid:
+        return ""
+    return (
+        f"<div class='controls'><label>{html.escape(grid['unit'])} <input id='budget' type='range' min='0' "
+        f"max='{len(grid['budgets']) - 1}' step='1' value='{grid['start']}'><output for='budget'></output></label>"
+        "<button id='own' type='button' hidden>the plan itself</button><p id='said' aria-live='polite'></p></div>"
+    )
+
+
+def _chart(name: str, title: str, note: str, controls: str) -> str:
+    """A figure that the script draws."""
+    return (
+        f'<section id="{name}"><h2>{title}</h2><p>{note}</p>{controls}'
+        f'<figure data-chart="{name}" role="img" aria-label="{title}"></figure></section>'
+    )
+
+
+def _sentences(title: str, lines: Iterable[str]) -> str:
+    body = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+    return f"<section><h2>{title}</h2><ul>{body}</ul></section>"
+
+
+def _details(found: Found) -> str:
+    """Every number of every record, folded, and the figures."""
+    parts = [_scores_details(scores, name) for name, scores in found.scored.items()]
+    parts += [plan_details(plan, name) for name, plan in found.plans.items()]
+    records = {"result.json": found.result, "receipt.json": found.receipt, "fine-tuning": found.tuned}
+    for name, record in (records | {"comparison.json": found.contest, **found.others}).items():
+        if record is not None:
+            plain = {k: v for k, v in record.items() if not isinstance(v, (dict, list))}
+            lists = {k: v for k, v in record.items() if record is not found.contest or k != "budgets"}  # its tables are above
+            shown = "".join(f"<h3>{html.escape(n)}</h3>{sheet_of(rows).html()}" for n, rows in tables_of(lists))
+            parts.append(_folded(name, (facts(plain).html() if plain else "") + shown))
+    for path in found.figures:
+        data = base64.b64encode(path.read_bytes()).decode()
+        image = f'<figure><img alt="{html.escape(path.stem)}" src="data:image/png;base64,{data}"></figure>'
+        parts.append(_folded(f"Figure {path.name}", image))
+    return "".join(parts)
+
+
+def _folded(title: str, body: str) -> str:
+    return f"<details><summary>{html.escape(title)}</summary>{body}</details>"
+
+
+def _scores_details(scores: Scores, name: str) -> str:
+    made = {**scores.model, **scores.data, "digest": scores.digest, **scores.versions}
+    table = scores_table(scores)
+    return _folded(f"{name}: scores by {table.title}", table.html() + facts(made).html())
+
+
+def plan_details(plan: Plan, name: str) -> str:
+    """Every number of a plan, folded."""
+    certificate = f"<h3>Certificate</h3>{facts(plan.certificate).html()}" if plan.certificate else ""
+    curve = [{k: v for k, v in row.items() if k != "values"} for row in plan.extra.get("curve", ())]
+    more = f"<h3>Best plans of other budgets</h3>{sheet_of(curve).html()}" if curve else ""
+    body = facts(plan.budget).html() + certificate + more + plan_table(plan).html()
+    return _folded(f"{name}: {plan.kind}, rule {plan.rule}", body)

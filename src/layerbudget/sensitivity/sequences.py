@@ -1,0 +1,31 @@
+"""Means per token over sequences, and their standard errors: one estimator for all damages, losses and perplexities."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+
+def deviations(sums: np.ndarray, counts: np.ndarray, mean: ArrayLike) -> np.ndarray:
+    """What every sequence adds to a mean per token beside its share, in the shape of ``sums``.
+
+    Its norm over sequences is the standard error of the mean (ratio estimator); of a sum of means it is the norm of the sum.
+
+    Args:
+        sums: Sums over the tokens of every sequence, ``(..., sequences)``.
+        counts: Tokens of every sequence, ``(sequences,)``.
+        mean: ``sums`` over all sequences per token, ``(...)``.
+    """
+    n, tokens = len(counts), counts.sum()
+    return (sums - np.asarray(mean)[..., None] * counts) * (np.sqrt(n / max(n - 1, 1)) / tokens)
+
+
+def per_token(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
+    """Mean per token of sums over sequences, and its standard error; of one sequence the error is zero.
+
+    >>> mean, error = per_token(np.array([1.0, 3.0]), np.array([10.0, 10.0]))
+    >>> round(mean, 12), round(error, 12)
+    (0.2, 0.1)
+    """
+    mean = float(sums.sum() / counts.sum())
+    return mean, float(np.linalg.norm(deviations(sums, counts, mean)))

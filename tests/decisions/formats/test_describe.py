@@ -1,0 +1,67 @@
+"""What plans of formats say: every field of the file has a type, and one summary serves terminal, page and model card."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from tests import zoo
+from tests.decisions.formats.test_program import gguf_record
+
+from layerbudget.decision import decision_of
+from layerbudget.decisions.bits.plan import plan_bits
+from layerbudget.decisions.memory.parts import split_fit
+from layerbudget.decisions.memory.plan import plan_memory
+from layerbudget.errors import CorruptFile
+from layerbudget.models.card import model_card
+from layerbudget.plan import Plan
+from layerbudget.records import to_jsonable
+from layerbudget.reporting.explain import advice, explain_plan
+from layerbudget.reporting.verdict import expected, standing, verdict
+
+
+@pytest.fixture(scope="module")
+def plans():
+    """A plan of memory, its two parts, and a plan of bits for a GGUF file."""
+    memory = plan_memory(zoo.fit_scores(3), memory=f"{zoo.buffers() + 30000} bytes", context=64)
+    weights, cache = split_fit(memory)
+    return {"memory": memory, "weights": weights, "cache": cache, "bits": plan_bits(gguf_record(), like="Q4_K_M")}
+
+
+@pytest.mark.parametrize("name", ["memory", "weights", "cache", "bits"])
+def test_every_field_of_a_file_has_a_type_and_keeps_its_value(plans, name):
+    plan = Plan.from_dict(plans[name].to_dict())
+    fields = {field.name for field in dataclasses.fields(plan.payload)}
+    assert set(plan.extra) <= fields
+    told = to_jsonable(dataclasses.asdict(plan.payload))
+    for key in set(plan.extra) - {"check"}:  # of a check only what is read
+        assert told[key] == to_jsonable(plan.extra[key]), key
+
+
+@pytest.mark.parametrize("name", ["memory", "weights", "cache", "bits"])
+def test_one_summary_is_what_all_say(plans, name):
+    plan = plans[name]
+    summary = decision_of(plan).describe(plan)
+    assert verdict(plan) == f"Verdict: {summary.verdict}" and expected(plan) == summary.expected
+    assert f"{plan.extra['predicted']:.3g} nats per token" in summary.verdict
+    assert list(explain_plan(plan).sentences) == list(summary.sentences) and advice(plan) == list(summary.advice)
+    assert standing(plan) == summary.comparison and (summary.comparison is None) == (name in ("weights", "cache"))
+    card = model_card(plan, "quantized", "quantised", "in formats.", {}, "use")
+    assert all(f"| {row} | {text} |" in card for row, text in summary.figures.items())
+    assert f"{plan.extra['predicted']:.4g}" in summary.figures["predicted KL divergence"]
+    assert ("weights and cache together" in summary.figures) == (name in ("weights", "cache"))
+
+
+@pytest.mark.parametrize("name", ["memory", "weights", "cache", "bits"])
+def test_the_water_of_the_page_is_the_mean_of_the_bits(plans, name):
+    plan = plans[name]
+    water = decision_of(plan).charts(plan, None)["water"]
+    assert water["uniform"] == pytest.approx(np.average(plan.values, weights=plan.numel), rel=1e-5)
+
+
+@pytest.mark.parametrize("part", ["weights", "cache"])
+def test_a_plan_of_memory_without_one_of_its_parts_is_refused_where_it_is_read(plans, tmp_path, part):
+    plan = plans["memory"]
+    for parts in ({n: p for n, p in plan.extra["parts"].items() if n != part}, {**plan.extra["parts"], part: {"bytes": 1}}):
+        path = dataclasses.replace(plan, extra={**plan.extra, "parts": parts}).save(tmp_path / "plan.json", overwrite=True)
+        with pytest.raises(CorruptFile, match="bytes, bits and damage of the weights and of the cache"):
+            Plan.load(path)

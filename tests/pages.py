@@ -1,0 +1,154 @@
+"""Pages that are made from the requests of the commands: every option, and the lists of commands for scripts and agents.
+
+``LAYERBUDGET_WRITE=1 pytest tests/cli/test_pages.py`` writes them anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+import typing
+from pathlib import Path
+
+from layerbudget.cli.commands import QUESTIONS, VERBS, requests_of_all
+from layerbudget.cli.parser import say_option
+from layerbudget.compressors.base import TREATMENTS
+from layerbudget.decision import DECISIONS
+from layerbudget.decisions.rules import rules_of
+from layerbudget.errors import InvalidInput
+from layerbudget.exports import EXPORTS
+from layerbudget.registry import spoken
+from layerbudget.requests import ADVANCED, EVERY, PLACE, TEXT, Request, flag_of, kind_of, positional
+from layerbudget.sensitivity.estimators import ESTIMATORS
+
+DOCS = Path(__file__).parents[1] / "docs"
+HEAD = """# Every option
+
+A value of several is given after its flag, or with the flag again. Where a sentence names a default, that is taken without the
+flag. `layerbudget COMMAND --help` shows the usual options of a command, and `--help-all` every one of them.
+An option has an effect or is refused: `tests/cli/test_options.py` tries this for plans from scores and for `score`.
+`tests/pages.py` makes this page from what the commands themselves read.
+"""
+
+
+def kind_words(request: type[Request], name: str) -> str:
+    """The type of an option in words."""
+    known, declared = request.options()[name].metadata, kind_of(request, name)
+    kinds = typing.get_args(declared) if typing.get_origin(declared) in (types.UnionType, typing.Union) else (declared,)
+    kind = next(k for k in kinds if k is not types.NoneType)
+    if known["choices"] is not None:
+        return " or ".join(f"`{value}`" for value in known["choices"]())
+    if kind is bool:
+        return "switch"
+    if typing.get_origin(kind) is tuple:
+        return f"several: {known['metavar'] or spoken(typing.get_args(kind)[0])}"
+    return known["metavar"] or spoken(kind)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _row(request: type[Request], name: str) -> str:
+    field = request.options()[name]
+    said = field.metadata["help"]
+    said = said() if callable(said) else said
+    flag, short = flag_of(request, name), field.metadata["short"]
+    typed = f"`{field.metadata['metavar']}`" if positional(name, field) else f"`{flag}`"
+    typed += f", `{short}`" if short else ""
+    if (
+        not positional(name, field)
+        and (field.default is None or field.default is True)
+        and kind_words(request, name) == "switch"
+    ):
+        typed += f", `{flag.replace('--', '--no-', 1)}`"
+    missing = "; must be given" if field.default is dataclasses.MISSING else ""
+    value = "" if positional(name, field) else kind_words(request, name)
+    return f"| {_cell(typed)} | {_cell(value)} | {_cell(said + missing)} |"
+
+
+def further(command: str, request: type[Request]) -> list[tuple[str, dict[str, list[str]]]]:
+    """What names further options (``--rule``), and those options in words, each with the names that bring it."""
+    kind = command.removeprefix("plan ")
+    named = {
+        "estimator": ESTIMATORS.names(),
+        "method": TREATMENTS.names(),
+        "to": EXPORTS.names(),
+        "rule": tuple(rules_of(kind)),
+    }
+    found = []
+    for flag, names in named.items():
+        rows: dict[str, list[str]] = {}
+        for name in names if flag in request.options() else ():
+            try:
+                options = request.more_options({"": "", flag: name})
+            except InvalidInput:  # such as a quantiser, where pruners are meant
+                continue
+            for option in options.values():
+                value = "switch" if option.type is bool else "value"
+                rows.setdefault(f"| `--{option.name.replace('_', '-')}` | {value} | {_cell(say_option(option))}", []).append(
+                    name
+                )
+        if rows:
+            found.append((flag, rows))
+    return found
+
+
+def _section(command: str, request: type[Request]) -> list[str]:
+    groups: dict[str, list[str]] = {}
+    for name, field in request.options().items():
+        if field.metadata["group"] != EVERY:
+            groups.setdefault(field.metadata["group"], []).append(name)
+    order = sorted(groups, key=lambda g: (TEXT, PLACE, ADVANCED).index(g) + 1 if g in (TEXT, PLACE, ADVANCED) else 0)
+    lines = [f"## `layerbudget {command}`", "", " ".join((request.__doc__ or "").split()), ""]
+    if unread := [f"`{flag_of(request, name)}`" for name in request.unread]:
+        lines += [f"Without {' and '.join(unread)}.", ""]
+    lines += ["| option | value | what it does |", "|---|---|---|"]
+    for group in order:
+        names = sorted(groups[group], key=lambda name: not positional(name, request.options()[name]))
+        lines += [*([f"| *{group}* | | |"] if group else []), *(_row(request, name) for name in names)]
+    for flag, rows in further(command, request):
+        lines += ["", f"Further options, by `--{flag}`:", "", "| option | value | what it does | with |", "|---|---|---|---|"]
+        lines += [f"{row} | {', '.join(f'`{name}`' for name in names)} |" for row, names in rows.items()]
+    return [*lines, ""]
+
+
+def options_page() -> str:
+    """The page of every option."""
+    every = [name for name, field in Request.options().items() if field.metadata["group"] == EVERY]
+    lines = [HEAD, "## Every command", "", "These may stand anywhere in a command.", ""]
+    lines += ["| option | value | what it does |", "|---|---|---|", *(_row(Request, name) for name in every), ""]
+    for command, request in requests_of_all().items():
+        lines += _section(command, request)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def commands_list() -> str:
+    """Every command in a line, with the options that its ``--help`` shows."""
+    lines, requests = [], requests_of_all()
+    below = {"plan": f" ({', '.join(DECISIONS.names())})", "explain": f" ({', '.join(QUESTIONS)})"}
+    for verb, command in VERBS.items():
+        flags = f". {_flags(requests[verb])}" if verb in requests else ""
+        lines.append(f"- `{verb}`: {command.summary}{below.get(verb, '')}{flags}")
+    return "\n".join(lines)
+
+
+def commands_sentence() -> str:
+    """The names of all commands in two sentences."""
+    return f"Verbs: {', '.join(VERBS)}. Kinds of plan: {', '.join(DECISIONS.names())}."
+
+
+def _flags(request: type[Request]) -> str:
+    shown = {n: f for n, f in request.options().items() if f.metadata["group"] not in (EVERY, TEXT, PLACE, ADVANCED)}
+    places = [field.metadata["metavar"] for name, field in shown.items() if positional(name, field)]
+    flags = [flag_of(request, name) for name, field in shown.items() if not positional(name, field)]
+    return " ".join([*places, *flags])
+
+
+START, END = "<!-- commands: made by tests/pages.py -->", "<!-- end of commands -->"
+
+
+def with_commands(text: str, made: str) -> str:
+    """A page with what is made of the commands between its marks."""
+    return re.sub(f"{START}.*{END}", lambda _: f"{START}\n\n{made}\n\n{END}", text, flags=re.DOTALL)
