@@ -302,6 +302,8 @@ def main() -> None:
     parser.add_argument("--name")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
+    if given.scratch is not None:
+        given.scratch.mkdir(parents=True, exist_ok=True)
     if given.task:
         sys.stdout.write(json.dumps(run_one(given)) + "\n")
         return
