@@ -8,14 +8,16 @@ import torch
 
 from layerbudget.compressors import base
 from layerbudget.compressors.base import QUANTISERS, TREATMENTS, Level, find_quantiser, find_treatment
-from layerbudget.compressors.formats import TYPES, find_format, find_runtime
+from layerbudget.compressors.formats import FLOATING, TYPES, find_format, find_runtime, need_packing
 from layerbudget.compressors.quantisers import Quantiser, grid_of, grouped
+from layerbudget.decisions.bits.packed import _pack, _scheme, _unpack
 from layerbudget.errors import InvalidInput
 
 gguf = pytest.importorskip("gguf")
 packed = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base")
 GGML = [t.name for t in TYPES if not t.plain and not t.name.startswith("IQ1")]  # ggml takes seconds for a row of IQ1
 OLD = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
+FLOATS = [f.name for f in FLOATING]
 PACKED = [f"w{b}-{g}{a}" for b in (2, 3, 4, 5, 8) for g in ("g32", "channel") for a in ("", "-asym")]
 
 
@@ -40,11 +42,7 @@ def prepared_for(quantiser, x):
 
 
 def scheme(form):
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-
-    shape = {"strategy": "channel"} if form.group is None else {"strategy": "group", "group_size": form.group}
-    args = QuantizationArgs(num_bits=form.bits, type="int", symmetric=form.symmetric, **shape)
-    return QuantizationScheme(targets=["Linear"], weights=args)
+    return need_packing(form.packing)[1](targets=["Linear"], weights=_scheme(form))
 
 
 def pack(rounded, form):
@@ -98,8 +96,22 @@ def test_what_compressed_tensors_unpacks_is_what_was_planned(method, name):
     assert torch.equal(back, rounded.weight)
 
 
+def numbers_of(form):
+    """Every number of a floating-point code, from the row of its format: zero, fractions of the smallest, all up to the top."""
+    floats, step = form.floats, 2**form.floats.mantissa
+    powers = range(floats.least, floats.top.bit_length())
+    whole = {(step + k) * 2.0 ** (e - floats.mantissa) for e in powers for k in range(step)}
+    small = {k * 2.0 ** (floats.least - floats.mantissa) for k in range(step)}
+    return torch.tensor(sorted(n for n in small | whole if n <= floats.top))
+
+
+def test_the_row_of_a_format_says_its_numbers():
+    assert numbers_of(find_format("nvfp4")).tolist() == [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    assert torch.equal(numbers_of(find_format("fp8")), torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float())
+
+
 @pytest.mark.parametrize("method", QUANTISERS.names())
-@pytest.mark.parametrize("name", ["nvfp4", "fp8"])
+@pytest.mark.parametrize("name", FLOATS)
 def test_floating_point_grids_are_those_of_compressed_tensors(method, name):
     """Every weight is the nearest number of its scale (all are tried), what the package rounds to, and one of bfloat16."""
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize
@@ -108,11 +120,8 @@ def test_floating_point_grids_are_those_of_compressed_tensors(method, name):
     w[5, :16] *= 1e-6  # a scale below the smallest
     got = quantiser.quantise(w, prepared_for(quantiser, x), Level(format=name, peak=3.0))
     assert torch.equal(got.weight, got.weight.bfloat16().float())
-    assert (got.unit == 512.0) == (name == "nvfp4")  # the power of two below 448 x 6 / 3
-    if name == "nvfp4":
-        numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    else:
-        numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    assert got.unit == (512.0 if form.united else None)  # the power of two below 448 x 6 / 3
+    numbers = numbers_of(form)
     d = got.scale.float().reshape(24, -1, 1, 1) / (got.unit or 1.0)
     points, groups = torch.cat([-numbers, numbers]) * d, grouped(got.weight, form)
     assert (points == groups[..., None]).any(-1).all()
@@ -120,19 +129,29 @@ def test_floating_point_grids_are_those_of_compressed_tensors(method, name):
         return
     nearest = (points - grouped(w, form)[..., None]).abs().amin(-1)
     assert torch.equal((groups - grouped(w, form)).abs(), nearest)
-    args = {"strategy": "channel"} if form.group is None else {"strategy": "tensor_group", "group_size": 16}
-    told = packed_args(num_bits=form.bits, type="float", symmetric=True, **args)
     unit = None if got.unit is None else torch.tensor([got.unit])
-    assert torch.equal(fake_quantize(w, got.scale.float(), None, told, global_scale=unit), got.weight)
+    assert torch.equal(fake_quantize(w, got.scale.float(), None, scheme(form).weights, global_scale=unit), got.weight)
 
 
-def packed_args(**fields):
-    from compressed_tensors.quantization import QuantizationArgs
+@pytest.mark.parametrize("method", QUANTISERS.names())
+@pytest.mark.parametrize("name", FLOATS)
+def test_what_compressed_tensors_reads_of_floating_point_is_what_was_planned(method, name):
+    """Over all magnitudes of bfloat16 that a scale has, to the bit, in the planned bytes."""
+    form, quantiser, w = find_format(name), find_quantiser(method), weight(96, 64)
+    w *= 2.0 ** torch.linspace(-100, 100, 96)[:, None] if not form.united else 1.0
+    got = quantiser.quantise(w, prepared_for(quantiser, inputs(64)), Level(format=name))
+    stored = _pack(got.weight, got, form, "some")  # reads it back itself
+    assert torch.equal(_unpack({f"some.{k}": t for k, t in stored.items()}, form, "some"), got.weight)
+    assert sum(t.nbytes for t in stored.values()) == form.bytes(96, 64)
 
-    return QuantizationArgs(**fields)
+
+def test_a_grid_under_one_number_over_all_scales_is_made_for_a_magnitude():
+    form = find_format("nvfp4")
+    with pytest.raises(ValueError, match="the largest magnitude"):
+        grid_of(grouped(weight(), form), form, None)
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "IQ4_NL", "w3-g32", "w3-g32-asym", "w2-g32", "w4-channel", "nvfp4"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "IQ4_NL", "w3-g32", "w3-g32-asym", "w2-g32", "w4-channel", *FLOATS])
 def test_knowing_the_inputs_helps(name):
     """On the objective of each: the weighted error falls by weighted ranges, the output error by GPTQ."""
     x, w, level = inputs(), weight(), Level(format=name)
@@ -149,7 +168,7 @@ def test_gptq_is_the_reference_column_by_column():
     order = (x**2).sum(0).argsort(descending=True)  # a row is one group: the heaviest input first
     w, x = w[:, order], x[:, order]
     hessian = x.T @ x + 0.01 * (x**2).sum(0).mean() * torch.eye(16, dtype=torch.double)
-    grid, work = grid_of(grouped(w.float(), form), form), w.clone()
+    grid, work = grid_of(grouped(w.float(), form), form, None), w.clone()
     for j in range(16):
         rest = torch.linalg.inv(hessian[j:, j:])
         q = grid.round(work[:, j].float()[:, None, None])[:, 0, 0].double()
@@ -207,7 +226,7 @@ def test_quantisers_and_pruners_keep_their_tables():
 
         @base.treatment("sign", summary="one bit")
         class Sign(Quantiser):
-            def onto(self, weight, prepared, form):
+            def onto(self, weight, prepared, form, peak):
                 return weight
 
         assert "sign" in QUANTISERS.names() and "sign" not in TREATMENTS.names()
@@ -227,6 +246,6 @@ def test_a_weight_beside_the_middle_of_two_steps_goes_to_the_nearer_one():
     form = find_format("w8-g32")
     groups = torch.zeros(1, 1, 32)
     groups[..., 0] = 127.5 * 2.0**-10
-    d = float(grid_of(groups, form).d)
+    d = float(grid_of(groups, form, None).d)
     groups[..., 1] = 25.499996 * d  # beside 128 steps float32 has no place for the last digits
-    assert float(grid_of(groups, form).round(groups)[..., 1]) == 25 * d
+    assert float(grid_of(groups, form, None).round(groups)[..., 1]) == 25 * d

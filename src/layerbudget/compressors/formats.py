@@ -10,7 +10,8 @@ Every format stores groups of consecutive inputs of a row under scales of their 
   per row (zero points per group, down the rows), scales take 16 bits, the shape 16 bytes. ``bf16`` is what is left out.
   Integers lie on an even grid, ``base + d q`` with ``q = 0 .. levels - 1``.
 * **compressed-tensors**, floating point: ``nvfp4`` is e2m1 in groups of 16, each with a scale in e4m3, all under one number in
-  float32; ``fp8`` is e4m3, one scale of 16 bits per row. Weights alone are rounded, inputs are not.
+  float32; ``fp8`` is e4m3, one scale of 16 bits per row. Weights alone are rounded, inputs are not. All that is asked of such a
+  format is one row of this file (:class:`Floats`).
 
 >>> find_format("Q4_0").bytes(64, 96), find_format("w3-g32").bytes(64, 96)
 (3456, 2704)
@@ -38,6 +39,34 @@ _PACKED_NAME = re.compile(r"w([2-8])-(?:g(\d+)|(channel))(-asym)?")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Floats:
+    """What floating-point codes of compressed-tensors are, and how a file holds them.
+
+    Attributes:
+        packing: The name that compressed-tensors has for this way of storing.
+        mantissa: Bits behind the point of a code.
+        least: Exponent of the smallest code that is no fraction of others (a normal number).
+        top: Largest code.
+        scale: What the scales are stored as, by torch's names: ``bfloat16`` (powers of two), ``float8_e4m3fn``.
+        united: Whether one number in float32 lies over all scales of a matrix, and of what vLLM fuses it with.
+        experts: Whether vLLM has experts of which the weights alone are in it.
+        kernel: What vLLM computes with, in words.
+    """
+
+    packing: str
+    mantissa: int
+    least: int
+    top: int
+    scale: str
+    united: bool = False
+    experts: bool = True
+    kernel: str
+
+
+_SCALE_BYTES = {"bfloat16": 2, "float8_e4m3fn": 1}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
     """One way of storing a matrix.
 
@@ -48,8 +77,7 @@ class Format:
         group: Inputs that share a scale; None for a whole row.
         symmetric: Whether the grid is bound to zero (no minimum, no zero point).
         block_bytes: Bytes of one group (GGUF).
-        floating: Whether the codes are floating-point numbers (compressed-tensors).
-        peak: Largest magnitude that the number over all scales of ``nvfp4`` is made for.
+        floats: What the codes are where they are floating-point numbers (compressed-tensors); None for integers.
     """
 
     name: str
@@ -58,8 +86,7 @@ class Format:
     group: int | None
     symmetric: bool = True
     block_bytes: int = 0
-    floating: bool = False
-    peak: float = 0.0
+    floats: Floats | None = None
 
     @property
     def plain(self) -> bool:
@@ -72,9 +99,19 @@ class Format:
         return 1 << self.bits
 
     @property
+    def floating(self) -> bool:
+        """Whether the codes are floating-point numbers (compressed-tensors)."""
+        return self.floats is not None
+
+    @property
+    def united(self) -> bool:
+        """Whether one number lies over all scales of a matrix, which then depends on the largest weight."""
+        return self.floats is not None and self.floats.united
+
+    @property
     def packing(self) -> str:
         """The name that compressed-tensors has for this way of storing."""
-        return _PACKINGS.get(self.name, "pack-quantized")
+        return "pack-quantized" if self.floats is None else self.floats.packing
 
     @property
     def needs_inputs(self) -> bool:
@@ -110,8 +147,9 @@ class Format:
             return -(-copies * d_out * groups * self.block_bytes // ALIGNMENT) * ALIGNMENT
         if self.plain:
             return 2 * copies * d_out * d_in
-        if self.floating:
-            return copies * (d_out * d_in * self.bits // 8 + (d_out * groups + 4 if self.group else 2 * d_out))
+        if self.floats is not None:
+            scales = _SCALE_BYTES[self.floats.scale] * d_out * groups
+            return copies * (d_out * d_in * self.bits // 8 + scales + 4 * self.united)
         zeros = 0 if self.symmetric else 4 * -(-d_out * self.bits // 32) * groups
         return copies * (4 * d_out * -(-d_in * self.bits // 32) + 2 * d_out * groups + zeros + 16)
 
@@ -150,13 +188,16 @@ SLOW = {
     "slow-gpu": ("IQ1_M",),
 }
 TYPES = tuple(Format(name=name, family=GGUF, bits=bits, group=group, block_bytes=size) for name, bits, group, size in _GGUF)
-_FLOATING = (
-    Format(name="nvfp4", family=PACKED, bits=4, group=16, floating=True),
-    Format(name="fp8", family=PACKED, bits=8, group=None, floating=True),
+_NVFP4 = Floats(
+    packing="nvfp4-pack-quantized", mantissa=1, least=0, top=6, scale="float8_e4m3fn", united=True, kernel="Marlin FP4"
 )
-_PACKINGS = {"nvfp4": "nvfp4-pack-quantized", "fp8": "float-quantized"}
+_FP8 = Floats(packing="float-quantized", mantissa=3, least=-6, top=448, scale="bfloat16", experts=False, kernel="Marlin FP8")
+FLOATING = (  # of compressed-tensors; the documents' table of them is made of this
+    Format(name="nvfp4", family=PACKED, bits=4, group=16, floats=_NVFP4),
+    Format(name="fp8", family=PACKED, bits=8, group=None, floats=_FP8),
+)
 PLAIN = {GGUF: TYPES[-1], PACKED: Format(name="bf16", family=PACKED, bits=16, group=1)}
-_NAMED = (*TYPES, *_FLOATING, PLAIN[PACKED])
+_NAMED = (*TYPES, *FLOATING, PLAIN[PACKED])
 
 
 @functools.cache
@@ -217,8 +258,9 @@ class Runtime:
         return next((match.expand(name) for match, name in found if match), module)
 
     def fits(self, names: Sequence[str], form: Format) -> bool:
-        """Return whether it computes with matrices of those names in a format; vLLM has no experts of ``fp8`` weights alone."""
-        return form.name != "fp8" or not self.fused or not any(".experts." in name for name in names)
+        """Return whether it computes with matrices of those names in a format: vLLM has experts of some (:class:`Floats`)."""
+        experts = form.floats is None or form.floats.experts
+        return experts or not self.fused or not any(".experts." in name for name in names)
 
     def _runs(self, form: Format) -> bool:
         kernel = (not self.bits or form.bits in self.bits) and (not self.groups or form.group in self.groups)
@@ -230,9 +272,10 @@ class Runtime:
             return form
         bits = f" of {' and '.join(map(str, self.bits))} bits" if self.bits else ""
         groups = f" in groups of {', '.join('a row' if g is None else str(g) for g in self.groups)}" if self.groups else ""
+        floats = f", and {', '.join(f.name for f in FLOATING)}" if bits else ""
         raise InvalidInput(
             f"{self.name} has no kernel for {form.name}.",
-            f"It reads {self.family} formats{bits}{groups}{', nvfp4 and fp8' if bits else ''}.",
+            f"It reads {self.family} formats{bits}{groups}{floats}.",
             "Choose one of those.",
         )
 

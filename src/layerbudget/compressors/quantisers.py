@@ -29,12 +29,12 @@ from ..errors import InvalidInput
 from . import ggml
 from .base import Level, Treatment
 from .feedback import Factors, feed_back
-from .formats import GGUF, Format, find_format
+from .formats import GGUF, Floats, Format, find_format
 from .sparsegpt import COLUMNS
 
 _SHRINK = tuple(1.0 - 0.02 * i for i in range(26))
 _GROW = tuple(1.0 + 0.05 * i for i in range(1, 11))  # in e2m1 the largest weight may be 4 as well as 6
-_E4M3, _E2M1 = 448, 6  # largest numbers
+_E4M3 = 448  # its largest number, as a scale
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,13 +79,14 @@ def grouped(weight: torch.Tensor, form: Format) -> torch.Tensor:
     return weight.to(torch.float32).reshape(weight.shape[0], form.groups(weight.shape[1]), -1)
 
 
-def grid_of(groups: torch.Tensor, form: Format, shrink: float | torch.Tensor = 1.0) -> Grid:
+def grid_of(groups: torch.Tensor, form: Format, peak: float | None, shrink: float | torch.Tensor = 1.0) -> Grid:
     """The grid of groups of weights ``(..., inputs)``, float32, whose range ``shrink`` makes smaller.
 
-    Zero is a point of the grid; scales of integers are kept in bfloat16, zero points in int8.
+    Zero is a point of the grid; scales of integers are kept in bfloat16, zero points in int8. ``peak`` is the largest magnitude
+    that the number over all scales is made for; None where the format has no such number (:attr:`Format.united`).
     """
-    if form.floating:
-        return _float_grid(groups.abs().amax(-1, keepdim=True) * shrink, form)
+    if form.floats is not None:
+        return _float_grid(groups.abs().amax(-1, keepdim=True) * shrink, form.floats, peak)
     low = groups.amin(-1, keepdim=True).clamp(max=0) * shrink
     high = groups.amax(-1, keepdim=True).clamp(min=0) * shrink
     span, least = form.levels - 1, -(1 << (form.bits - 1))
@@ -97,14 +98,18 @@ def grid_of(groups: torch.Tensor, form: Format, shrink: float | torch.Tensor = 1
     return Grid(d=d, base=(least - zero) * d, top=form.levels - 1, scale=scale, zero=zero.to(torch.int8))
 
 
-def _float_grid(high: torch.Tensor, form: Format) -> Grid:
-    """The grid of groups of the largest magnitudes ``(..., 1)``: e4m3 (least exponent -6) or, in groups, e2m1 (0)."""
-    if form.group is None:
-        d = 1 / _power_below(_E4M3 / torch.where(high == 0, _E4M3, high))
-        return Grid(d=d, base=0.0, top=_E4M3, scale=d.to(torch.bfloat16), mantissa=3, least=-6)
-    unit = float(_power_below(torch.tensor(_E4M3 * _E2M1 / (form.peak or _E2M1))))
-    scale = (high * (unit / _E2M1)).clamp(2.0**-9, _E4M3).to(torch.float8_e4m3fn)  # the least is the smallest above zero
-    return Grid(d=scale.float() / unit, base=0.0, top=_E2M1, scale=scale, mantissa=1, unit=unit)
+def _float_grid(high: torch.Tensor, floats: Floats, peak: float | None) -> Grid:
+    """The grid of groups of the largest magnitudes ``(..., 1)``."""
+    top = floats.top
+    codes: dict[str, Any] = {"base": 0.0, "top": top, "mantissa": floats.mantissa, "least": floats.least}
+    if not floats.united:
+        d = 1 / _power_below(top / torch.where(high == 0, top, high))
+        return Grid(d=d, scale=d.to(torch.bfloat16), **codes)
+    if peak is None:
+        raise ValueError("A grid under one number over all scales needs the largest magnitude of the matrix.")
+    unit = float(_power_below(torch.tensor(_E4M3 * top / (peak or top))))
+    scale = (high * (unit / top)).clamp(2.0**-9, _E4M3).to(torch.float8_e4m3fn)  # the least is the smallest above zero
+    return Grid(d=scale.float() / unit, scale=scale, unit=unit, **codes)
 
 
 def _power_below(values: torch.Tensor) -> torch.Tensor:
@@ -112,19 +117,19 @@ def _power_below(values: torch.Tensor) -> torch.Tensor:
     return values.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
 
 
-def _best_grid(groups: torch.Tensor, form: Format, importance: torch.Tensor) -> Grid:
+def _best_grid(groups: torch.Tensor, form: Format, peak: float | None, importance: torch.Tensor) -> Grid:
     """For every group the grid of least ``sum_j h_j (w_j - Q(w_j))^2`` among 26 ranges from the whole to half of it.
 
-    Of ``nvfp4`` ranges up to half as large again are tried too.
+    Of floating-point codes with few bits ranges up to half as large again are tried too.
     """
     least, shrink = None, torch.ones_like(groups[..., :1])
-    for factor in (*_SHRINK, *(_GROW if form.floating and form.group else ())):
-        error = (grid_of(groups, form, factor).round(groups) - groups) ** 2
+    for factor in (*_SHRINK, *(_GROW if form.floating and form.bits < 8 else ())):
+        error = (grid_of(groups, form, peak, factor).round(groups) - groups) ** 2
         total = (error * importance).sum(-1, keepdim=True)
         better = torch.ones_like(total, dtype=torch.bool) if least is None else total < least
         least = total if least is None else torch.where(better, total, least)
         shrink = torch.where(better, torch.full_like(shrink, factor), shrink)
-    return grid_of(groups, form, shrink)
+    return grid_of(groups, form, peak, shrink)
 
 
 _PIECE = 1 << 25  # weights that get error feedback together: a few copies of them in float32 are held
@@ -137,7 +142,7 @@ class Rounded:
     Attributes:
         weight: ``(d_out, d_in)``, float32: exactly what a runtime reads back.
         scale, zero: Of compressed-tensors, ``(d_out, groups)``; see :class:`Grid`.
-        unit: The number over all scales of ``nvfp4``.
+        unit: The number over all scales, of formats that have one.
         data: Of GGUF, the bytes of the file, ``(d_out, bytes of a row)``; None for 16 bits.
     """
 
@@ -179,10 +184,9 @@ class Quantiser(Treatment):
             half = torch.float16 if form.family == GGUF else torch.bfloat16
             return Rounded(weight=weight.to(half).to(torch.float32))
         chosen = Nearest() if prepared is None and self.statistic != "none" else self
-        if form.floating:
-            form = dataclasses.replace(form, peak=float(weight.abs().max()) if level.peak is None else level.peak)
         if form.family != GGUF:
-            return chosen.onto(weight, prepared, form)
+            peak = float(weight.abs().max()) if form.united and level.peak is None else level.peak
+            return chosen.onto(weight, prepared, form, peak)
         data = chosen.in_ggml(weight, prepared, form)
         return Rounded(weight=torch.from_numpy(ggml.dequantise(data, form.name)).to(weight.device), data=data)
 
@@ -191,8 +195,11 @@ class Quantiser(Treatment):
         return errors.square() @ prepared.to(errors)
 
     @abc.abstractmethod
-    def onto(self, weight: torch.Tensor, prepared: Any, form: Format) -> Rounded:
-        """The matrix on the grid of a format of compressed-tensors that is none of plain numbers and divides it."""
+    def onto(self, weight: torch.Tensor, prepared: Any, form: Format, peak: float | None) -> Rounded:
+        """The matrix on the grid of a format of compressed-tensors that is none of plain numbers and divides it.
+
+        ``peak`` goes on to :func:`grid_of`: the largest magnitude that shares one number over all scales.
+        """
 
     def in_ggml(self, weight: torch.Tensor, prepared: Any, form: Format) -> np.ndarray:
         """The bytes of the matrix in a type of llama.cpp that divides it, ``(d_out, bytes of a row)``; refused by default."""
@@ -218,10 +225,10 @@ class Nearest(Quantiser):
 
     name, summary = "rtn", "round to nearest as the format does it; needs no data"
 
-    def onto(self, weight: torch.Tensor, prepared: Any, form: Format) -> Rounded:
+    def onto(self, weight: torch.Tensor, prepared: Any, form: Format, peak: float | None) -> Rounded:
         """See :meth:`Quantiser.onto`."""
         groups = grouped(weight, form)
-        return _on_grid(groups, grid_of(groups, form), weight.shape)
+        return _on_grid(groups, grid_of(groups, form, peak), weight.shape)
 
     def in_ggml(self, weight: torch.Tensor, prepared: Any, form: Format) -> np.ndarray:
         """See :meth:`Quantiser.in_ggml`; where ggml asks for importances all columns count alike."""
@@ -241,11 +248,11 @@ class Weighted(Quantiser):
     def __init__(self, *, imatrix: str | None = None) -> None:
         self.imatrix = imatrix
 
-    def onto(self, weight: torch.Tensor, prepared: torch.Tensor, form: Format) -> Rounded:
+    def onto(self, weight: torch.Tensor, prepared: torch.Tensor, form: Format, peak: float | None) -> Rounded:
         """See :meth:`Quantiser.onto`."""
         groups = grouped(weight, form)
         importance = prepared.to(torch.float32).reshape(1, groups.shape[1], -1)
-        return _on_grid(groups, _best_grid(groups, form, importance), weight.shape)
+        return _on_grid(groups, _best_grid(groups, form, peak, importance), weight.shape)
 
     def in_ggml(self, weight: torch.Tensor, prepared: torch.Tensor, form: Format) -> np.ndarray:
         """See :meth:`Quantiser.in_ggml`."""
@@ -275,7 +282,7 @@ class GPTQ(Quantiser):
         outputs = torch.linalg.solve_triangular(upper.to(errors), errors[:, order], upper=True, left=False)
         return outputs.square().sum(1)
 
-    def onto(self, weight: torch.Tensor, prepared: Factors, form: Format) -> Rounded:
+    def onto(self, weight: torch.Tensor, prepared: Factors, form: Format, peak: float | None) -> Rounded:
         """See :meth:`Quantiser.onto`."""
         size = form.group or weight.shape[1]
         order, factor = prepared.of(size)
@@ -287,7 +294,7 @@ class GPTQ(Quantiser):
             block, upper, errors = work[start:stop], factor[start:stop, start:stop], torch.empty_like(work[start:stop])
             for low in range(0, stop - start, size):
                 groups = block[low : low + size].T.contiguous()
-                grid = grid_of(groups, form)
+                grid = grid_of(groups, form, peak)
                 grids.append(grid)
                 for j in range(low, low + size):
                     rounded = grid.round(block[j][:, None])[:, 0]

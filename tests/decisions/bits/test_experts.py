@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests import zoo
 from transformers import AutoModelForCausalLM
 
-from layerbudget.compressors.formats import find_runtime
+from layerbudget.compressors.formats import FLOATING, find_format, find_runtime
 from layerbudget.decisions.bits import packed
 from layerbudget.decisions.bits.apply import write_bits
 from layerbudget.decisions.bits.blocks import blocks_of, unwritable
@@ -27,6 +27,7 @@ NAMES = {
     "qwen3-moe": ("mlp.experts", "gate_proj", "up_proj", "down_proj"),
     "glm4-moe": ("mlp.experts", "gate_proj", "up_proj", "down_proj"),
 }
+FLOATS = [f.name for f in FLOATING if f.floats.experts]
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
@@ -45,14 +46,15 @@ def planned(model, bits, formats, **options):
 
 def read(tensors, name, form):
     """A packed matrix by plain arithmetic: integers from the low end of words of 32 bits, or two codes of fp4 in a byte."""
-    if form == "bf16":
+    form = find_format(form)
+    if form.plain:
         return tensors[f"{name}.weight"].float()
     packed, scale = tensors[f"{name}.weight_packed"], tensors[f"{name}.weight_scale"].float()
-    if form == "nvfp4":
+    if form.floating:
         codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1).long()
-        numbers = FP4[codes & 7] * (1 - 2 * (codes >> 3)) / tensors[f"{name}.weight_global_scale"]
+        numbers = FP4[codes & 7] * (1 - 2 * (codes >> 3)) / tensors.get(f"{name}.weight_global_scale", 1.0)
     else:
-        bits = int(form[1])
+        bits = form.bits
         words = packed.long()[..., None] >> (bits * torch.arange(32 // bits))
         numbers = ((words & (2**bits - 1)) - 2 ** (bits - 1)).flatten(1).float()
         assert tensors[f"{name}.weight_shape"].tolist() == list(numbers.shape)
@@ -77,7 +79,7 @@ def check(out, model, formats, name):
     ("name", "bits", "formats", "method"),
     [
         ("mixtral", 9.0, ["w4-g32"], "rtn"),
-        ("qwen3-moe", 6.5, ["nvfp4", "w8-g32", "fp8"], "gptq"),
+        *(("qwen3-moe", 6.5, [name, "w8-g32", "fp8"], "gptq") for name in FLOATS),
         ("glm4-moe", 9.0, ["w4-g32"], "weighted"),
     ],
 )
@@ -105,7 +107,7 @@ def test_every_expert_has_its_own_packed_tensors(tmp_path, name, bits, formats, 
             own = [g for t, g in targets.items() if re.match(t.removeprefix("re:"), f"{layer}.{middle}.0.{leaf}")]
             left = [t for t in record["ignore"] if t.startswith("re:") and re.match(t[3:], f"{layer}.{middle}.0.{leaf}")]
             assert (len(own), len(left)) == ((0, 1) if form == "bf16" else (1, 0))
-            assert form == "bf16" or own[0]["weights"]["num_bits"] == (4 if form == "nvfp4" else int(form[1]))
+            assert form == "bf16" or own[0]["weights"]["num_bits"] == find_format(form).bits
     assert not [n for n in tensors if n in held or n.endswith("gate_up_proj")]
     assert any("transformers" in n and "vLLM" in n for n in receipt.notes) == (len(kinds) > 1)
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import layerbudget as lb
 from layerbudget.cli import main
-from layerbudget.compressors.formats import find_runtime
+from layerbudget.compressors.formats import FLOATING, find_format, find_runtime
 from layerbudget.decisions.bits import apply as A
 from layerbudget.decisions.bits import packed
 from layerbudget.decisions.bits.apply import QuantisationReceipt, apply_bits, write_bits
@@ -131,15 +131,16 @@ def test_loading_draws_no_bar_and_reports_nothing_and_restores_both(tmp_path, ca
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
-def test_floating_point_and_integers_in_one_folder(tmp_path, method):
+@pytest.mark.parametrize("four", [f.name for f in FLOATING if f.bits == 4])
+def test_floating_point_and_integers_in_one_folder(tmp_path, four, method):
     """transformers reads the planned weights to the bit; what vLLM fuses shares a format and a global scale."""
-    formats = ["nvfp4", "fp8", "w4-g32"]
+    formats = [four, "fp8", "w4-g32"]
     model, plan, receipt = written(tmp_path / "out", "qwen2", "", 6.6, method, runtime="vllm", formats=formats)
     assert receipt.bytes == receipt.planned and receipt.tensors == plan.budget["file"] and not receipt.notes
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    packings = {"nvfp4": "nvfp4-pack-quantized", "fp8": "float-quantized", "w4-g32": "pack-quantized"}
+    packings = {four: f"{four}-pack-quantized", "fp8": "float-quantized", "w4-g32": "pack-quantized"}
     used = set(plan.extra["formats"].values()) - {"bf16"}
-    assert config["format"] == "mixed-precision" and {"nvfp4", "fp8"} <= used
+    assert config["format"] == "mixed-precision" and {four, "fp8"} <= used
     assert {g["format"] for g in config["config_groups"].values()} == {packings[f] for f in used}
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()  # transformers makes numbers at the first forward
     read, ids = lb.load_model(str(tmp_path / "out"), dtype="float32"), zoo.tokens(2, 14, vocabulary=96).input_ids
@@ -154,8 +155,8 @@ def test_floating_point_and_integers_in_one_folder(tmp_path, method):
     for name, value in stored.items():
         if name.endswith("global_scale"):
             scales.setdefault(find_runtime("vllm").together(name.removesuffix(".weight_global_scale")), set()).add(value.item())
-    assert scales and all(len(s) == 1 for s in scales.values())
-    with pytest.raises(InvalidInput, match="gets fp8|gets nvfp4"):
+    assert bool(scales) == find_format(four).united and all(len(s) == 1 for s in scales.values())
+    with pytest.raises(InvalidInput, match=f"gets fp8|gets {four}"):
         auto_round(plan)
     assert not (tmp_path / "out" / "autoround-layer_config.json").exists()
 

@@ -208,7 +208,7 @@ def write_bits(
 def _pieces(model: nn.Module, formats: Mapping[str, str]) -> dict[str, list[Job]]:
     """Jobs by layer, in the order in which the model is rounded: those outside the layers (``""``) first."""
     modules, names = modules_by_name(model, formats), [name for name, _ in layers(model)]
-    top = peaks(model, formats)
+    top = peaks(model, {name for name, form in formats.items() if find_format(form).united})
     pieces: dict[str, list[Job]] = {name: [] for name in ("", *names)}
     for name, layer in layers_of(model, modules).items():
         find_format(formats[name]).check(name, modules[name].d_in)

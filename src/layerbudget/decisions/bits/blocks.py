@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -211,16 +211,19 @@ def layers_of(model: nn.Module, matrices: Iterable[str]) -> dict[str, int | None
     return {name: next((i for p, i in prefixes.items() if name.startswith(p)), None) for name in matrices}
 
 
-def peaks(model: nn.Module, formats: Mapping[str, str]) -> dict[str, float]:
-    """Return the largest magnitudes of matrices in ``nvfp4``, each with all that vLLM fuses it with: one number scales them."""
+def peaks(model: nn.Module, wanted: Collection[str]) -> dict[str, float]:
+    """Return the largest magnitudes of matrices, each with all that vLLM fuses it with: one number may lie over their scales.
+
+    Of matrices outside the layers (embedding and head) there is none.
+    """
     members: dict[str, list[str]] = {}
     for name in modules_by_name(model, [b.name for b in partition(model, "linear")]):
         members.setdefault(RUNTIMES["vllm"].together(name), []).append(name)
     found: dict[str, float] = {}
     for names in members.values():
-        wanted = [n for n in names if formats.get(n) == "nvfp4"]
-        if wanted:
-            found |= dict.fromkeys(wanted, max(float(weight_of(model, n)[1].detach().abs().max()) for n in names))
+        asked = [n for n in names if n in wanted]
+        if asked:
+            found |= dict.fromkeys(asked, max(float(weight_of(model, n)[1].detach().abs().max()) for n in names))
     return found
 
 

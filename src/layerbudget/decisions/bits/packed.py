@@ -178,8 +178,10 @@ def _rows(rounded: Rounded, part: Part) -> Rounded:
 def _scheme(form: Format) -> dict[str, Any]:
     """Arguments of a format as compressed-tensors names them."""
     shape: dict[str, Any] = {"strategy": "channel"} if form.group is None else {"strategy": "group", "group_size": form.group}
-    if form.floating and form.group:
-        shape |= {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
+    if form.united:
+        shape |= {"strategy": "tensor_group"}
+    if form.floats is not None and form.floats.scale != "bfloat16":
+        shape |= {"scale_dtype": f"torch.{form.floats.scale}"}
     kind = "float" if form.floating else "int"
     return {"num_bits": form.bits, "type": kind, "symmetric": form.symmetric, "dynamic": False, **shape}
 
@@ -194,7 +196,7 @@ def _pack(weight: torch.Tensor, rounded: Rounded, form: Format, name: str) -> di
         given["weight_global_scale"] = torch.tensor([rounded.unit])
     how = scheme(targets=["Linear"], weights=_scheme(form))
     stored = {k: v.contiguous() for k, v in packer.compress(given, how).items() if v is not None}
-    if form.packing == "float-quantized":
+    if form.floats is not None and form.floats.scale == "bfloat16":
         stored["weight_scale"] = stored["weight_scale"].to(torch.bfloat16)
     back = _unpack({f"{name}.{k}": v for k, v in stored.items()}, form, name)
     if not torch.equal(back.to(weight.dtype), weight):

@@ -108,7 +108,8 @@ class RoundingErrors(Watch):
         self._made: dict[InputMoments, Any] = {}
         self.lookups = {n for n in self.modules if isinstance(weight_of(model, n)[0], nn.Embedding)}
         self.heads = {m.name for m in end_modules(model)} - self.lookups
-        self.peaks = peaks(model, dict.fromkeys(self.modules, "nvfp4")) if "nvfp4" in {*formats, *self.anchors} else {}
+        united = any(find_format(f).united for f in {*formats, *self.anchors})
+        self.peaks = peaks(model, self.modules) if united else {}
         self._add = moments_of_sites(self._found, "diagonal")
 
     def _fitting(self, members: Sequence[Module]) -> list[str | None]:
