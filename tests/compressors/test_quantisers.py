@@ -18,7 +18,7 @@ packed = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base
 GGML = [t.name for t in TYPES if not t.plain and not t.name.startswith("IQ1")]  # ggml takes seconds for a row of IQ1
 OLD = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
 FLOATS = [f.name for f in FLOATING]
-PACKED = [f"w{b}-{g}{a}" for b in (2, 3, 4, 5, 8) for g in ("g32", "channel") for a in ("", "-asym")]
+PACKED = [f"w{b}-{g}{a}" for b in (2, 3, 4, 5, 6, 7, 8) for g in ("g32", "channel") for a in ("", "-asym")] + ["w6-g6"]
 
 
 def weight(rows=24, columns=96, seed=0):
@@ -145,6 +145,19 @@ def test_what_compressed_tensors_reads_of_floating_point_is_what_was_planned(met
     assert sum(t.nbytes for t in stored.values()) == form.bytes(96, 64)
 
 
+def test_powers_of_two_are_those_of_compressed_tensors():
+    """Over many magnitudes, and beside the place where the power changes."""
+    from compressed_tensors.quantization.utils.helpers import calculate_qparams
+
+    form, w = find_format("mxfp4"), weight(96, 64)
+    w *= 2.0 ** torch.linspace(-100, 120, 96)[:, None]
+    w[7, :32], w[8, :32] = torch.linspace(-1.75, 1.75, 32), torch.linspace(-1.7499999, 1.7499999, 32)
+    groups = grouped(w, form)
+    got, some = grid_of(groups, form, None).scale[..., 0], (groups != 0).any(-1)
+    theirs, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme(form).weights)
+    assert torch.equal(got.float()[some], theirs.float()[some]) and got[7:9, 0].tolist() == [0.5, 0.25]
+
+
 def test_a_grid_under_one_number_over_all_scales_is_made_for_a_magnitude():
     form = find_format("nvfp4")
     with pytest.raises(ValueError, match="the largest magnitude"):
@@ -200,14 +213,22 @@ def test_formats_know_their_bytes_and_refuse_what_they_cannot_store():
     assert find_format("w3-g32").bytes(1024, 1024) * 8 == pytest.approx(3.5 * 1024**2, rel=1e-3)
     assert find_format("q8_0").bytes(64, 64) * 8 == 8.5 * 64 * 64
     assert [f.name for f in vllm.formats([64], ["fp8", "w8-g32", "NVFP4"])] == ["nvfp4", "fp8", "w8-g32", "bf16"]
-    assert [f.name for f in gguf.formats([64], ["nvfp4"])] == ["NVFP4", "F16"]  # the type of llama.cpp
+    assert [f.name for f in gguf.formats([64], ["nvfp4", "mxfp4"])] == ["MXFP4", "NVFP4", "F16"]  # the types of llama.cpp
+    assert [find_format(n).family for n in ("MXFP4", "mxfp4", "NVFP4", "nvfp4")] == ["gguf", "compressed-tensors"] * 2
+    assert find_format("mxfp4").bytes(96, 64) == 96 * 64 // 32 * 17
+    with pytest.raises(InvalidInput, match="no kernel for w3-g32.*of 4 and 8 bits.*mxfp4, nvfp4, fp8"):
+        vllm.formats([64], ["w3-g32"])
     assert find_format("nvfp4").bytes(64, 96) == 64 * 96 // 2 + 64 * 6 + 4 and find_format("fp8").bytes(64, 90) == 64 * 92
     with pytest.raises(InvalidInput, match="40 inputs, which nvfp4 cannot store"):
         find_format("nvfp4").check("lm_head", 40)
     with pytest.raises(InvalidInput, match="48 inputs, which Q4_0 cannot store"):
         find_format("Q4_0").check("lm_head", 48)
-    with pytest.raises(InvalidInput, match="no format 'w9-g32'"):
-        find_format("w9-g32")
+    for wrong in ("w9-g32", "w1-g32", "w4-g0", "w4-g032"):
+        with pytest.raises(InvalidInput, match=f"no format '{wrong}'.*transformers reads with groups of any size"):
+            find_format(wrong)
+    assert [f.bits for f in packed.formats([64])] == [2, 3, 4, 5, 6, 8, 16]
+    named = ["w4-g128", "mxfp4", "w4-g32", "nvfp4", "w4-channel", "w3-g32"]  # by bits and groups, whatever their bytes are
+    assert [f.name for f in packed.formats([128], named)] == ["w3-g32", "w4-channel", "nvfp4", "mxfp4", "w4-g32", "w4-g128", "bf16"]
     with pytest.raises(InvalidInput, match="blocks of its own"):
         gguf.formats([64], group=64)
     with pytest.raises(InvalidInput, match="group size of 32 has no meaning beside formats that are named"):

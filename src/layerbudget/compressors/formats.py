@@ -9,9 +9,10 @@ Every format stores groups of consecutive inputs of a row under scales of their 
   point of 3 bits per group; ``w3-channel`` has one group per row. Integers are packed without a gap into words of 32 bits
   per row (zero points per group, down the rows), scales take 16 bits, the shape 16 bytes. ``bf16`` is what is left out.
   Integers lie on an even grid, ``base + d q`` with ``q = 0 .. levels - 1``.
-* **compressed-tensors**, floating point: ``nvfp4`` is e2m1 in groups of 16, each with a scale in e4m3, all under one number in
-  float32; ``fp8`` is e4m3, one scale of 16 bits per row. Weights alone are rounded, inputs are not. All that is asked of such a
-  format is one row of this file (:class:`Floats`).
+* **compressed-tensors**, floating point: ``mxfp4`` is e2m1 in groups of 32, each with a power of two in one byte (e8m0);
+  ``nvfp4`` is e2m1 in groups of 16, each with a scale in e4m3, all under one number in float32; ``fp8`` is e4m3, one scale of
+  16 bits per row. Weights alone are rounded, inputs are not. All that is asked of such a format is one row of this file
+  (:class:`Floats`).
 
 >>> find_format("Q4_0").bytes(64, 96), find_format("w3-g32").bytes(64, 96)
 (3456, 2704)
@@ -34,8 +35,8 @@ GGUF, PACKED, NEMOTRON = "gguf", "compressed-tensors", "nemotron-nas"  # the las
 FAMILIES = (GGUF, PACKED)
 ALIGNMENT = 32
 PACKED_GROUPS = (128, 64, 32)
-_PACKED_BITS = (2, 3, 4, 5, 6, 8)
-_PACKED_NAME = re.compile(r"w([2-8])-(?:g(\d+)|(channel))(-asym)?")
+_PACKED_BITS = (2, 3, 4, 5, 6, 7, 8)
+_PACKED_NAME = re.compile(rf"w([{''.join(map(str, _PACKED_BITS))}])-(?:g([1-9]\d*)|(channel))(-asym)?")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,8 @@ class Floats:
         mantissa: Bits behind the point of a code.
         least: Exponent of the smallest code that is no fraction of others (a normal number).
         top: Largest code.
-        scale: What the scales are stored as, by torch's names: ``bfloat16`` (powers of two), ``float8_e4m3fn``.
+        scale: What the scales are stored as, by torch's names: ``bfloat16`` (powers of two), ``float8_e4m3fn``, or ``uint8``
+            (e8m0: exponents of powers of two).
         united: Whether one number in float32 lies over all scales of a matrix, and of what vLLM fuses it with.
         experts: Whether vLLM has experts of which the weights alone are in it.
         kernel: What vLLM computes with, in words.
@@ -63,7 +65,7 @@ class Floats:
     kernel: str
 
 
-_SCALE_BYTES = {"bfloat16": 2, "float8_e4m3fn": 1}
+_SCALE_BYTES = {"bfloat16": 2, "float8_e4m3fn": 1, "uint8": 1}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,11 +190,15 @@ SLOW = {
     "slow-gpu": ("IQ1_M",),
 }
 TYPES = tuple(Format(name=name, family=GGUF, bits=bits, group=group, block_bytes=size) for name, bits, group, size in _GGUF)
+# As vLLM 0.32's source has it: these cards take a kernel of 4-bit weights and 4-bit inputs, whatever the file asks for.
+_BLACKWELL = "from compute capability 10 on one that rounds inputs too"
+_MXFP4 = Floats(packing="mxfp4-pack-quantized", mantissa=1, least=0, top=6, scale="uint8", kernel=f"Marlin FP4; {_BLACKWELL}")
 _NVFP4 = Floats(
     packing="nvfp4-pack-quantized", mantissa=1, least=0, top=6, scale="float8_e4m3fn", united=True, kernel="Marlin FP4"
 )
 _FP8 = Floats(packing="float-quantized", mantissa=3, least=-6, top=448, scale="bfloat16", experts=False, kernel="Marlin FP8")
 FLOATING = (  # of compressed-tensors; the documents' table of them is made of this
+    Format(name="mxfp4", family=PACKED, bits=4, group=32, floats=_MXFP4),
     Format(name="nvfp4", family=PACKED, bits=4, group=16, floats=_NVFP4),
     Format(name="fp8", family=PACKED, bits=8, group=None, floats=_FP8),
 )
@@ -202,7 +208,9 @@ _NAMED = (*TYPES, *FLOATING, PLAIN[PACKED])
 
 @functools.cache
 def find_format(name: str, family: str | None = None) -> Format:
-    """A format by name. ``NVFP4`` is a type of llama.cpp and ``nvfp4`` one of compressed-tensors; a family decides first.
+    """A format by name; a family decides first, then whether letters are small.
+
+    ``MXFP4`` and ``NVFP4`` are types of llama.cpp, ``mxfp4`` and ``nvfp4`` formats of compressed-tensors.
 
     Raises:
         InvalidInput: There is none of that name.
@@ -211,10 +219,11 @@ def find_format(name: str, family: str | None = None) -> Format:
     if alike:
         return max(alike, key=lambda f: (f.family == family, f.name == name))
     found = _PACKED_NAME.fullmatch(name.lower())
-    if not found or found.group(2) == "0":
+    if not found:
         raise InvalidInput(
             f"There is no format {name!r}.",
-            f"There are {', '.join(f.name for f in _NAMED)}, and w2 to w8 as in w3-g32, w4-g128-asym, w8-channel.",
+            f"There are {', '.join(f.name for f in _NAMED)}, and w{_PACKED_BITS[0]} to w{_PACKED_BITS[-1]} as in w3-g32, "
+            "w4-g128-asym, w8-channel, which transformers reads with groups of any size.",
             "Choose some of those.",
         )
     bits, group, _, asym = found.groups()
@@ -282,7 +291,10 @@ class Runtime:
     def formats(
         self, widths: Sequence[int], names: Sequence[str] | None = None, group: int | None = None, *, inputs: bool = False
     ) -> list[Format]:
-        """Formats to choose among, the smallest first and sixteen bits last.
+        """Formats to choose among, sixteen bits last.
+
+        Types of llama.cpp come by bytes per weight, the smallest first. Formats of compressed-tensors come by bits and then by
+        the size of groups, rows first: of equal bits neither the bytes nor the damages need rise in this order.
 
         Args:
             widths: Inputs of the matrices.
@@ -313,7 +325,8 @@ class Runtime:
             return [f for f in open_to if f.plain or any(f.fits(w) for w in widths)]
         if group is None:
             group = next((g for g in PACKED_GROUPS if all(w % g == 0 for w in widths)), PACKED_GROUPS[-1])
-        return [f for f in (*(find_format(f"w{b}-g{group}") for b in _PACKED_BITS), PLAIN[PACKED]) if self._runs(f)]
+        menu = (find_format(f"w{b}-g{group}") for b in _PACKED_BITS if b != 7)  # by name only: transformers alone reads 7 bits
+        return [f for f in (*menu, PLAIN[PACKED]) if self._runs(f)]
 
 
 RUNTIMES = {

@@ -13,7 +13,7 @@ r"""Quantisers: round a matrix onto the grid of a format, plainly, for the input
 The grid of a group of compressed-tensors is ``base + d q``, ``q`` an integer or a floating-point number of few bits, with ``d``
 and ``base`` exactly as the file holds them, so that a weight on the grid is what a runtime reads back. Scales of rows (``fp8``)
 and the number over all scales (``nvfp4``) are powers of two: a floating-point grid loses nothing by that, and every weight is
-then a number of bfloat16, in whatever order a runtime multiplies.
+then a number of bfloat16, in whatever order a runtime multiplies. Scales of ``mxfp4`` can be nothing else.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Grid:
         d: Step.
         base: Value of ``q = 0``.
         top: Largest ``q``.
-        scale: ``d`` as compressed-tensors keeps it: bfloat16, or e4m3 in units of ``unit``.
+        scale: ``d`` as compressed-tensors is given it: bfloat16, or e4m3 in units of ``unit``.
         zero: Its zero point, int8.
         mantissa, least: Bits behind the point of floating-point ``q``, and their smallest exponent; integers have none.
         unit: The number over all scales, where there is one.
@@ -99,9 +99,16 @@ def grid_of(groups: torch.Tensor, form: Format, peak: float | None, shrink: floa
 
 
 def _float_grid(high: torch.Tensor, floats: Floats, peak: float | None) -> Grid:
-    """The grid of groups of the largest magnitudes ``(..., 1)``."""
+    """The grid of groups of the largest magnitudes ``(..., 1)``.
+
+    Powers of two in one byte are those of compressed-tensors: the largest magnitude of e2m1 becomes 3.5 to 7, above 6 it is 6.
+    """
     top = floats.top
     codes: dict[str, Any] = {"base": 0.0, "top": top, "mantissa": floats.mantissa, "least": floats.least}
+    if floats.scale == "uint8":  # as far as every code is a normal number of bfloat16
+        whole = 2.0 ** (top.bit_length() - 1)
+        d = (_power_below(high / 0.875) / whole).clamp(2.0 ** (floats.mantissa - floats.least - 126), 2.0**127 / whole)
+        return Grid(d=d, scale=d.to(torch.bfloat16), **codes)
     if not floats.united:
         d = 1 / _power_below(top / torch.where(high == 0, top, high))
         return Grid(d=d, scale=d.to(torch.bfloat16), **codes)

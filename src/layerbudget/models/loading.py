@@ -345,7 +345,7 @@ def unpacked(model: nn.Module) -> nn.Module:
     """The same model with its packed matrices as plain ``nn.Linear``: every verb finds weights, and no forward rounds again.
 
     transformers makes the numbers at the first forward. They are made here, so that nothing depends on who runs it; those of
-    ``nvfp4`` are in bfloat16 whatever was asked, in which they are exact.
+    floating point in 4 bits are in bfloat16 whatever was asked, in which they are exact.
     """
     names = [name for name, module in model.named_modules() if _rounds_weights_alone(module)]
     if not names:

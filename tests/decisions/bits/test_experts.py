@@ -51,6 +51,7 @@ def read(tensors, name, form):
         return tensors[f"{name}.weight"].float()
     packed, scale = tensors[f"{name}.weight_packed"], tensors[f"{name}.weight_scale"].float()
     if form.floating:
+        scale = 2.0 ** (scale - 127) if form.floats.scale == "uint8" else scale  # e8m0: exponents of powers of two
         codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1).long()
         numbers = FP4[codes & 7] * (1 - 2 * (codes >> 3)) / tensors.get(f"{name}.weight_global_scale", 1.0)
     else:

@@ -55,7 +55,10 @@ _LATTICES = ("IQ2_S", "IQ3_S")  # with feedback these too: a code says several w
 
 
 def anchors_of(formats: Sequence[str], family: str, *, feedback: bool = False) -> tuple[str, ...]:
-    """Return the formats along whose errors damage is measured: some that span a menu, then plain numbers."""
+    """Return the formats along whose errors damage is measured, then plain numbers.
+
+    Of compressed-tensors they are the first, middle and last of the menu, which span its bits: it comes by bits.
+    """
     if family == GGUF:
         return (*_ANCHORS[0], *(_LATTICES if feedback else ()), *_ANCHORS[1], PLAIN[GGUF].name)
     small = [f for f in formats if not find_format(f).plain]

@@ -35,7 +35,7 @@ class Table:
     """Bytes and damage of K blocks in m formats.
 
     Attributes:
-        formats: Names, the smallest first.
+        formats: Names, in the order of :meth:`layerbudget.compressors.formats.Runtime.formats`.
         size: Bytes, ``(K, m)``; where a block does not have a format its damage is infinite.
         damage: Nats per token, ``(K, m)``, with the standard errors ``error``.
         rest: What every sequence adds to a damage beside its share, ``(K, m, sequences)``, of norm ``error``.
