@@ -38,7 +38,7 @@ def test_the_plan_says_what_uniform_ranks_would_have(scores):
     assert plan_ranks(scores, mean_rank=6, min_rank=0).rule == "by-rank", "the rule follows the scores"
     assert plan_ranks(dataclasses.replace(scores, extra={}), mean_rank=6).rule == "mdl"
     assert plan_ranks(scores, mean_rank=6, rule="by-rank", max_rank=4).extra["uniform_share"] == pytest.approx(1.0)
-    assert plan_ranks(scores, mean_rank=6, rule="by-rank-permuted", seed=1).extra["uniform_share"] is None
+    assert plan_ranks(scores, mean_rank=6, rule="by-rank-permuted", seed=1).extra.get("uniform_share") is None
 
 
 @pytest.mark.parametrize(
