@@ -77,7 +77,7 @@ def test_a_plan_ends_with_its_verdict_and_the_command_that_follows(made, kind):
     result, lines, plan = made(kind)
     assert lines[-2] == verdict(plan) and lines[-2].startswith("Verdict: ") and lines[-2].endswith(".")
     if kind == "cache":  # of transformers: an object of Python, no file of another tool
-        assert lines[-1].startswith("Next, in Python: layerbudget.apply_plan(model, layerbudget.Plan.load('cache.json'))")
+        assert lines[-1].startswith("Next, in Python: layerbudget.apply_plan(model, layerbudget.Plan.load('cache.json')).cache")
         return
     words = shlex.split(lines[-1].removeprefix("Next: "))
     assert lines[-1].startswith("Next: layerbudget ") and f"{kind}.json" in words and parsed(words[1:])

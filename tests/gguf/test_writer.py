@@ -507,7 +507,7 @@ def test_the_card_says_when_llama_quantize_needs_an_importance_matrix(method, fo
     plan = planned(build("llama"), ["Q8_0"])
     rows = {m: {"format": form, "bytes": 1} for m in plan.extra["formats"]}
     numbers = {"plan_digest": plan.digest, "bytes": 1, "planned": 1, "tensors": 1, "file": 2, "bits": 4.5}
-    receipt = QuantisationReceipt(method=method, family="gguf", model=plan.model, modules=rows, versions={}, **numbers)
+    receipt = QuantisationReceipt(method=method, family="gguf", identity=plan.model, modules=rows, versions={}, **numbers)
     card = model_card(plan, receipt)
     assert words in card and silent not in card
 
@@ -519,7 +519,7 @@ def test_the_card_names_the_runtime_that_was_planned_for(runtime, use):
     plan = dataclasses.replace(plan, extra={**plan.extra, "runtime": runtime, "family": "compressed-tensors"})
     rows = {m: {"format": "w3-g32", "bytes": 1} for m in plan.extra["formats"]}
     numbers = {"plan_digest": plan.digest, "bytes": 1, "planned": 1, "tensors": 1, "file": 2, "bits": 4.5}
-    receipt = QuantisationReceipt(method="rtn", family="compressed-tensors", model=plan.model, modules=rows, **numbers)
+    receipt = QuantisationReceipt(method="rtn", family="compressed-tensors", identity=plan.model, modules=rows, **numbers)
     card = model_card(plan, receipt)
     assert use in card and ("vllm" in card) == (runtime == "vllm")
 
@@ -532,7 +532,7 @@ def test_the_card_says_what_a_model_was_made_from(name):
     named = dataclasses.replace(plan, model={**plan.model, "id": name})
     rows = {m: {"format": f, "bytes": 1} for m, f in plan.extra["formats"].items()}
     numbers = {"plan_digest": plan.digest, "bytes": 1, "planned": 1, "tensors": 1, "file": 2, "bits": 4.5}
-    receipt = QuantisationReceipt(method="rtn", family="gguf", model=named.model, modules=rows, **numbers)
+    receipt = QuantisationReceipt(method="rtn", family="gguf", identity=named.model, modules=rows, **numbers)
     card = ModelCard(model_card(named, receipt), ignore_metadata_errors=False)
     held = card.data.to_dict()
     on_hub = {"base_model": name, "base_model_relation": "quantized"} if name[0] != "/" else {}

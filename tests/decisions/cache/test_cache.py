@@ -184,13 +184,13 @@ def test_a_plan_is_checked_kept_and_used(tmp_path):
     plan.save(tmp_path / "p.json")
     again = Plan.load(tmp_path / "p.json")
     assert again == plan and any("5." in s and "24 tokens x 3" in s for s in explain_plan(again)["sentences"])
-    cache = lb.apply_plan(model, again)
+    cache = lb.apply_plan(model, again).cache
     with torch.no_grad():
         got = model(held.input_ids, past_key_values=cache, use_cache=True).logits
         with caching(model, rounding(cache_space(model, 24, 3).by_layer(_chosen(plan)))):
             assert torch.equal(model(held.input_ids).logits, got)
         # token by token it is the same cache: what is rounded once is not rounded again
-        cache, steps = lb.apply_plan(model, again), []
+        cache, steps = lb.apply_plan(model, again).cache, []
         for t in range(held.length):
             steps.append(model(held.input_ids[:, t : t + 1], past_key_values=cache, use_cache=True).logits)
         assert torch.allclose(torch.cat(steps, 1), got, atol=0.02)  # the 16 bits of a minimum may go either way
@@ -344,7 +344,7 @@ def test_a_packed_cache_keeps_what_the_plan_rounds_to_in_its_bytes(dtype, chosen
     names = sorted(plan.extra["formats"])
     formats = dict(zip(names, (*chosen, *chosen), strict=False))
     plan = dataclasses.replace(plan, extra=plan.extra | {"formats": plan.extra["formats"] | formats})
-    packed, plain = lb.apply_plan(model, plan, packed=True, residual=8), transformers.DynamicCache(config=model.config)
+    packed, plain = lb.apply_plan(model, plan, packed=True, residual=8).cache, transformers.DynamicCache(config=model.config)
     _filled(model, plain, ids[:, :48], chunk=48)
     _filled(model, packed, ids[:, :48], chunk=48)
     pairs, stored = cache.layer_formats(model, plan), 0
@@ -371,7 +371,7 @@ def test_a_packed_cache_keeps_what_the_plan_rounds_to_in_its_bytes(dtype, chosen
     got, want = _filled(model, packed, ids[:, 48:]), _filled(model, read, ids[:, 48:])
     assert torch.allclose(got, want, atol=1e-4 if dtype == torch.float32 else 0.05)
     answer = model.generate(
-        ids[:1, :9], past_key_values=lb.apply_plan(model, plan, packed=True), max_new_tokens=4, do_sample=False
+        ids[:1, :9], past_key_values=lb.apply_plan(model, plan, packed=True).cache, max_new_tokens=4, do_sample=False
     )
     assert answer.shape == (1, 13)
 
@@ -428,7 +428,7 @@ def test_a_packed_cache_serves_beams_and_assistants():
     plan = lb.plan_cache(model, zoo.tokens(2, 16, vocabulary=96), context=32, bits=9, draws=1)
     ids = torch.arange(9)[None]
     for own in ({"num_beams": 3}, {"assistant_model": zoo.build("llama", **WIDE)}, {"prompt_lookup_num_tokens": 2}):
-        cached = lb.apply_plan(model, plan, packed=True, residual=2)
+        cached = lb.apply_plan(model, plan, packed=True, residual=2).cache
         answer = model.generate(ids, past_key_values=cached, max_new_tokens=8, do_sample=False, **own)
         assert answer.shape == (1, 17)
 

@@ -57,9 +57,9 @@ def test_what_is_said_of_a_plan(plan):
 def test_the_receipt_says_whose_plan_it_is_and_what_was_counted(plan):
     model, told = zoo.build("qwen3-moe"), []
     receipt = keep_experts(model, plan, progress=lambda done, total: told.append((done, total)))
-    assert receipt.plan_digest == plan.digest and receipt.model["digest"] == plan.model["digest"] and receipt.notes == ()
+    assert receipt.plan_digest == plan.digest and receipt.identity["digest"] == plan.model["digest"] and receipt.notes == ()
     assert set(receipt.counted()) == {"experts", "layers", "parameters", "active", "bytes", "even", "loads"}
-    assert receipt["experts"] == {"before": 24, "after": 12} and told == [(0, 3), (3, 3)]
+    assert receipt.experts == {"before": 24, "after": 12} and told == [(0, 3), (3, 3)]
 
 
 @pytest.mark.parametrize(("words", "shown"), [("--help", "--keep"), ("--help-all", "--draws")])

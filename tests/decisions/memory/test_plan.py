@@ -207,9 +207,9 @@ def test_the_check_rounds_both_at_once(measured):
     alone = per_token(*DenseOutput(model, held).rows(other)[:, :2].T)[0]
     assert alone != pytest.approx(kl, rel=1e-3)
     third = zoo.build("llama", **WIDE)
-    held_by = lb.apply_plan(third, plan)
+    cached = lb.apply_plan(third, plan).cache
     with torch.no_grad():
-        a = third(held.input_ids, past_key_values=held_by, use_cache=True).logits
+        a = third(held.input_ids, past_key_values=cached, use_cache=True).logits
         with caching(other, rounding(layer_formats(model, cache))):
             assert torch.equal(a, other(held.input_ids).logits)
     with pytest.raises(ModelMismatch):
@@ -284,7 +284,7 @@ def test_a_fit_for_transformers_keeps_its_cache_packed_if_it_is_told_to():
     model, text = zoo.build("llama", **WIDE), zoo.tokens(2, 24, vocabulary=96)
     own = {"context": 64, "runtime": "transformers", "method": "rtn"}
     plan = plan_memory(model, text, text, memory=f"{plan_fit_least(model, **own) + 20000} bytes", draws=1, **own)
-    held = lb.apply_plan(model, plan, packed=True, residual=8)
+    held = lb.apply_plan(model, plan, packed=True, residual=8).cache
     assert {type(layer).__name__ for layer in held.layers} == {"PackedLayer"} and held.layers[0].residual_length == 8
     model(text.input_ids[:1], past_key_values=held)
     assert sum(layer.stored_bytes() for layer in held.layers) > 0

@@ -69,7 +69,7 @@ def test_the_receipt_says_whose_plan_it_is_and_its_file_has_the_counts(made, tmp
     _, data, plan = made
     model = zoo.build("llama")
     receipt = apply_shapes(model, plan, data)
-    assert receipt.plan_digest == plan.digest and receipt.model["digest"] == plan.model["digest"]
+    assert receipt.plan_digest == plan.digest and receipt.identity["digest"] == plan.model["digest"]
     save_smaller(model, None, tmp_path / "out", plan=plan, record=receipt)
     written = json.loads((tmp_path / "out" / "receipt.json").read_text())
     counted = {"unit", "before", "after", "saved", "planned", "parameters", "layers", "dropped"}

@@ -25,7 +25,7 @@ from ...errors import CoverageError, InvalidInput, LayerbudgetError
 from ...models.offload import mapped
 from ...plan import Plan
 from ...progress import Progress, say
-from ...records import check_output, digest, dumps, rounded_up, to_jsonable, unit_of
+from ...records import Receipt, check_output, digest, dumps, rounded_up, to_jsonable, unit_of
 from ...scores import Scores
 from ...sensitivity.sequences import per_token
 from ...storage.parts import Parts
@@ -45,7 +45,6 @@ from .program import KIND, Fit, Fitted, Pick, Terms
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import DynamicCache
 
     from ..cache import CacheSpace
 
@@ -307,18 +306,18 @@ def apply_memory(
     packed: bool = False,
     residual: int = 128,
     **options: Any,
-) -> DynamicCache:
-    """Round a model by a plan of memory, in place, and return an empty cache that rounds as it says.
+) -> Receipt:
+    """Round a model by a plan of memory, in place; the receipt has an empty cache that rounds as it says.
 
-    The cache is for ``model.generate(past_key_values=...)``; ``packed`` and ``residual`` are those of
+    ``receipt.cache`` is for ``model.generate(past_key_values=...)``; ``packed`` and ``residual`` are those of
     :func:`~layerbudget.decisions.cache.cache.planned_cache`. Further arguments are those of
     :func:`~layerbudget.decisions.bits.apply.apply_bits`.
     """
     check_kind(plan.kind, (KIND,), "decides no memory")
     parts = parts_of(plan)
-    held = planned_cache(model, parts["cache"], packed=packed, residual=residual)
-    apply_bits(model, parts["bits"], data, **options)
-    return held
+    cache = planned_cache(model, parts["cache"], packed=packed, residual=residual)
+    rounded = apply_bits(model, parts["bits"], data, **options)
+    return dataclasses.replace(rounded, plan_digest=plan.digest, cache=cache)
 
 
 def write_memory(
