@@ -68,7 +68,7 @@ def plan_kept16(model, *, keep=2):
         blocks=tuple(PlanBlock.of(b, 16.0 if b.name in stay else 8.0, int(b.name in stay)) for b in blocks),
         budget={"unit": "layers", "limit": keep, "spent": keep},
         hyperparameters={"keep": keep},
-        extra=dataclasses.asdict(Kept16Payload(errors=errors)),
+        payload=Kept16Payload(errors=errors),
     )
 
 

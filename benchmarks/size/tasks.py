@@ -191,7 +191,8 @@ def task(name: str, model: Any, data: CalibrationSet, batch_size: int, folder: P
 def bits_task(name: str, model: Any, data: CalibrationSet, batch_size: int, folder: Path) -> Callable[[], Any]:
     """``plan bits --stream`` with two draws, or ``quantize --stream`` of a plan without a measurement."""
     from layerbudget.decisions.bits.blocks import formats_table
-    from layerbudget.decisions.formats.program import extra_of, plan_blocks, uniform
+    from layerbudget.decisions.bits.payload import BitsPayload
+    from layerbudget.decisions.formats.program import of_weights, plan_blocks, uniform
 
     if name == "plan-bits":
         return lambda: lb.plan_bits(model, data, bits=4.5, group=32, draws=2, batch_size=batch_size)
@@ -203,8 +204,10 @@ def bits_task(name: str, model: Any, data: CalibrationSet, batch_size: int, fold
     limit = int(table.size[:, :2].sum(0).mean())
     chosen = uniform(table, limit)
     blocks = plan_blocks(table, chosen)
+    nothing: dict[str, Any] = {"bits": 0.0, "predicted": 0.0, "predicted_error": 0.0, "baselines": {}, "near_ties": []}
+    payload = BitsPayload(**of_weights(table, chosen), **nothing)
     plan = lb.Plan(
-        kind="bits", rule="uniform", model=describe(model), blocks=blocks, extra=extra_of(table, chosen),
+        kind="bits", rule="uniform", model=describe(model), blocks=blocks, payload=payload,
         budget={"unit": "bytes", "limit": limit, "spent": sum(b.count for b in blocks)},
     )  # fmt: skip
     method = name.removeprefix("quantize-")

@@ -264,6 +264,11 @@ class ScoresRequest(requests.Request):
         self.refuse(("dry_run",), "scores: planning from them takes seconds")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NoPayload:
+    """What plans say beside the blocks where their decision says nothing more."""
+
+
 class Decision:
     """One kind of decision; a subclass says what is its own, and the rest is as here."""
 
@@ -293,9 +298,7 @@ class Decision:
     protocol_options: ClassVar[tuple[str, ...]] = ()
     adapter_type: ClassVar[str] = ""  #: PEFT's name of the type of its adapters, where PEFT alone does not know it.
     merges: ClassVar[bool] = True  #: Whether what was trained can be added to the weights of a model.
-    Payload: ClassVar[Any] = dict[
-        str, Any
-    ]  #: Frozen dataclass of what only such plans say; its fields are the keys in the file.
+    Payload: ClassVar[type] = NoPayload  #: Frozen dataclass of what only such plans say; its fields are the keys in the file.
     Settings: ClassVar[Any] = None  #: Type of those hyperparameters that applying it reads.
     Request: ClassVar[type[requests.Request]] = PlanRequest  #: All that ``plan`` can be asked.
     Write: ClassVar[type[requests.Request]] = WriteRequest  #: All that ``apply`` can be asked.

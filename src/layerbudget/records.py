@@ -193,7 +193,36 @@ def freeze(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         value = value.view()
         value.flags.writeable = False
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and not hasattr(value, "to_dict"):
+        return freeze_fields(value)
     return value
+
+
+def freeze_fields(value: Any) -> Any:
+    """Return a frozen dataclass with frozen values of its fields."""
+    return dataclasses.replace(value, **{f.name: freeze(getattr(value, f.name)) for f in dataclasses.fields(value)})
+
+
+def fields_in_file(value: Any) -> Any:
+    """Return a dataclass of settings or results as it stands in a file: what has its default, or is empty, is left out.
+
+    A field without a default is always there, one whose default is None where it is something else. A class that has
+    ``to_dict`` says itself what is there.
+    """
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: fields_in_file(v) for f in dataclasses.fields(value) if not _is_default(f, v := getattr(value, f.name))}
+    if isinstance(value, Mapping):
+        return {name: fields_in_file(item) for name, item in value.items()}
+    return [fields_in_file(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
+    """Whether a field has its default: the one value, or nothing in a collection."""
+    if field.default_factory is not dataclasses.MISSING:
+        return not value
+    return field.default is not dataclasses.MISSING and (value is field.default or (field.default == () and not value))
 
 
 class Record:

@@ -119,7 +119,7 @@ def test_one_damage_of_smaller_shapes_leads_and_says_of_which_text_it_is(made):
     told = " ".join(explain_plan(plan)["sentences"])
     assert f"On the text that decided, cut and refitted, it costs {e['measured']:.4g}" in told
     assert f"On other text expect {e['predicted']:.4g}" in told
-    alone = dataclasses.replace(plan, extra={**e, "crossed": False})
+    alone = zoo.saying(plan, crossed=False)
     assert f"{e['measured']:.3g} nats per token on the text that decided" in verdict(alone)
 
 
@@ -135,7 +135,7 @@ def test_one_damage_of_fewer_experts_leads_and_says_of_which_text_it_is(made):
     assert "On other text of this kind" in told[first] and "forecast" not in " ".join(told)
     assert f"predicts {e['predicted']:.4g}" in told[first + 1] and f"measured as {e['measured_here']:.4g}" in told[first + 1]
     assert all(f"expect {f['measured']:.4g}" in " ".join(told) for f in e["forecast"])
-    alone = dataclasses.replace(plan, extra={**e, "crossed": False})
+    alone = zoo.saying(plan, crossed=False)
     assert "masked, on the text that chose" in verdict(alone) and "on other text" not in verdict(alone)
     assert "too low for other text" in " ".join(explain_plan(alone)["sentences"])
 
@@ -164,8 +164,8 @@ def test_the_verdict_compares_the_forecast_with_that_of_equal_layers(made, kind,
         beside = {"even": even, "uneven": uneven, "error": error}
         if kind == "expert-pruning" and len(set(plan.counts.tolist())) == 1:
             plan = dataclasses.replace(plan, blocks=(dataclasses.replace(plan.blocks[0], count=1), *plan.blocks[1:]))
-        assert words in verdict(dataclasses.replace(plan, extra={**plan.extra, "beside": beside}))
-    assert "predict" not in verdict(dataclasses.replace(plan, extra={**plan.extra, "beside": None}))
+        assert words in verdict(zoo.saying(plan, beside=beside))
+    assert "predict" not in verdict(zoo.saying(plan, beside=None))
 
 
 def test_a_plan_of_ranks_that_is_advised_against_is_followed_by_uniform(tmp_path, monkeypatch, capsys):
@@ -210,12 +210,12 @@ def test_a_difference_within_the_noise_is_none(made):
     plan = made("bits")[2]
     rows = {"exact": {"kl": 0.01}, "uniform": {"kl": 0.011, "difference": 0.001, "difference_error": 0.002, "same": False}}
     check = {**plan.extra["check"], "rows": rows}
-    plan = dataclasses.replace(plan, rule="exact", extra={**plan.extra, "check": check})
+    plan = zoo.saying(dataclasses.replace(plan, rule="exact"), check=check)
     assert "level with uniform" in verdict(plan)
     rows["uniform"]["difference_error"] = 1e-5
-    assert "9.1 % less than uniform" in verdict(dataclasses.replace(plan, extra={**plan.extra, "check": check}))
+    assert "9.1 % less than uniform" in verdict(zoo.saying(plan, check=check))
     rows["exact"]["kl"] = 0.022
-    assert "100 % more than uniform" in verdict(dataclasses.replace(plan, extra={**plan.extra, "check": check}))
+    assert "100 % more than uniform" in verdict(zoo.saying(plan, check=check))
 
 
 def test_a_table_shows_every_row_and_every_sentence(place, monkeypatch):
@@ -318,5 +318,5 @@ def test_the_text_that_checks_is_beside_the_text_that_decides(place, monkeypatch
     assert "--samples is 0. It is a whole number from 1" in " ".join(capsys.readouterr().err.split())
     rows = {n: {k: v for k, v in r.items() if k != "kl"} for n, r in first.extra["check"]["rows"].items()}
     for check in ({}, [None], {**first.extra["check"], "rows": rows}):
-        dataclasses.replace(first, extra={**first.extra, "check": check}).save("damaged.json", overwrite=True)
+        first.with_payload(check=check).save("damaged.json", overwrite=True)
         assert main(["explain", "damaged.json"]) == 2 and "extra of this plan does not read" in capsys.readouterr().err

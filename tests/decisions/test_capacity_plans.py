@@ -1,6 +1,6 @@
 """Plans in the user's unit: within the budget, whole numbers, comparable, explained."""
 
-import dataclasses
+import json
 import re
 import shlex
 
@@ -95,9 +95,12 @@ def test_a_rank_never_exceeds_the_smallest_side(rng):
 @pytest.mark.parametrize("held", [None, {"kind": "ranks", "bytes": 8.0}])
 def test_a_damaged_joint_plan_is_refused_where_it_is_read(mistral, tmp_path, held):
     plan = plan_joint(mistral, budget="-2GiB")
-    assert Plan.load(plan.save(tmp_path / "joint.json")).extra == plan.extra
-    extra = {k: v for k, v in plan.extra.items() if k != "capacity"} | ({"capacity": held} if held else {})
-    dataclasses.replace(plan, extra=extra).save(tmp_path / "other.json")
+    path = plan.save(tmp_path / "joint.json")
+    assert Plan.load(path).payload == plan.payload
+    record = json.loads(path.read_text())
+    del record["extra"]["capacity"]
+    record["extra"] |= {"capacity": held} if held else {}
+    (tmp_path / "other.json").write_text(json.dumps(record))
     with pytest.raises(CorruptFile, match="extra of this plan does not read"):
         Plan.load(tmp_path / "other.json")
 

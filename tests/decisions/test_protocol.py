@@ -99,7 +99,7 @@ def test_what_is_not_applied_by_one_call_and_text_that_is_not_read_are_refused()
     with pytest.raises(InvalidInput, match="kind ranks reads none"):
         lb.apply_plan(model, zoo.linears(model, 2), zoo.tokens(2, 8))
     with pytest.raises(InvalidInput, match="kind joint cannot be applied by one call"):
-        lb.apply_plan(model, zoo.layers(model, [0, 0, 0, 0], "joint"))
+        lb.apply_plan(model, lb.plan_joint(zoo.scores([2.0, 1.0, 3.0]), budget="-1 kB"))
 
 
 # Files outside decisions/ in which the name of a kind stands as a text of its own, with the reason. No other may.

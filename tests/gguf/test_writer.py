@@ -20,9 +20,10 @@ from layerbudget.decisions.bits.apply import QuantisationReceipt, write_bits
 from layerbudget.decisions.bits.blocks import formats_table, narrow_rows
 from layerbudget.decisions.bits.card import model_card
 from layerbudget.decisions.bits.export import llama_cpp
+from layerbudget.decisions.bits.payload import BitsPayload
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.bits.requantise import requantise
-from layerbudget.decisions.formats.program import extra_of, plan_blocks
+from layerbudget.decisions.formats.program import of_weights, plan_blocks
 from layerbudget.decisions.shapes.program import layers_differ
 from layerbudget.decisions.shapes.save import check_gguf, save_gguf
 from layerbudget.errors import CorruptFile, CoverageError, InvalidInput, ModelMismatch
@@ -90,8 +91,9 @@ def planned(model, formats):
     blocks = plan_blocks(table, chosen)
     spent = sum(b.count for b in blocks)
     budget = {"unit": "bytes", "limit": spent, "spent": spent, "file": spent + table.fixed}
-    extra = {**extra_of(table, chosen), "bits": 8 * spent / table.numel, "predicted": 0.0, "baselines": {}, "near_ties": []}
-    return lb.Plan(kind="bits", rule="exact", model=describe(model), blocks=blocks, budget=budget, extra=extra)
+    nothing = {"predicted": 0.0, "predicted_error": 0.0, "baselines": {}, "near_ties": []}
+    payload = BitsPayload(**of_weights(table, chosen), bits=8 * spent / table.numel, **nothing)
+    return lb.Plan(kind="bits", rule="exact", model=describe(model), blocks=blocks, budget=budget, payload=payload)
 
 
 @pytest.fixture(scope="module")
@@ -341,7 +343,7 @@ def test_keys_and_values_of_latent_attention_stay_as_the_converter_wrote_them(tm
     assert "attn_[kv]_b\\.weight=f16" in llama_cpp(plan).splitlines()
     old = dataclasses.replace(plan.blocks[-1], name="x", modules=("model.layers.0.self_attn.kv_b_proj",))
     formats = {**plan.extra["formats"], old.modules[0]: "Q8_0"}
-    older = dataclasses.replace(plan, blocks=(*plan.blocks, old), extra={**plan.extra, "formats": formats})
+    older = zoo.saying(dataclasses.replace(plan, blocks=(*plan.blocks, old)), formats=formats)
     with pytest.raises(InvalidInput, match="two tensors in the file.*Make the plan again"):
         requantise(tmp_path / "source.gguf", older, tmp_path / "no.gguf")
 
@@ -385,7 +387,7 @@ def test_an_importance_matrix_that_lacks_what_a_type_needs_is_refused_before_any
     write_bits(model, plan, tmp_path / "folder")
     (tmp_path / "folder" / "model.gguf").rename(source)
     formats = {m: "IQ2_XXS" if m.endswith("up_proj") else f for m, f in plan.extra["formats"].items()}
-    coarse = dataclasses.replace(plan, extra={**plan.extra, "formats": formats})
+    coarse = zoo.saying(plan, formats=formats)
     writer = gguf.GGUFWriter(tmp_path / "imatrix.gguf", "imatrix")
     writer.add_type("imatrix")
     for name in ("blk.0.attn_q.weight", "blk.0.ffn_up.weight"):
@@ -448,10 +450,10 @@ def test_a_plan_of_another_model_is_refused(tmp_path, converted, capsys):
     assert main(asked) == 0 and main(asked) == 2
     size = (tmp_path / "o.gguf").stat().st_size
     counted = plan.budget["spent"] + plan.extra["fixed_bytes"] + 1
-    small = dataclasses.replace(plan, extra={**plan.extra, "head_bytes": 1})
+    small = zoo.saying(plan, head_bytes=1)
     noted = requantise(converted / "llama.gguf", small, tmp_path / "o.gguf", overwrite=True).notes
     assert f"The whole file has {size - counted:,} bytes more than the plan counted ({counted:,})" in noted[0]
-    large = dataclasses.replace(plan, extra={**plan.extra, "head_bytes": size})
+    large = zoo.saying(plan, head_bytes=size)
     assert not requantise(converted / "llama.gguf", large, tmp_path / "o.gguf", overwrite=True).notes
     assert sorted(f.name for f in tmp_path.iterdir()) == ["o.gguf", "plan.json"]
 
@@ -516,7 +518,7 @@ def test_the_card_says_when_llama_quantize_needs_an_importance_matrix(method, fo
 def test_the_card_names_the_runtime_that_was_planned_for(runtime, use):
     """It named vLLM for formats that vLLM does not read."""
     plan = planned(build("llama"), ["Q8_0"])
-    plan = dataclasses.replace(plan, extra={**plan.extra, "runtime": runtime, "family": "compressed-tensors"})
+    plan = zoo.saying(plan, runtime=runtime, family="compressed-tensors")
     rows = {m: {"format": "w3-g32", "bytes": 1} for m in plan.extra["formats"]}
     numbers = {"plan_digest": plan.digest, "bytes": 1, "planned": 1, "tensors": 1, "file": 2, "bits": 4.5}
     receipt = QuantisationReceipt(method="rtn", family="compressed-tensors", identity=plan.model, modules=rows, **numbers)

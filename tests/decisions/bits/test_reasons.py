@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import io
 import re
 
@@ -79,14 +78,14 @@ def test_a_step_down_loses_more_than_the_price_and_a_step_up_saves_less():
 def test_plans_without_reasons_and_broken_ones():
     scores = record()
     plan = plan_bits(scores, bits=4.0)
-    old = dataclasses.replace(plan, extra={k: v for k, v in plan.extra.items() if k != "reasons"})
+    old = plan.with_payload(reasons=None)
     assert "damage" not in reasons(old)[0] and reasons(old, scores)[0]["damage"] == reasons(plan)[0]["damage"]
     rows = list(csv.DictReader(io.StringIO(blocks_csv(old))))
     assert {r["damage"] for r in rows} == {""} and [r["format"] for r in rows] == [r["format"] for r in reasons(plan)]
     assert all(f"<td>{r['format']}</td>" in plan_details(old, "x") for r in rows)
     short = {**plan.extra["reasons"], "damage": [1.0]}
     with pytest.raises(CorruptFile, match="not of its blocks"):
-        reasons(dataclasses.replace(plan, extra={**plan.extra, "reasons": short}))
+        reasons(zoo.saying(plan, reasons=short))
     with pytest.raises(ModelMismatch, match="from other scores"):
         reasons(plan, record(seed=1))
     with pytest.raises(InvalidInput, match="tokens has no meaning"):
@@ -139,11 +138,11 @@ def test_the_table_beside_the_verdict_has_bytes_and_both_comparisons():
         )
     rows = {n: {"kl": v, "difference": 0.1, "difference_error": 0.03} for n, v in (("uniform", 0.4), ("mix", 0.2))}
     check = {"rows": {"exact": {"kl": 0.1}, **rows}, "verdict": "x", "taken": "exact"}
-    title, head, rows = standing(dataclasses.replace(plan, extra={**e, "check": check}))
+    title, head, rows = standing(zoo.saying(plan, check=check))
     assert "measured on held-out text, +- two standard errors" in title and head[2] == "measured"
     assert rows[0][3:] == ("-75.0% +-15%", "-50.0% +-30%") and rows[1][3:] == ("–", "+100.0%")
     check["rows"]["mix"] |= {"kl": 0.9, "difference": 0.8, "difference_error": 0.1}  # no damage is below none
-    title, _, rows = standing(dataclasses.replace(plan, extra={**e, "check": check}))
+    title, _, rows = standing(zoo.saying(plan, check=check))
     assert rows[0][4] == "-88.9% (to -67%)" and "+- two standard errors (to: their upper end)" in title
 
 

@@ -242,7 +242,7 @@ def test_the_check_is_of_the_whole_plan_and_leaves_the_model_alone(tmp_path):
     held = {**held, "damage": [[None if d is None else 1 / (d + 1e-6) if d else 1e9 for d in row] for row in held["damage"]]}
     scores = dataclasses.replace(scores, extra={"formats": held})
     asked = plan_bits(scores, bits=5.0)
-    asked = dataclasses.replace(asked, extra={**asked.extra, "passes": 7.0})
+    asked = zoo.saying(asked, passes=7.0)
     wrong = check_plan(dense, asked, scores, fit, held_out)
     assert wrong.extra["curve"] == asked.extra["curve"] != [] and passes_of(wrong) == 7.0
     assert wrong.extra["formats"] != asked.extra["formats"] and wrong.extra["predicted"] > asked.extra["predicted"]
@@ -267,7 +267,7 @@ def test_a_plan_with_feedback_stands_beside_the_file_that_llama_quantize_writes(
     ]
     low = {n: r * ([[0.1, 1, 1, 1]] if n == PEER else 1) for n, r in dict.fromkeys(rows, written).items()}
     record = check_record(model, DenseOutput(model, held_out), "exact", low, dict.fromkeys(rows, 1), ["exact"])
-    assert record["taken"] != PEER and record["rows"][PEER]["difference"] < 0
+    assert record.taken != PEER and record.rows[PEER].difference < 0
 
 
 def test_a_mix_with_formats_that_may_not_be_used_is_compared_and_not_taken():

@@ -20,6 +20,7 @@ import layerbudget as lb
 from layerbudget.cli import main
 from layerbudget.decisions.bits.blocks import formats_table
 from layerbudget.decisions.expert_pruning import sensitivity
+from layerbudget.decisions.expert_pruning.payload import ExpertPruningPayload
 from layerbudget.decisions.expert_pruning.plan import plan_expert_pruning
 from layerbudget.decisions.expert_pruning.program import Fold, KeptProgram, Removal, bend, beside
 from layerbudget.decisions.expert_pruning.sensitivity import expert_removals
@@ -150,11 +151,12 @@ def by_indices(model, kept):
     found = find_experts(model)
     blocks = [lb.plan.PlanBlock(name=e.name, value=len(kept[e.name]) / e.count, count=len(kept[e.name]),
                                 numel=e.count * e.numel, modules=e.modules) for e in found]  # fmt: skip
-    extra = {"kept": kept, "predicted": 0.0, "predicted_error": 0.0, "measured": 0.0, "measured_error": 0.0,
-             "measured_here": 0.0, "crossed": True, "forecast": [], "forward_passes": 0.0}  # fmt: skip
+    damages = dict.fromkeys(("predicted", "predicted_error", "measured", "measured_error", "measured_here"), 0.0)
+    rest = {"crossed": True, "forecast": [], "forward_passes": 0.0, "beside": None, "curve": []}
+    payload = ExpertPruningPayload(kept=kept, **damages, **rest)
     budget = {"unit": "experts", "limit": 1, "spent": 1}
     return lb.Plan(kind="expert-pruning", rule="by-hand", model=lb.models.blocks.describe(model), blocks=tuple(blocks),
-                   budget=budget, extra=extra)  # fmt: skip
+                   budget=budget, payload=payload)  # fmt: skip
 
 
 def oracle(model, data, layer, kept, draws, seed):
@@ -326,9 +328,9 @@ def test_what_equal_layers_would_cost_is_forecast_beside_a_plan(seed):
         alike = [s for s in able if len(set(s)) == 1]
         parts.append([min((fold.program.predicted(s)[0] for s in some), key=np.sum) for some in (alike, able)])
     even, uneven = (np.concatenate(side) for side in zip(*parts, strict=True))
-    assert found["even"] == pytest.approx(even.sum() / 2) and found["uneven"] == pytest.approx(uneven.sum() / 2)
+    assert found.even == pytest.approx(even.sum() / 2) and found.uneven == pytest.approx(uneven.sum() / 2)
     gap = even - uneven - (even - uneven).sum() / 2 * 0.5
-    assert found["error"] == pytest.approx(np.sqrt((gap**2).sum() * 4 / 3) / 2) and found["even"] > found["uneven"]
+    assert found.error == pytest.approx(np.sqrt((gap**2).sum() * 4 / 3) / 2) and found.even > found.uneven
     assert beside(folds, 5, price) is None  # two of each are six
 
 

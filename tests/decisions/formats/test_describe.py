@@ -62,6 +62,6 @@ def test_the_water_of_the_page_is_the_mean_of_the_bits(plans, name):
 def test_a_plan_of_memory_without_one_of_its_parts_is_refused_where_it_is_read(plans, tmp_path, part):
     plan = plans["memory"]
     for parts in ({n: p for n, p in plan.extra["parts"].items() if n != part}, {**plan.extra["parts"], part: {"bytes": 1}}):
-        path = dataclasses.replace(plan, extra={**plan.extra, "parts": parts}).save(tmp_path / "plan.json", overwrite=True)
+        path = zoo.saying(plan, parts=parts).save(tmp_path / "plan.json", overwrite=True)
         with pytest.raises(CorruptFile, match="bytes, bits and damage of the weights and of the cache"):
             Plan.load(path)

@@ -136,7 +136,7 @@ def test_a_damaged_plan_is_refused_where_it_is_read(tmp_path, name):
     plan = plan_memory(zoo.fit_scores(3), memory=f"{BUFFERS + 30000} bytes", context=64)
     for part in (plan, *split_fit(plan)):
         assert Plan.load(part.save(tmp_path / f"{part.kind}.json")).extra == part.extra
-    dataclasses.replace(plan, extra={**plan.extra, name: [None]}).save(tmp_path / "other.json")
+    plan.with_payload(**{name: [None]}).save(tmp_path / "other.json")
     with pytest.raises(CorruptFile, match=f"extra of this plan does not read.*{name}"):
         Plan.load(tmp_path / "other.json")
 
@@ -299,18 +299,22 @@ def test_a_plan_that_the_check_takes_stands_beside_the_others_with_paired_errors
     rows["exact"][:, 0] += 0.001 - (rows["exact"][:, 0] - rows["mix"][:, 0]).mean()
     dense = SimpleNamespace(rows=lambda _: rows["mix"], text={"source": "text"})
     record = check_record(None, dense, "exact", rows, dict.fromkeys(rows, 100), ["exact"])
-    assert record["taken"] == "mix" and "difference" not in record["rows"]["mix"]
+    assert record.taken == "mix" and record.rows["mix"].difference is None
     for name in ("exact", "uniform-cache"):
         apart = rows[name][:, 0] - rows["mix"][:, 0]
-        assert record["rows"][name]["difference"] == pytest.approx(apart.mean())
-        assert record["rows"][name]["difference_error"] == pytest.approx(apart.std(ddof=1) / 8, rel=0.02)
-    said = record["verdict"]
+        assert record.rows[name].difference == pytest.approx(apart.mean())
+        assert record.rows[name].difference_error == pytest.approx(apart.std(ddof=1) / 8, rel=0.02)
+    said = record.verdict
     assert said.startswith("The mix has the lowest KL on held-out text, 0.29") and said.count(", level)") == 1
     found = Fitted.of(zoo.fit_scores(3), Terms(memory=f"{BUFFERS + 30000} bytes", context=64)).plan("mix")
-    plan = dataclasses.replace(found, extra={**found.extra, "check": record, "asked": "exact"})
+    plan = zoo.saying(found, check=record, asked="exact")
     assert "program's choice, though they are level, so it was taken." in verdict(plan)
     alike = {n: {"kl": 0.3, **({} if n == "exact" else {"difference_error": 0.1})} for n in rows}
-    alike = dataclasses.replace(plan, rule="exact", extra={**plan.extra, "asked": "exact", "check": {**record, "rows": alike}})
+    alike = zoo.saying(
+        dataclasses.replace(plan, rule="exact"),
+        asked="exact",
+        check={"taken": record.taken, "verdict": record.verdict, "rows": alike},
+    )
     assert "token, level with one format for the whole cache or " in verdict(alike)
     _, head, table = standing(plan)
     cells = dict((row[0], row[-1]) for row in table)
@@ -318,11 +322,11 @@ def test_a_plan_that_the_check_takes_stands_beside_the_others_with_paired_errors
     assert "level" not in cells["this plan"]
     rows["exact"][:, 0] += 0.1
     record = check_record(None, dense, "exact", rows, dict.fromkeys(rows, 100), ["exact"])
-    assert "level" not in verdict(dataclasses.replace(plan, extra={**plan.extra, "check": record}))
+    assert "level" not in verdict(zoo.saying(plan, check=record))
     rows["exact"] = rows["uniform-cache"]  # the program chose one format for the whole cache, and no mix fits
     own = {name: rows[name] for name in ("exact", "uniform-cache")}
     record = check_record(None, dense, "exact", own, dict.fromkeys(own, 100), ["uniform-cache"])
-    plan = dataclasses.replace(plan, rule="exact", extra={**plan.extra, "check": record})
+    plan = zoo.saying(dataclasses.replace(plan, rule="exact"), check=record)
     assert standing(plan) is None and "(one format for the whole cache is the best choice here)" in verdict(plan)
 
 

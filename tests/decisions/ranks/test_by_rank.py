@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from layerbudget.decisions.ranks.payload import SmallerReserve
 from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.errors import InfeasibleBudget, InvalidInput
 from layerbudget.models.loading import blocks_from_config
@@ -104,10 +105,10 @@ def test_no_lower_cap_is_named_whose_plan_would_be_advised_against(scores):
         capped = plan_ranks(measured, mean_rank=6, max_rank=cap)
         assert "train both" in verdict(capped) and np.ptp(capped.counts) > 0
     assert named > 5
-    wide = dataclasses.replace(plan, extra={**plan.extra, "uniform_share": 0.93})
+    wide = plan.with_payload(uniform_share=0.93)
     for kept, told in ((0.97, False), (0.99, True)):  # an older plan names a cap under which uniform has 95.9 % and 93.9 %
-        older = {**wide.extra, "smaller_reserve": {"max_rank": 8, "share": kept, "reserved": 16}}
-        assert ("--max-rank 8" in " ".join(advice(dataclasses.replace(wide, extra=older)))) == told
+        older = wide.with_payload(smaller_reserve=SmallerReserve(max_rank=8, share=kept, reserved=16))
+        assert ("--max-rank 8" in " ".join(advice(older))) == told
 
 
 def test_a_sweep_reports_the_measured_gain(scores):

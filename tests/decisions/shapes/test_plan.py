@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
 import json
 import math
@@ -47,7 +46,7 @@ def test_planned_flops_are_the_recounted_flops(name):
     assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items())
     assert plan.budget["base"] == before and plan.budget["spent"] >= plan.budget["limit"] == pytest.approx(0.2 * before)
     done = apply_shapes(model, again(plan), data)
-    assert before - base_amount(partition(model), "flops") == plan.budget["spent"] == done["saved"]
+    assert before - base_amount(partition(model), "flops") == plan.budget["spent"] == done.saved
     assert sum(b.numel for b in partition(model)) == sum(b.numel - b.count for b in plan.blocks)
     with torch.no_grad():
         assert torch.isfinite(model(**next(data.batches(2))).logits).all()
@@ -265,7 +264,7 @@ def test_refusals():
     plan = plan_shapes(model, data, "20% flops", **QUICK)
     shapes = {n: {**s, "removed": min(s["removed"] + 1, s["units"] - 1)} for n, s in plan.extra["shapes"].items()}
     with pytest.raises(CoverageError, match="were planned"):
-        apply_shapes(copy.deepcopy(model), dataclasses.replace(plan, extra={**plan.extra, "shapes": shapes}), data)
+        apply_shapes(copy.deepcopy(model), zoo.saying(plan, shapes=shapes), data)
     with pytest.raises(InvalidInput, match="holds no shapes"):
         apply_shapes(model, zoo.plan(model), data)
     with pytest.raises(ModelMismatch):

@@ -23,7 +23,7 @@ from ...data.calibration import CalibrationSet
 from ...decision import check_kind
 from ...errors import CoverageError, InvalidInput, LayerbudgetError
 from ...models.offload import mapped
-from ...plan import Plan
+from ...plan import Plan, payload_of
 from ...progress import Progress, say
 from ...records import Receipt, check_output, digest, dumps, rounded_up, to_jsonable, unit_of
 from ...scores import Scores
@@ -40,6 +40,7 @@ from ..bits import (
     write_bits,
 )
 from ..cache import cache_damage, cache_space, caching, find_cache, llama_cache, planned_cache, rounding, vllm_options
+from ..formats.payload import CachedPayload
 from .parts import parts_of
 from .program import KIND, Fit, Fitted, Pick, Terms
 
@@ -103,7 +104,7 @@ def plan_memory(
         progress: Called with (steps done, steps).
         **options: Other options of :func:`~layerbudget.decisions.bits.sensitivity.rounding_damage`.
 
-    Its ``extra`` has what each part got, what more memory would bring, and the curve over memory.
+    Its payload has what each part got, what more memory would bring, and the curve over memory.
 
     Raises:
         InfeasibleBudget: A memory below the smallest plan; said before anything is measured.
@@ -244,8 +245,7 @@ def _checked(
     spent = {n: p.spent for n, p in picks.items()}
     same = [n for n, p in picks.items() if p.same(asked)]
     record = check_record(model, dense, rule, rows, spent, same)
-    plan = found.plan(record["taken"])
-    return dataclasses.replace(plan, extra={**plan.extra, "check": record, "asked": rule})
+    return found.plan(record.taken).with_payload(check=record, asked=rule)
 
 
 def settled(
@@ -334,6 +334,6 @@ def write_memory(
 
 def files_of(cache: Plan) -> dict[str, str]:
     """Return the files beside the weights of a plan of memory, by name, from the plan of its cache."""
-    options = {"llama.cpp": llama_cache, "vllm": vllm_options}.get(cache.extra["runtime"])
+    options = {"llama.cpp": llama_cache, "vllm": vllm_options}.get(payload_of(cache, CachedPayload).runtime)
     more = {"cache.txt": options(cache)} if options else {}
     return {"cache.json": dumps(cache.to_dict()), **more}
