@@ -161,7 +161,7 @@ def main():
         rows.append({
             "model": name, "parameters": sum(p.numel() for p in m.parameters()), "flops": flops(m), "bytes": stored,
             "exportable": exportable, "seconds": times[name], "perplexity": perplexity(m, held_out).value,
-            "predicted_damage": plans[name].extra["predicted"] if name in plans else None,
+            "predicted_damage": plans[name].payload.predicted if name in plans else None,
             "heads_by": plans[name].hyperparameters["by"] if name in plans else None,
             "layers": shapes(m),
         })  # fmt: skip

@@ -245,7 +245,7 @@ def run_one(given: argparse.Namespace) -> dict[str, Any]:
         result = task(given.task, model, data, given.batch_size, Path(folder))()
     seconds = now(given.device) - start
     watch.ended.set()
-    passes = result.extra["forward_passes"] if given.task == "measure" else 3.0
+    passes = result.payload.forward_passes if given.task == "measure" else 3.0
     reached = None if given.task in BITS else share_of_peak(given.task, model, data, passes, seconds, given.device)
     more, count = {} if reached is None else {"of_peak": reached}, model.config.num_hidden_layers
     if len(marks) == count + 2:  # head, layers from the last to the first, embedding

@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from .decision import DECISIONS
 from .errors import CorruptFile, InvalidInput, ModelMismatch, NotFound
-from .records import Block, BlockRecord, fields_in_file, freeze, freeze_fields, to_jsonable
+from .records import Block, BlockRecord, fields_in_file, freeze_fields, to_jsonable
 from .storage import reading
 from .storage.schemas import Certificate, PlanBudget
 from .storage.writing import new_file
@@ -99,11 +99,6 @@ class Plan(BlockRecord):
     def sparsity(self) -> float:
         """Pruned parameters over prunable parameters (sparsity plans)."""
         return int(self.counts.sum()) / int(self.numel.sum())
-
-    @property
-    def extra(self) -> Mapping[str, Any]:
-        """What only plans of this kind say, as it stands in a file."""
-        return freeze(fields_in_file(self.payload))  # type: ignore[no-any-return]
 
     def with_payload(self, **changes: Any) -> Self:
         """Return the plan with other values of some fields of its payload."""

@@ -57,12 +57,12 @@ def test_a_plan_that_is_written_and_read_says_the_same(plan, tmp_path):
 def test_the_payload_holds_what_the_file_holds():
     plan = plan_ranks(gains(), mean_rank=4)
     payload = payload_of(plan, RanksPayload)
-    assert payload.uniform_share == plan.extra["uniform_share"] and payload.rounding["value"] > 0
+    assert payload.uniform_share == plan.payload.uniform_share and payload.rounding["value"] > 0
     assert payload.scored_rows is None and payload.noise_share is None
     changed = zoo.saying(plan, smaller_reserve={"max_rank": 8, "share": 0.97, "reserved": 16})
     assert payload_of(changed, RanksPayload).smaller_reserve == SmallerReserve(max_rank=8, share=0.97, reserved=16)
     joint = plan_joint(gains(), budget="-4KiB")
-    assert payload_of(joint, JointPayload).capacity.counts == joint.extra["capacity"]["counts"]
+    assert payload_of(joint, JointPayload).capacity.counts == joint.payload.capacity.counts
     with pytest.raises(InvalidInput, match="has no RanksPayload"):
         payload_of(joint, RanksPayload)
 

@@ -71,7 +71,7 @@ def test_ours_holds_what_the_rounded_layers_below_give(made):
     for name, module in (("blk.1.ffn_down", "model.layers.1.mlp.down_proj"), ("token_embd", "model.embed_tokens")):
         weight, entry = dense[f"{module}.weight"].detach().numpy(), held.get(f"{name}.weight")
         mean = None if entry is None else entry[0][0] / entry[1][0]
-        theirs = ggml.quantise(weight, plan.extra["formats"][module], mean)
+        theirs = ggml.quantise(weight, plan.payload.formats[module], mean)
         assert np.array_equal(tensors[f"{name}.weight"].data, theirs)
     assert torch.equal(down.weight, model.model.layers[1].mlp.down_proj.weight)
 

@@ -177,9 +177,9 @@ def test_a_plan_is_checked_kept_and_used(tmp_path):
     held = zoo.tokens(4, 24, vocabulary=96, seed=9)
     plan = plan_cache(model, data, held, context=24, batch=3, bits=5.3, draws=2)
     assert plan.budget["spent"] <= plan.budget["limit"] and plan.kind == "cache" and len(plan.blocks) == 6
-    assert sum(b.numel for b in plan.blocks) == 3 * 24 * 32 * 6 and plan.extra["check"]["taken"] == plan.rule
-    rows = plan.extra["check"]["rows"]
-    assert rows[plan.rule]["kl"] == min(r["kl"] for r in rows.values())
+    assert sum(b.numel for b in plan.blocks) == 3 * 24 * 32 * 6 and plan.payload.check.taken == plan.rule
+    rows = plan.payload.check.rows
+    assert rows[plan.rule].kl == min(r.kl for r in rows.values())
     plan.save(tmp_path / "p.json")
     again = Plan.load(tmp_path / "p.json")
     assert again == plan and any("5." in s and "24 tokens x 3" in s for s in explain_plan(again)["sentences"])
@@ -199,7 +199,7 @@ def test_a_plan_is_checked_kept_and_used(tmp_path):
 
 def _chosen(plan):
     names = ["int2", "int3", "int4", "int5", "int6", "int8", "bf16"]
-    return np.array([names.index(plan.extra["formats"][b.modules[0]]) for b in plan.blocks])
+    return np.array([names.index(plan.payload.formats[b.modules[0]]) for b in plan.blocks])
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_runtimes_get_their_own_words(monkeypatch):
     layers = json.loads(modelopt_cache(plans["vllm"]))["quantization"]["kv_cache_quantized_layers"]
     assert len(layers) == 2 and all(n.endswith(".self_attn") and n.split(".")[2] not in wide for n in layers)
     words = llama_cache(plans["llama.cpp"]).split()
-    types = {b.name: plans["llama.cpp"].extra["formats"][b.modules[0]].lower() for b in plans["llama.cpp"].blocks}
+    types = {b.name: plans["llama.cpp"].payload.formats[b.modules[0]].lower() for b in plans["llama.cpp"].blocks}
     assert words[1::2] == [types["keys"], types["values"], "on", "12", "1"]
     # two blocks, all pairs: the program finds the best
     assert plans["llama.cpp"].certificate["status"] in ("optimal", "slack")
@@ -302,7 +302,7 @@ def test_the_command_plans_and_names(tmp_path, capsys, monkeypatch):
     small = ["--data", str(text), "--samples", "2", "--length", "16", "--quiet"]
     given = ["--context", "128", "--bits", "9", "--runtime", "vllm", *small]
     assert main(["plan", "cache", "demo", *given, "--check", "1", "--draws", "1", "-o", out]) == 0
-    assert Plan.load(out).extra["context"] == 128
+    assert Plan.load(out).payload.context == 128
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"Next: layerbudget export {out} --to vllm-cache"
     monkeypatch.chdir(tmp_path)  # the command that follows writes beside the plan, not over it
@@ -340,7 +340,7 @@ def test_a_packed_cache_keeps_what_the_plan_rounds_to_in_its_bytes(dtype, chosen
         group=32,
         draws=2,
     )
-    names = sorted(plan.extra["formats"])
+    names = sorted(plan.payload.formats)
     formats = dict(zip(names, (*chosen, *chosen), strict=False))
     plan = plan.with_payload(formats=plan.payload.formats | formats)
     packed, plain = lb.apply_plan(model, plan, packed=True, residual=8).cache, transformers.DynamicCache(config=model.config)

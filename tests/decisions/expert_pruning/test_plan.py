@@ -372,12 +372,12 @@ def test_each_half_of_the_text_judges_what_the_other_half_chooses(name):
         best = program.refined(steps, lambda kept, half=halves["theirs"]: divergence(model, found, half, kept).mean())
         nats.append(divergence(model, found, halves["ours"], best.kept(steps)))
         told.append(best.predicted(steps)[0])
-    assert plan.extra["crossed"] and plan.extra["measured"] == pytest.approx(np.concatenate(nats).mean(), rel=1e-3)
-    assert plan.extra["predicted"] == pytest.approx(np.concatenate(told).sum() / r.counts.sum(), rel=1e-6)
+    assert plan.payload.crossed and plan.payload.measured == pytest.approx(np.concatenate(nats).mean(), rel=1e-3)
+    assert plan.payload.predicted == pytest.approx(np.concatenate(told).sum() / r.counts.sum(), rel=1e-6)
     answered = plan_expert_pruning(model, zoo.half_answered(10, 12), 0.75, draws=2)
-    assert answered.extra["crossed"] and np.isfinite(answered.extra["measured"])
+    assert answered.payload.crossed and np.isfinite(answered.payload.measured)
     few = plan_expert_pruning(model, zoo.tokens(3, 12), 0.75, draws=2)
-    assert not few.extra["crossed"] and few.extra["measured"] == few.extra["measured_here"]
+    assert not few.payload.crossed and few.payload.measured == few.payload.measured_here
     assert "give four sequences or more" in " ".join(lb.explain_plan(few).sentences)
 
 
@@ -403,13 +403,13 @@ def test_plans_keep_to_budgets_and_predict_what_masks_measure():
     size = sum(p.numel() for p in model.parameters()) * 4
     by_share = plan_expert_pruning(model, data, 0.6)
     by_count = plan_expert_pruning(model, data, "14 experts")
-    for row in by_share.extra["curve"]:
+    for row in by_share.payload.curve:
         assert row["values"] == plan_expert_pruning(model, data, row["keep"]).values.tolist()
     by_bytes = plan_expert_pruning(model, data, f"{size - 10 * 4 * find_experts(model)[0].numel} bytes")
     assert by_share.budget == by_count.budget == {"unit": "experts", "limit": 14, "spent": 14}
-    assert by_share.extra["kept"] == by_count.extra["kept"] == by_bytes.extra["kept"]
+    assert by_share.payload.kept == by_count.payload.kept == by_bytes.payload.kept
     assert by_bytes.budget["spent"] == by_bytes.budget["limit"] == size - 10 * 4 * find_experts(model)[0].numel
-    measured = by_share.extra["measured_here"]
+    measured = by_share.payload.measured_here
     aimed = plan_expert_pruning(model, data, damage=measured * 1.0001)
     assert aimed.budget["spent"] <= measured * 1.0001 and aimed.counts.sum() <= 14
     smaller = copy.deepcopy(model)
@@ -429,7 +429,7 @@ def test_plans_keep_to_budgets_and_predict_what_masks_measure():
 def test_a_model_at_its_floor_keeps_all_its_experts(rule):
     """The router of such a model cannot do without a single one, not even to look at it."""
     plan = plan_expert_pruning(zoo.build("mixtral", num_local_experts=2), zoo.tokens(), 1.0, draws=1, rule=rule)
-    assert plan.counts.tolist() == [2, 2, 2] and plan.extra["measured_here"] == 0.0 and not plan.extra["forecast"]
+    assert plan.counts.tolist() == [2, 2, 2] and plan.payload.measured_here == 0.0 and not plan.payload.forecast
     assert "6 of 6 experts" in " ".join(lb.explain_plan(plan).sentences)
 
 

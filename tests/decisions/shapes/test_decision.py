@@ -54,8 +54,8 @@ def test_what_the_file_holds_is_the_payload(made):
 def test_what_is_said_of_a_plan(made):
     plan = made[2]
     summary = DECISION.describe(plan)
-    assert "fewer flops for" in summary.title and summary.passes == plan.extra["forward_passes"]
-    assert "to be expected on other text" in summary.verdict and f"{plan.extra['predicted']:.3g} nats" in summary.expected
+    assert "fewer flops for" in summary.title and summary.passes == plan.payload.forward_passes
+    assert "to be expected on other text" in summary.verdict and f"{plan.payload.predicted:.3g} nats" in summary.expected
     assert "saves" in summary.sentences[0] and any("reached step by step. Of the last step" in s for s in summary.sentences)
     assert summary.comparison is not None and "before anything was cut" in summary.comparison.title
     assert DECISION.charts(plan, None)["water"]["uniform"] > 0 and DECISION.charts(None, None) == {}

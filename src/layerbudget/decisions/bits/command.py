@@ -12,6 +12,7 @@ from ...errors import InvalidInput
 from ...plan import Plan, payload_of
 from ...requests import READING
 from ..files import need_scores, text_of_plan
+from ..formats.payload import FormatsPayload
 from ..formats.program import formats_of_plan
 from ..formats.request import need_samples, on_check
 from .payload import BitsPayload
@@ -223,7 +224,8 @@ def _use_text_of(session: Session, plan: Plan) -> None:
 
 def _checked(plan: Plan) -> int:
     """Sequences that checked a plan."""
-    return int(plan.extra.get("check", {}).get("data", {}).get("samples", 0))
+    check = payload_of(plan, FormatsPayload).check
+    return 0 if check is None else int(check.data.get("samples", 0))
 
 
 def _end(session: Session, plan: Plan, cache: str) -> dict[str, Any]:

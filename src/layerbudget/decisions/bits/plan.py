@@ -92,7 +92,7 @@ def plan_bits(
         progress: Called with (steps done, steps).
         **options: Other options of :func:`~layerbudget.decisions.bits.sensitivity.rounding_damage`.
 
-    Its ``extra`` has the format of every matrix, the predicted damage with its error, near ties, what the rules without a
+    Its payload has the format of every matrix, the predicted damage with its error, near ties, what the rules without a
     program would have given at the same budget, and the check.
 
     Raises:

@@ -75,7 +75,7 @@ def plan_by_damage(
         progress: Called with (steps done, most steps).
         **own: Options of the method.
 
-    ``extra`` has the ``path``, ``forward_passes``, ``predicted`` and ``measured`` damage in nats per token (by the pruner
+    Its payload has the ``path``, ``forward_passes``, ``predicted`` and ``measured`` damage in nats per token (by the pruner
     itself).
     """
     check_fraction(sparsity, "sparsity")
