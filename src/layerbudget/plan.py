@@ -51,7 +51,7 @@ class Plan(BlockRecord):
     aside: ClassVar[tuple[str, ...]] = (*BlockRecord.aside, "data")
     keys: ClassVar[Mapping[str, str]] = {"payload": "extra"}
 
-    kind: str  #: ``sparsity``, ``bits``, ``ranks``, ... (:mod:`layerbudget.kinds`).
+    kind: str  #: ``sparsity``, ``bits``, ``ranks``, ... (:mod:`layerbudget.decision`).
     rule: str  #: Name of the rule that made it (``mdl``, ``uniform``, ``owl``, ...).
     model: Mapping[str, Any]  #: ``{id, revision, digest}`` of the model that it belongs to.
     blocks: tuple[PlanBlock, ...]  #: What each block gets, in natural order.

@@ -8,8 +8,8 @@ from typing import Any
 
 from ...storage import reading
 
-Number = int | float  # what is whole in a file stays whole
-Step = tuple[str, int, float]  #: another format: its name, its bytes, its damage
+Number = int | float  #: what is whole in a file stays whole
+Step = tuple[str, int, float]  #: the name, the bytes and the damage of another format
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
