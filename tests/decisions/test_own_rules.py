@@ -120,20 +120,31 @@ def below(problem):
 
 
 def test_what_a_rule_says_stands_in_the_plan():
-    """The extra of a rule without counts was dropped, and so was its certificate."""
+    """What a rule without counts said was dropped, and so was its certificate."""
     from layerbudget.solvers import allocate
 
     def solved(problem):
         options = {"lower": problem.low, "upper": problem.high, "spend": "exactly"}
         solution = allocate(problem.weights(), problem.amount, problem.target, **options)
-        return RuleResult(value=solution.value, solution=solution, extra={"note": "mine"})
+        return RuleResult(value=solution.value, solution=solution, payload={"flat_scores": 0.25})
 
     scores = zoo.scores([4.0, 2.0, 1.0, 1.0])
     plan, same = lb.plan_ranks(scores, mean_rank=8, rule=solved), lb.plan_ranks(scores, mean_rank=8)
     assert plan.counts.tolist() == same.counts.tolist() and plan.certificate["status"] == same.certificate["status"]
-    assert plan.extra["note"] == "mine" and plan.extra["rounding"]["exact"]
-    fitted = lb.plan_ranks(scores, mean_rank=8, rule=lambda problem: RuleResult(value=np.ones(4), extra={"note": "mine"}))
-    assert fitted.extra == {"note": "mine"}
+    assert plan.payload.flat_scores == 0.25 and plan.payload.rounding["exact"]
+    fitted = lb.plan_ranks(scores, mean_rank=8, rule=lambda problem: RuleResult(value=np.ones(4), payload={"flat_scores": 0.5}))
+    assert fitted.payload.flat_scores == 0.5 and fitted.payload.rounding is None
+
+
+@pytest.mark.parametrize("planned", ["ranks", "sparsity"])
+def test_what_a_plan_has_no_field_for_is_refused(planned):
+    def noting(problem):
+        return RuleResult(value=np.full(4, 0.5), payload={"note": "mine"})
+
+    kind = {"ranks": lb.plan_ranks, "sparsity": lb.plan_sparsity}[planned]
+    budget = {"ranks": {"mean_rank": 8}, "sparsity": {"sparsity": 0.5}}[planned]
+    with pytest.raises(InvalidInput, match=f"rule noting gave a field note. A plan of {planned} has .*flat_scores"):
+        kind(zoo.scores([4.0, 2.0, 1.0, 1.0]), rule=noting, **budget)
 
 
 @pytest.mark.parametrize("rule", ["size", "uniform", root])

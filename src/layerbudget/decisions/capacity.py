@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 from typing_extensions import NotRequired, TypedDict
 
 from ..budget import OWN_UNITS, Budget, amount_of, parse_budget, rank_parameters, unit_cost
+from ..decision import DECISIONS
 from ..errors import InfeasibleBudget, InvalidInput, UnknownBlock
 from ..plan import Plan, PlanBlock
 from ..records import Block, to_jsonable
@@ -55,6 +56,7 @@ class Rounding(TypedDict):
     gap: float | None
     method: str
     value: float
+    bound: float
     optimum: float
     spent: float
     budget: float
@@ -141,8 +143,18 @@ def make_plan(
         hyperparameters=to_jsonable(dict(hyperparameters)),
         certificate=to_jsonable(solution.certificate()) if solution is not None else {},
         scores_digest=record.digest if record is not None else None,
-        extra=to_jsonable(dict(decision.extra)),
+        payload=_payload(kind, rule, decision.payload),
     )
+
+
+def _payload(kind: str, rule: str, said: Mapping[str, Any]) -> Any:
+    """What a rule says beside its blocks, as the payload of its kind of plan; a field that there is not is refused."""
+    payload = DECISIONS.find(kind).Payload
+    known = [field.name for field in dataclasses.fields(payload)]
+    for name in said.keys() - set(known):
+        what = f"The rule {rule} gave a field {name}."
+        raise InvalidInput(what, f"A plan of {kind} has {', '.join(known)}.", "Leave it out of the payload.")
+    return payload(**said)
 
 
 def constants_of(**named: Any) -> dict[str, Any]:
@@ -289,7 +301,8 @@ def decide(
     budget = {"unit": wanted.unit, "limit": problem.target, "text": wanted.text, "spent": float(problem.amount @ counts)}
     hyper = {**(record or {}), **terms.record(), **recorded(options)}
     if beside is not None and not chosen.control:
-        decision = dataclasses.replace(decision, extra={**beside(problem, counts, options.get("damping")), **decision.extra})
+        said = beside(problem, counts, options.get("damping"))
+        decision = dataclasses.replace(decision, payload={**said, **decision.payload})
     return make_plan(scores, terms.kind, chosen.name, decision, counts, budget, hyper)
 
 
@@ -299,7 +312,7 @@ def _whole(name: str, problem: Problem, decision: RuleResult) -> RuleResult:
         fitted = in_proportion(problem, decision.value, name=name)
         return dataclasses.replace(decision, value=fitted.value, counts=fitted.counts)
     rounded = round_capacity(decision.solution, multiple=problem.multiple)
-    return dataclasses.replace(decision, counts=rounded.counts, extra={"rounding": rounded.to_dict(), **decision.extra})
+    return dataclasses.replace(decision, counts=rounded.counts, payload={"rounding": rounded.to_dict(), **decision.payload})
 
 
 def _checked(name: str, problem: Problem, decision: RuleResult, units: str) -> np.ndarray:
@@ -376,7 +389,7 @@ def _allocated(
         weights, problem.amount, problem.target, spend=spend, base=base, lower=problem.low, upper=problem.high, **options
     )
     rounded = round_capacity(solution, method=method, multiple=problem.multiple)
-    return RuleResult(value=solution.value, counts=rounded.counts, solution=solution, extra={"rounding": rounded.to_dict()})
+    return RuleResult(value=solution.value, counts=rounded.counts, solution=solution, payload={"rounding": rounded.to_dict()})
 
 
 def in_proportion(problem: Problem, value: ArrayLike, *, method: str = "auto", name: str = "in proportion") -> RuleResult:
@@ -448,4 +461,4 @@ def _by_scores(
     spread = float(q.std() / q.mean())
     if len(q) < 2 or spread >= FLAT:
         return decision
-    return dataclasses.replace(decision, extra={**decision.extra, "flat_scores": spread})
+    return dataclasses.replace(decision, payload={**decision.payload, "flat_scores": spread})

@@ -14,6 +14,7 @@ from ...solvers.rounding import Rounded, allocate_increments
 from ..capacity import in_proportion
 from ..rules import Problem, RuleResult, rule
 from .gains import TAKE_UNIFORM, increments_of, uniform_share
+from .payload import SmallerReserve
 
 SERVED_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM accepts as max_lora_rank
 KEEPS = 0.95  # of the gain, under a lower cap that is named
@@ -39,8 +40,8 @@ def _by_rank(problem: Problem, *, damping: float | None = None) -> RuleResult:
     rounded = _allocated(problem, rows, problem.high)
     _check_measured(problem, rows, rounded)
     smaller = _smaller_reserve(problem, rows, rounded) if problem.order is None else None
-    extra: dict[str, Any] = {"rounding": rounded.to_dict(), "smaller_reserve": smaller}
-    return RuleResult(value=rounded.counts.astype(float), counts=rounded.counts, extra=extra)
+    payload: dict[str, Any] = {"rounding": rounded.to_dict(), "smaller_reserve": smaller}
+    return RuleResult(value=rounded.counts.astype(float), counts=rounded.counts, payload=payload)
 
 
 def _check_measured(problem: Problem, rows: Sequence[Sequence[float]], plan: Rounded) -> None:
@@ -70,7 +71,7 @@ def _allocated(problem: Problem, rows: Sequence[Sequence[float]], high: Vector) 
     return allocate_increments(rows, problem.amount, problem.target, lower=problem.low, upper=high, multiple=problem.multiple)
 
 
-def _smaller_reserve(problem: Problem, rows: Sequence[Sequence[float]], plan: Rounded) -> dict[str, float] | None:
+def _smaller_reserve(problem: Problem, rows: Sequence[Sequence[float]], plan: Rounded) -> SmallerReserve | None:
     """The lowest cap at which a server reserves less for the adapter, :data:`KEEPS` of the gain stays, and uniform has less.
 
     Under a low cap little may be left above uniform: a cap whose plan would be advised against is none.
@@ -84,7 +85,7 @@ def _smaller_reserve(problem: Problem, rows: Sequence[Sequence[float]], plan: Ro
         capped = _allocated(problem, rows, high)
         share = uniform_share(problem, rows, capped.value, high)
         if capped.value >= KEEPS * plan.value and share is not None and share < TAKE_UNIFORM:
-            return {"max_rank": cap, "share": capped.value / plan.value, "reserved": reserved}
+            return SmallerReserve(max_rank=cap, share=capped.value / plan.value, reserved=reserved)
     return None
 
 
