@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import subprocess
@@ -27,8 +28,12 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture
 def registries():
     """Tables that are afterwards as they were."""
-    rules_of("sparsity")
-    with ESTIMATORS.kept(), RULES["sparsity"].kept(), TREATMENTS.kept(), DECISIONS.kept(), QUANTISERS.kept():
+    with contextlib.ExitStack() as stack:
+        for kind in ("sparsity", "ranks"):
+            assert rules_of(kind)
+            stack.enter_context(RULES[kind].kept())
+        for table in (ESTIMATORS, TREATMENTS, DECISIONS, QUANTISERS):
+            stack.enter_context(table.kept())
         yield
 
 
@@ -76,7 +81,7 @@ def test_the_page_on_what_fits_writes_a_model(tmp_path, monkeypatch):
     (block,) = blocks_of("docs/memory.md")
     exec(compile(block, "docs/memory.md", "exec"), space)
     plan, longer = space["plan"], space["longer"]
-    assert space["receipt"].bytes == plan.extra["parts"]["weights"]["bytes"] and (tmp_path / "quantised/cache.json").is_file()
+    assert space["receipt"].bytes == plan.payload.parts["weights"]["bytes"] and (tmp_path / "quantised/cache.json").is_file()
     assert plan.budget["spent"] <= plan.budget["limit"] == longer.budget["limit"] == 12 * 2**20
 
 

@@ -116,18 +116,18 @@ class RuleResult:
 
     Attributes:
         value: Sparsity, experts or rank per block, shape ``(K,)``. Without counts it is made to fit the budget and the bounds:
-            sparsities are shifted by one number, capacities scaled.
-        counts: Whole numbers, where the rule makes them itself.
+            sparsities are shifted by one number; experts and ranks are in proportion to the values, whose unit changes nothing.
+        counts: Whole numbers, where the rule makes them itself. They keep the budget and the bounds, or the plan is refused.
         solution: The certified solution, for rules that solve a program.
         target: Parameters that go, where the program prunes more than was asked for.
-        extra: What the plan should say beside it.
+        payload: Fields of the plan's payload: what it should say beside its blocks.
     """
 
     value: Vector
     counts: np.ndarray | None = None
     solution: Solution | None = None
     target: int | None = None
-    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    payload: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...budget import rank_parameters
-from ...decision import Decision, ScoresAdvice, Session, Summary
+from ...decision import Decision, ScoresAdvice, Session, Summary, check_no_text
 from ...plan import Plan, payload_of
+from ...records import Receipt
 from ...scores import Scores
 from ..capacity import blocks_of, counted_options
 from ..files import load_scores
 from .describe import MOSTLY_NOISE, advice_on, advises_uniform, noise_alone, summary_of
 from .export import EXPORTS
+from .gains import gain_of, increments_of, measured
 from .payload import RanksPayload
 from .rank_table import RankTable, by_rule_of_thumb, how_much_rank
 from .request import RanksRequest
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ...data.calibration import CalibrationSet
 
 
 class Ranks(Decision):
@@ -34,11 +41,13 @@ class Ranks(Decision):
 
         return plan_ranks
 
-    def applier(self) -> Callable[..., Any]:
-        """Return :func:`~layerbudget.decisions.ranks.apply.add_ranks`."""
-        from .apply import add_ranks
+    def apply(self, model: nn.Module, plan: Plan, data: CalibrationSet | None = None, **options: Any) -> Receipt:
+        """Adapt the model; the receipt has the ``PeftModel``. See :func:`layerbudget.add_ranks`."""
+        from ..adapters import AdapterReceipt
+        from .apply import adapted_ranks, add_ranks
 
-        return add_ranks
+        check_no_text(self.name, data)
+        return AdapterReceipt.of(plan, add_ranks(model, plan, **options), adapted_ranks, options)
 
     def plan(self, session: Session) -> Plan:
         """Plan ranks from scores."""
@@ -75,23 +84,21 @@ class Ranks(Decision):
 
     def measured_by(self, scores: Scores) -> bool:
         """Return whether scores have the gain of every further rank."""
-        return "increments" in scores.extra
+        return measured(scores)
 
     def on_scores(self, scores: Scores) -> ScoresAdvice:
         """Return how much of the gain is noise, in a plan of the usual mean rank, which follows."""
         return advice_on(scores)
 
     def worth_of(self, plan: Plan, scores: Scores, damping: float | None) -> dict[str, Any] | None:
-        """Return the gain of the ranks that are bought, where the rule buys them one by one."""
-        if not plan.rule.startswith("by-rank"):
+        """Return the gain of the ranks, where that of every further rank was measured; its price by the rule that buys them."""
+        if not measured(scores):
             return None
-        from .plan import increments_of
-
-        payload, rows = payload_of(plan, RanksPayload), increments_of(scores, damping)
+        payload = payload_of(plan, RanksPayload)
         price = None if payload.rounding is None else payload.rounding.get("price")
         return {
-            "value": float(sum(sum(row[:n]) for row, n in zip(rows, plan.counts, strict=True))),
-            "status": "binding" if price else "slack",
+            "value": gain_of(increments_of(scores, damping), plan.counts),
+            "status": plan.certificate.get("status") or ("binding" if price else None if price is None else "slack"),
             "shadow_price": price,
             "uniform_share": payload.uniform_share,
             "noise_share": payload.noise_share,

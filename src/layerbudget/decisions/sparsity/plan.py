@@ -94,7 +94,7 @@ def plan_by_scores(
             problem that returns one value per block.
         penalty: Penalty of the program, see :func:`layerbudget.solvers.sparsify`; or measured curves
             ``{block name: (ratios, losses)}``, which replace the scores and cap every block at its last ratio: the rule is then
-            ``calibrated``. How far they were from convex is in ``plan.extra["convexified"]``.
+            ``calibrated``. How far they were from convex is in ``plan.payload.convexified``.
         fixed: Sparsity of some blocks, by name or regular expression.
         exclude: Regular expression: blocks that must stay dense.
         **options: Of the rule, see :doc:`/options`; what the rule does not read is refused.
@@ -126,6 +126,7 @@ def plan_by_scores(
         held=held,
     )
     decision = chosen.decide(problem, read)
+    _check_result(chosen.name, problem, decision)
     if decision.target is not None:
         total, high = decision.target, np.maximum(high, decision.value)
     elif decision.solution is None:
@@ -136,6 +137,30 @@ def plan_by_scores(
     hyper |= recorded({k: v for k, v in read.items() if (k, v) != ("spend", "exactly")})
     hyper |= {"fixed": dict(fixed or {}), "exclude": exclude}
     return make_plan(scores, "sparsity", chosen.name, decision, counts, budget, hyper)
+
+
+def _check_result(name: str, problem: Problem, decision: RuleResult) -> None:
+    """Refuse counts, which sparsities are not, and values that are to stand as they are and do not keep bounds and target.
+
+    Raises:
+        InvalidInput: The rule gave them.
+    """
+    remedy = "Correct the rule, or return values alone: they are fitted."
+    if decision.counts is not None:
+        what = f"The rule {name} gave counts, which rules of ranks and experts have."
+        raise InvalidInput(what, "A rule of sparsity gives one value per block.", remedy)
+    if decision.target is None and decision.solution is None:
+        return
+    wrong = (decision.value < problem.low - 1e-9) | (decision.value > problem.high + 1e-9)
+    if wrong.any():
+        k = int(np.argmax(wrong))
+        feasible = f"Its bounds are {problem.low[k]:g} and {problem.high[k]:g}."
+        raise InvalidInput(f"The rule {name} gave {problem.blocks[k].name} {decision.value[k]:g}.", feasible, remedy)
+    target = problem.target if decision.target is None else decision.target
+    pruned = float(np.dot(problem.amount, decision.value))
+    if abs(pruned - target) > 1.0 or target < problem.target - 1.0:
+        what = f"The values of the rule {name} prune {pruned:,.0f} parameters."
+        raise InvalidInput(what, f"They must prune {max(target, problem.target):,.0f}.", remedy)
 
 
 def _total(sparsity: float, numel: Vector, low: Vector, high: Vector) -> int:
@@ -227,4 +252,4 @@ def _by_curves(
     penalty = CalibratedPenalty.from_curves(curves, names)
     decision = _solve(problem, np.ones(len(names)), spend, penalty=penalty, **constants_of(bits=bits, eta=eta, units=units))
     bent = {name: float(v) for name, v in zip(names, penalty.change, strict=True) if v > 0}
-    return dataclasses.replace(decision, extra={"convexified": bent})
+    return dataclasses.replace(decision, payload={"convexified": bent})
