@@ -20,6 +20,7 @@ import layerbudget as lb
 from layerbudget.cli.commands import QUESTIONS, VERBS, requests_of_all
 from layerbudget.cli.parser import say_option
 from layerbudget.compressors.base import TREATMENTS
+from layerbudget.compressors.formats import FLOATING, RUNTIMES, TYPES, Format
 from layerbudget.decision import DECISIONS
 from layerbudget.decisions.rules import rules_of
 from layerbudget.errors import InvalidInput
@@ -193,9 +194,48 @@ def _flags(request: type[Request]) -> str:
     return " ".join([*places, *flags])
 
 
-START, END = "<!-- commands: made by tests/pages.py -->", "<!-- end of commands -->"
+SCALES = {
+    "bfloat16": "a power of two in bfloat16",
+    "float8_e4m3fn": "a scale in e4m3",
+    "uint8": "a power of two in 8 bits (e8m0)",
+}
 
 
-def with_commands(text: str, made: str) -> str:
-    """A page with what is made of the commands between its marks."""
-    return re.sub(f"{START}.*{END}", lambda _: f"{START}\n\n{made}\n\n{END}", text, flags=re.DOTALL)
+def _floating_row(form: Format) -> str:
+    floats = form.floats
+    assert floats is not None
+    scale = SCALES[floats.scale]
+    where = f"one row with {scale}" if form.group is None else f"groups of {form.group} with {scale}"
+    united = ", one number over all" if form.united else ""
+    rows = "any" if form.group is None else f"multiples of {form.group}"
+    d_out, d_in = 1 << 12, 1 << 12
+    bits = f"{8 * form.bytes(d_out, d_in) / (d_out * d_in):.4g}"
+    bits = f"{form.bits} and {8 * form.bytes(1, 64) - 64 * form.bits} per row" if form.group is None else bits
+    experts = "yes" if floats.experts else "no"
+    code = f"e{form.bits - 1 - floats.mantissa}m{floats.mantissa}"
+    return f"| `{form.name}` | {code}, {where}{united} | {bits} | {rows} | {floats.kernel} | {experts} |"
+
+
+def floating_table() -> str:
+    """Formats of floating-point numbers of compressed-tensors, one a row."""
+    head = "| format | weights | bits per weight | inputs of a matrix | kernel of vLLM | its experts |"
+    return "\n".join([head, "|---|---|---|---|---|---|", *map(_floating_row, FLOATING)])
+
+
+def types_table() -> str:
+    """Types of llama.cpp, the smallest first."""
+    rows = []
+    menus = [{f.name for f in RUNTIMES["llama.cpp"].formats([1 << 12], inputs=inputs)} for inputs in (False, True)]
+    for form in TYPES:
+        bits = f"{8 * form.block_bytes / (form.group or 1):.4g}"
+        menu = "yes" if form.name in menus[0] else "with inputs" if form.name in menus[1] else "by name"
+        menu += " and with inputs" if menu == "by name" and form.needs_inputs else ""
+        rows.append(f"| `{form.name}` | {bits} | {'any' if form.group == 1 else f'multiples of {form.group}'} | {menu} |")
+    return "\n".join(["| type | bits per weight | inputs of a matrix | in the menu |", "|---|---|---|---|", *rows])
+
+
+def between(text: str, name: str, made: str) -> str:
+    """A page with what is made between the marks of that name."""
+    start, end = f"<!-- {name}: made by tests/pages.py -->", f"<!-- end of {name} -->"
+    assert start in text and end in text, f"The page has no marks of {name}."
+    return re.sub(f"{start}.*{end}", lambda _: f"{start}\n\n{made}\n\n{end}", text, flags=re.DOTALL)

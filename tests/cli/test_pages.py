@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from tests.pages import DOCS, START, commands_list, commands_sentence, options_page, rules_page, with_commands
+from tests.pages import DOCS, between, commands_list, commands_sentence, floating_table, options_page, rules_page, types_table
 
 from layerbudget.cli.commands import VERBS, requests_of_all
 from layerbudget.requests import flag_of, positional
@@ -11,8 +11,9 @@ from layerbudget.requests import flag_of, positional
 MADE = {
     "options.md": lambda _: options_page(),
     "rules.md": lambda _: rules_page(),
-    "llms.txt": lambda text: with_commands(text, commands_list()),
-    "skill.md": lambda text: with_commands(text, commands_sentence()),
+    "llms.txt": lambda text: between(text, "commands", commands_list()),
+    "skill.md": lambda text: between(text, "commands", commands_sentence()),
+    "bits.md": lambda text: between(between(text, "floats", floating_table()), "types", types_table()),
 }
 
 
@@ -39,7 +40,6 @@ def test_the_page_has_every_option_of_every_command():
 
 
 def test_the_list_has_every_verb():
-    assert all(START in (DOCS / name).read_text(encoding="utf-8") for name in ("llms.txt", "skill.md"))
     assert [line.split("`")[1] for line in commands_list().splitlines()] == list(VERBS)
 
 
@@ -50,3 +50,18 @@ def test_the_page_of_rules_has_every_rule_of_every_kind_that_has_some():
     assert all(f"| `{name}` |" in page.split(f"## `{kind}`")[1].split("## ")[0] for kind in RULES for name in rules_of(kind))
     assert "| `uniform` | the same rank everywhere, as far as the bounds allow | shapes alone | `method` |" in page
     assert page.count("| the gain of every rank |") == 2 and page.count("| damage by sparsity |") == 2
+
+
+def test_the_tables_of_formats_have_every_format():
+    from layerbudget.compressors.formats import FLOATING, TYPES
+
+    assert [line.split("`")[1] for line in floating_table().splitlines()[2:]] == [f.name for f in FLOATING]
+    assert [line.split("`")[1] for line in types_table().splitlines()[2:]] == [f.name for f in TYPES]
+    assert (
+        "| `nvfp4` | e2m1, groups of 16 with a scale in e4m3, one number over all | 4.5 | multiples of 16 |" in floating_table()
+    )
+    assert "| `mxfp4` | e2m1, groups of 32 with a power of two in 8 bits (e8m0) | 4.25 | multiples of 32 |" in floating_table()
+    assert (
+        "| `fp8` | e4m3, one row with a power of two in bfloat16 | 8 and 16 per row | any | Marlin FP8 | no |"
+        in floating_table()
+    )

@@ -192,18 +192,29 @@ SLOW = {
 TYPES = tuple(Format(name=name, family=GGUF, bits=bits, group=group, block_bytes=size) for name, bits, group, size in _GGUF)
 # As vLLM 0.32's source has it: these cards take a kernel of 4-bit weights and 4-bit inputs, whatever the file asks for.
 _BLACKWELL = "from compute capability 10 on one that rounds inputs too"
-_MXFP4 = Floats(packing="mxfp4-pack-quantized", mantissa=1, least=0, top=6, scale="uint8", kernel=f"Marlin FP4; {_BLACKWELL}")
-_NVFP4 = Floats(
-    packing="nvfp4-pack-quantized", mantissa=1, least=0, top=6, scale="float8_e4m3fn", united=True, kernel="Marlin FP4"
+_E2M1: dict[str, Any] = {"mantissa": 1, "least": 0, "top": 6}
+_E4M3: dict[str, Any] = {"mantissa": 3, "least": -6, "top": 448}
+_FLOATS = (  # name, bits, group, and all else that is asked of a floating-point format of compressed-tensors
+    ("mxfp4", 4, 32, Floats(packing="mxfp4-pack-quantized", **_E2M1, scale="uint8", kernel=f"Marlin FP4; {_BLACKWELL}")),
+    ("nvfp4", 4, 16, Floats(packing="nvfp4-pack-quantized", **_E2M1, scale="float8_e4m3fn", united=True, kernel="Marlin FP4")),
+    ("fp8", 8, None, Floats(packing="float-quantized", **_E4M3, scale="bfloat16", experts=False, kernel="Marlin FP8")),
 )
-_FP8 = Floats(packing="float-quantized", mantissa=3, least=-6, top=448, scale="bfloat16", experts=False, kernel="Marlin FP8")
-FLOATING = (  # of compressed-tensors; the documents' table of them is made of this
-    Format(name="mxfp4", family=PACKED, bits=4, group=32, floats=_MXFP4),
-    Format(name="nvfp4", family=PACKED, bits=4, group=16, floats=_NVFP4),
-    Format(name="fp8", family=PACKED, bits=8, group=None, floats=_FP8),
+FLOATING = tuple(
+    Format(name=name, family=PACKED, bits=bits, group=group, floats=floats) for name, bits, group, floats in _FLOATS
 )
 PLAIN = {GGUF: TYPES[-1], PACKED: Format(name="bf16", family=PACKED, bits=16, group=1)}
-_NAMED = (*TYPES, *FLOATING, PLAIN[PACKED])
+
+
+def named() -> tuple[Format, ...]:
+    """Return every format that has a name of its own; the others are integers, whose names say bits and group."""
+    return (*TYPES, *FLOATING, PLAIN[PACKED])
+
+
+def spoken_formats() -> str:
+    """Return the names of all formats in a sentence's part, those of llama.cpp first."""
+    ours = ", ".join(f.name for f in named() if f.family == PACKED)
+    integers = f"w{_PACKED_BITS[0]} to w{_PACKED_BITS[-1]} as in w3-g32, w4-g128-asym, w8-channel"
+    return f"{', '.join(f.name for f in TYPES)} (llama.cpp); {ours}, {integers} (compressed-tensors)"
 
 
 @functools.cache
@@ -215,15 +226,14 @@ def find_format(name: str, family: str | None = None) -> Format:
     Raises:
         InvalidInput: There is none of that name.
     """
-    alike = [f for f in _NAMED if f.name.lower() == name.lower()]
+    alike = [f for f in named() if f.name.lower() == name.lower()]
     if alike:
         return max(alike, key=lambda f: (f.family == family, f.name == name))
     found = _PACKED_NAME.fullmatch(name.lower())
     if not found:
         raise InvalidInput(
             f"There is no format {name!r}.",
-            f"There are {', '.join(f.name for f in _NAMED)}, and w{_PACKED_BITS[0]} to w{_PACKED_BITS[-1]} as in w3-g32, "
-            "w4-g128-asym, w8-channel, which transformers reads with groups of any size.",
+            f"There are {spoken_formats()}. Groups of any size are for transformers.",
             "Choose some of those.",
         )
     bits, group, _, asym = found.groups()

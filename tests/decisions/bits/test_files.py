@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import layerbudget as lb
 from layerbudget.cli import main
+from layerbudget.compressors import formats as F
 from layerbudget.compressors.formats import FLOATING, find_format, find_runtime
 from layerbudget.decisions.bits import apply as A
 from layerbudget.decisions.bits import packed
@@ -159,6 +160,24 @@ def test_floating_point_and_integers_in_one_folder(tmp_path, four, method):
     with pytest.raises(InvalidInput, match=f"gets fp8|gets {four}"):
         auto_round(plan)
     assert not (tmp_path / "out" / "autoround-layer_config.json").exists()
+
+
+def test_a_format_is_one_row(tmp_path, monkeypatch):
+    """A row that the table does not have is planned, rounded by error feedback, written, counted, and read by transformers."""
+    floats = F.Floats(packing="mxfp8-quantized", mantissa=3, least=-6, top=448, scale="uint8", kernel="none of weights alone")
+    row = F.Format(name="mxfp8", family=F.PACKED, bits=8, group=32, floats=floats)
+    monkeypatch.setattr(F, "FLOATING", (*FLOATING, row))
+    find_format.cache_clear()
+    try:
+        formats = {"formats": ["w4-g32", "mxfp8"]}
+        model, plan, receipt = written(tmp_path / "out", "qwen2", "", 7.0, "gptq", runtime="vllm", **formats)
+        assert set(plan.payload.formats.values()) == {"w4-g32", "mxfp8"} and receipt.bytes == receipt.planned
+        back = lb.load_model(str(tmp_path / "out"), dtype="float32")
+        for name, form in plan.payload.formats.items():
+            assert torch.equal(back.get_submodule(name).weight, model.get_submodule(name).weight), (name, form)
+        assert "mxfp8" in F.spoken_formats()
+    finally:
+        find_format.cache_clear()
 
 
 def test_mlx_gets_bits_and_groups_by_module():

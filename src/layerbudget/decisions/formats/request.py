@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...compressors.base import QUANTISERS
-from ...compressors.formats import RUNTIMES, TOKENS, find_format, find_runtime
+from ...compressors.formats import RUNTIMES, TOKENS, find_format, find_runtime, spoken_formats
 from ...decision import PlanRequest
 from ...errors import InvalidInput, LayerbudgetError
 from ...requests import ADVANCED, PLACING, READING, flag_of, names, option
@@ -38,7 +38,7 @@ class FormatsRequest(PlanRequest):
         group=_FORMATS,
         metavar="LIST",
         read=names,
-        help="choose among these: Q4_0,Q5_1,Q8_0 or w3-g32,w4-g32-asym,w8-channel",
+        help=lambda: f"choose among these, as in Q4_0,Q8_0 or w3-g32,nvfp4; there are {spoken_formats()}",
     )
     forbid: tuple[str, ...] = option(
         (), group=_FORMATS, metavar="LIST", read=names, help="formats not to use: IQ3_S,slow-cpu (lattices) or slow-gpu"
