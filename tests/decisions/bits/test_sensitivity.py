@@ -256,7 +256,7 @@ def test_a_plan_with_feedback_stands_beside_the_file_that_llama_quantize_writes(
     fit, held_out = text.select(slice(0, 16)), text.select(slice(16, 24))
     plan = plan_bits(model, fit, held_out, like="Q4_K_M", family="gguf", method="gptq", draws=2)
     rows, mix = plan.payload.check.rows, plan_bits(model, fit, like="Q4_K_M", method="gptq", rule="mix", draws=1)
-    assert set(rows) == {"exact", "uniform", "mix", PEER} and rows[PEER]["bytes"] == rows["mix"]["bytes"]
+    assert set(rows) == {"exact", "uniform", "mix", PEER} and rows[PEER].bytes == rows["mix"].bytes
     written = DenseOutput(model, held_out).rows_of(model, mix.payload.formats, fit, "weighted")
     assert rows[PEER].kl == pytest.approx(per_token(*written[:, :2].T)[0], rel=1e-6) and rows[PEER].kl > rows["mix"].kl
     assert "than Q4_K_M by llama-quantize within" in verdict(plan) and "llama.cpp's" not in verdict(plan)
