@@ -21,6 +21,7 @@ from .blocks import quantised
 T = TypeVar("T")
 PACKAGES = ("torch", "transformers", "numpy")
 SHARE = 0.5  # of the free memory may be planned for; the rest is left to what estimates do not know
+ROOM = 1 << 30  # bytes of the machine's own memory that are planned for beside the weights at most, however much is free
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 

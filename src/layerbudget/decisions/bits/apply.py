@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -18,7 +18,7 @@ from torch import nn
 
 from ...compressors.base import Level, find_quantiser
 from ...compressors.formats import GGUF, find_format, find_runtime
-from ...compressors.quantisers import Quantiser, Rounded
+from ...compressors.quantisers import FED_BACK, Quantiser, Rounded, joined
 from ...compressors.treating import Found, Job, Treating, check
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InvalidInput
@@ -45,6 +45,7 @@ from .packed import UNREAD, PackedWriter, check_loads, recount_safetensors
 from .payload import BitsPayload
 from .placed import PlacedRows
 
+_PIECE = 1 << 22  # weights that are rounded together: their copies take little memory
 _Writer = PackedWriter | GgufWriter | PlacedRows
 
 
@@ -121,6 +122,7 @@ def round_matrices(
     method: str = "rtn",
     batch_size: int = 8,
     placed: PlacedRows | None = None,
+    follow: Callable[[int], None] | None = None,
     progress: Progress | None = None,
     **own: Any,
 ) -> list[str]:
@@ -128,10 +130,11 @@ def round_matrices(
 
     Embedding and head come first, the head with the inputs that it has in the model as it was; then the layers, each with the
     inputs that the rounded model below it gives. An embedding that is no head is rounded to nearest. ``placed`` takes the bytes
-    of all of them for a file.
+    of all of them for a file. ``follow`` is called with -1 when both ends are rounded, and with the number of every layer when
+    that is. Of a streamed model a layer is then as it was again, and in the end so are both ends.
     """
     rounding = _Rounding(model, formats, method, data, own)
-    rounding.writer = placed
+    rounding.writer, rounding.follow = placed, follow
     rounding.run(batch_size, progress)
     return rounding.notes
 
@@ -237,17 +240,24 @@ class _Rounding(Treating):
         if self.offloaded is not None:
             self.offloaded.hold_ends()
         self.writer: _Writer | None = None
+        self.follow: Callable[[int], None] | None = None
         self.parts = Parts(None)
         self.rounded: dict[str, list[Rounded]] = {}
         self.notes: list[str] = []
 
-    def become(self, name: str, weight: torch.Tensor, prepared: Any, level: Level) -> torch.Tensor:
-        """See :meth:`Treating.become`; scales and zero points are kept until they are written."""
-        done = self.quantiser.quantise(weight, prepared, level)
-        check(self.quantiser, weight, done.weight, level)
-        if self.writer is not None:
-            self.rounded.setdefault(name, []).append(dataclasses.replace(done, weight=weight[:0]))
-        return done.weight.to(weight.dtype)
+    def treat(self, name: str, view: torch.Tensor, prepared: Any, level: Level) -> None:
+        """See :meth:`Treating.treat`: some rows at a time. Bytes, scales and zero points are kept until they are written."""
+        form, parts = find_format(str(level.format)), list[Rounded]()
+        if form.floating and form.group is not None and level.peak is None:  # one number is of all rows
+            level = dataclasses.replace(level, peak=max(float(view.max()), -float(view.min())))
+        for rows in view.split(max(1, (FED_BACK if self.quantiser.statistic == "gram" else _PIECE) // view.shape[1])):
+            done = self.quantiser.quantise(rows, prepared, level)
+            check(self.quantiser, rows, done.weight, level)
+            rows.copy_(done.weight)
+            if self.writer is not None:
+                parts.append(dataclasses.replace(done, weight=rows[:0]))
+        if parts:
+            self.rounded.setdefault(name, []).append(joined(parts))
 
     def jobs(self, work: Sequence[Job], found: Found, made: dict[InputMoments, Any] | None = None) -> list[str]:
         """See :meth:`Treating.jobs`. Importances are kept for the file; those of experts without a token are all one."""
@@ -269,7 +279,7 @@ class _Rounding(Treating):
         with inference(self.model):
             try:
                 for index, (layer, jobs) in enumerate(self.pieces.items(), -1):
-                    if not jobs and walk is None and self.writer is None:
+                    if not jobs and walk is None and self.writer is None and self.follow is None:
                         continue
                     if offloaded is not None and offloaded.converts and layer:
                         offloaded.bring(layer)
@@ -278,13 +288,17 @@ class _Rounding(Treating):
                         walk.capture()
                     elif walk is not None and index + 2 < len(self.pieces):
                         walk.advance()
-                    if offloaded is not None and self.writer is not None and layer:
+                    if self.follow is not None:
+                        self.follow(index)
+                    if offloaded is not None and (self.writer or self.follow) is not None and layer:
                         offloaded.leave()
                         offloaded.fresh([job.module.name + ".weight" for job in jobs])
                     tick()
             finally:
                 if walk is not None:
                     walk.close()
+                if offloaded is not None and self.follow is not None:
+                    offloaded.rest_ends()
 
     def _of_head(self, walk: Walk, jobs: Sequence[Job]) -> Mapping[str, list[InputMoments]]:
         """Inputs of the head in the model as it was: an embedding that is tied to it is rounded before the layers."""
