@@ -27,6 +27,7 @@ from layerbudget.decisions.formats.table import Table
 from layerbudget.decisions.memory.plan import plan_memory
 from layerbudget.errors import InvalidInput
 from layerbudget.execution import memory
+from layerbudget.execution.walk import Walk
 from layerbudget.models.blocks import describe, end_modules, weight_of
 from layerbudget.reporting.verdict import passes_of, standing, verdict
 from layerbudget.scores import Scores
@@ -346,8 +347,10 @@ def test_damages_are_those_of_a_head_that_runs_some_positions_at_a_time(monkeypa
     np.testing.assert_allclose(found.error[found.has], wanted.error[found.has], rtol=1e-3)
 
 
-@pytest.mark.parametrize("method", ("rtn", "weighted", "gptq"))
-@pytest.mark.parametrize("form", ("Q4_0", "w4-g32", "nvfp4"))
+@pytest.mark.parametrize(
+    ("method", "form"),
+    [(m, f) for m in ("rtn", "weighted", "gptq") for f in ("Q4_0", "w4-g32", "nvfp4") if (m, f) != ("gptq", "Q4_0")],
+)
 def test_a_matrix_is_rounded_some_rows_at_a_time_to_the_same_weights(method, form, monkeypatch):
     if form == "nvfp4":
         pytest.importorskip("compressed_tensors")
@@ -366,10 +369,28 @@ def test_a_matrix_is_rounded_some_rows_at_a_time_to_the_same_weights(method, for
         found.append({name: weight_of(model, name)[1].detach() for name in names})
         assert max(sizes) <= piece
         sizes.clear()
-    alike = torch.cat([(found[0][name] == found[1][name]).flatten() for name in found[0]])
-    assert bool(alike.all()) or (method == "gptq" and alike.float().mean() > 0.99), (
-        "products of few rows may end in other digits"
-    )
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.parametrize("method", ("rtn", "weighted", "gptq"))
+def test_what_plans_have_in_common_is_made_once(method, monkeypatch):
+    """Without inputs every matrix once per type; else both ends, whose inputs are those of the dense model."""
+    model, text = zoo.build("llama", hidden_size=64, intermediate_size=64), zoo.tokens(6, 16)
+    data, check = None if method == "rtn" else text.select(slice(0, 4)), text.select(slice(4, 6))
+    names = [m.name for b in blocks_of(model, RUNTIMES["llama.cpp"]) for m in b.modules]
+    plans = [dict.fromkeys(names, "Q4_0"), {**dict.fromkeys(names, "Q4_0"), names[0]: "Q8_0"}]
+    alone = [DenseOutput(model, check).rows_of(model, plan, data, method) for plan in plans]
+    rounded, heads, cls = [], [], type(find_quantiser(method))
+    quantise, finals = cls.quantise, Walk.finals
+    monkeypatch.setattr(cls, "quantise", lambda s, w, p, level: rounded.append(level.format) or quantise(s, w, p, level))
+    monkeypatch.setattr(Walk, "finals", lambda *a: heads.append(1) or finals(*a))
+    dense = DenseOutput(model, check)
+    together = [dense.rows_of(model, plan, data, method) for plan in (*plans, plans[0])]
+    assert [r.tolist() for r in together] == [r.tolist() for r in (*alone, alone[0])]
+    ends = {m.name for m in end_modules(model)}
+    each = len(names) if method == "rtn" else len(ends)
+    assert len(rounded) == 3 * (len(names) - each) + each + (names[0] in ends or method == "rtn")
+    assert len(heads) == (method != "rtn")
 
 
 def test_every_damage_of_a_table_is_of_the_answers():

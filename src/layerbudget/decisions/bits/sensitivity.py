@@ -45,7 +45,7 @@ from ...sensitivity.directional.terms import QuadraticTerms, interpolated, poole
 from ...sensitivity.directional.trials import Originals
 from ...storage.writing import check_space
 from ..formats.table import ESTIMATOR, Table
-from .apply import quantiser_of, round_matrices
+from .apply import Shared, quantiser_of, round_matrices
 from .blocks import formats_table, modules_by_name
 from .rounding import RoundingErrors
 
@@ -187,6 +187,7 @@ class DenseOutput:
         self.runs = list(unlabelled(model, data, batch_size))
         self.labelled = data.labels is not None
         self._clean: Store | None = None
+        self._shared: dict[Any, Shared] = {}
         with inference(model):
             several = any(batch.length > piece.length for batch in self.runs for piece, _ in pieces_of(model, batch))
             self.pieced = several and not unwalkable(model, (), self.runs)
@@ -283,7 +284,9 @@ class DenseOutput:
 
         The text goes through every layer of a streamed model when that is rounded, so that no more than one layer is held.
         """
+        key = method, repr(own), None if data is None else data.digest
         own |= {"method": method, "batch_size": self.batch_size, "progress": self.progress}
+        own["shared"] = self._shared.setdefault(key, Shared())
         if mapped(model) is not None:
             return self._streamed(model, formats, contexts, data, own)
         held = Originals(model, [Block(name="all", modules=tuple(modules_by_name(model, formats).values()))])
