@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.metadata
 import math
@@ -39,6 +40,12 @@ def keep_freed() -> None:
         return
     tune(_MMAP_THRESHOLD, 1 << 26)  # larger ones lie apart: kept, they do not fit into each other
     tune(_TRIM_THRESHOLD, 1 << 30)
+
+
+def give_back() -> None:
+    """Give the system what :func:`keep_freed` has kept, between phases whose tensors have other sizes."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def in_threads(work: Callable[[T], None], items: Sequence[T], workers: int | None = None) -> None:

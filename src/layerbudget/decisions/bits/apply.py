@@ -344,7 +344,8 @@ class _Rounding(Treating):
                         self.follow(index)
                     if offloaded is not None and (self.writer or self.follow) is not None and layer:
                         offloaded.leave()
-                        offloaded.fresh([job.module.name + ".weight" for job in jobs])
+                        if not offloaded.converts:  # there the copies are gone, and with them what was written into them
+                            offloaded.fresh([job.module.name + ".weight" for job in jobs])
                     tick()
             finally:
                 if walk is not None:

@@ -36,7 +36,7 @@ from ...execution.memory import Store, pieces_of, room_for
 from ...execution.modes import inference
 from ...execution.replay import Replay, unwalkable
 from ...models.blocks import describe
-from ...models.machine import versions
+from ...models.machine import give_back, versions
 from ...models.offload import mapped
 from ...progress import Progress, Steps
 from ...records import Block
@@ -188,6 +188,7 @@ class DenseOutput:
         self.labelled = data.labels is not None
         self._clean: Store | None = None
         self._shared: dict[Any, Shared] = {}
+        give_back()
         with inference(model):
             several = any(batch.length > piece.length for batch in self.runs for piece, _ in pieces_of(model, batch))
             self.pieced = several and not unwalkable(model, (), self.runs)
@@ -287,6 +288,7 @@ class DenseOutput:
         key = method, repr(own), None if data is None else data.digest
         own |= {"method": method, "batch_size": self.batch_size, "progress": self.progress}
         own["shared"] = self._shared.setdefault(key, Shared())
+        give_back()
         if mapped(model) is not None:
             return self._streamed(model, formats, contexts, data, own)
         held = Originals(model, [Block(name="all", modules=tuple(modules_by_name(model, formats).values()))])
