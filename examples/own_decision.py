@@ -18,6 +18,7 @@ from layerbudget.decision import DECISIONS, Decision, Export, PlanRequest, Summa
 from layerbudget.errors import InvalidInput
 from layerbudget.models.blocks import describe, weight_of
 from layerbudget.plan import PlanBlock, payload_of
+from layerbudget.records import Receipt
 from layerbudget.requests import option
 
 
@@ -37,7 +38,7 @@ class Kept16Payload:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Kept16Receipt:
+class Kept16Receipt(Receipt):
     """What was counted: matrices that were rounded, and those that stay."""
 
     rounded: int
@@ -67,13 +68,14 @@ def plan_kept16(model, *, keep=2):
         blocks=tuple(PlanBlock.of(b, 16.0 if b.name in stay else 8.0, int(b.name in stay)) for b in blocks),
         budget={"unit": "layers", "limit": keep, "spent": keep},
         hyperparameters={"keep": keep},
-        extra=dataclasses.asdict(Kept16Payload(errors=errors)),
+        payload=Kept16Payload(errors=errors),
     )
 
 
 def apply_kept16(model, plan, data=None):
     """Round every matrix of the other layers, in place, and return what was counted."""
-    plan.validate(describe(model))
+    identity = describe(model)
+    plan.validate(identity)
     counts = {True: 0, False: 0}
     for name, block in plan.by_module().items():
         counts[block.count == 1] += 1
@@ -81,7 +83,8 @@ def apply_kept16(model, plan, data=None):
             weight = weight_of(model, name)[1]
             with torch.no_grad():
                 weight.copy_(rounded(weight))
-    return Kept16Receipt(rounded=counts[False], kept=counts[True])
+    counted = {"rounded": counts[False], "kept": counts[True]}
+    return Kept16Receipt(plan_digest=plan.digest, identity=identity, model=model, **counted)
 
 
 def skipped_modules(plan):
@@ -106,9 +109,9 @@ class Kept16(Decision):
         ),
     )
 
-    def applier(self):
-        """Return :func:`apply_kept16`."""
-        return apply_kept16
+    def apply(self, model, plan, data=None, **options):
+        """See :func:`apply_kept16`."""
+        return apply_kept16(model, plan, data, **options)
 
     def plan(self, session):
         """Plan from the weights alone: no text is read."""
@@ -123,7 +126,7 @@ class Kept16(Decision):
         tokenizer.save_pretrained(session.request.out)
         plan.save(f"{session.request.out}/plan.json")
         session.say(f"{receipt.rounded} matrices were rounded and {receipt.kept} stay; saved to {session.request.out}.")
-        return {**dataclasses.asdict(receipt), "output": session.request.out, **session.end(plan)}
+        return {**receipt.counted(), "output": session.request.out, **session.end(plan)}
 
     def describe(self, plan):
         """Return what is said of such a plan."""

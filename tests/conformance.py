@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 
+from torch import nn
+
 import layerbudget as lb
 from layerbudget.cli import main
 from layerbudget.decision import DECISIONS, Decision, Summary
 from layerbudget.errors import InvalidInput
 from layerbudget.exports import EXPORTS, format_for
+from layerbudget.records import Receipt
 from layerbudget.reporting.page import write_report
 from layerbudget.requests import Request
 
@@ -68,3 +71,17 @@ def check_plan(plan, folder, capsys):
     except InvalidInput:  # this plan is not what that tool takes; the refusal has a remedy
         return
     assert text.strip()
+
+
+def check_applied(plan, model, data=None, *, cached=False, **options):
+    """Applying it gives a receipt with the model, and a cache where one is planned; neither is in its JSON."""
+    receipt = lb.apply_plan(model, plan, data, **options)
+    assert isinstance(receipt, Receipt) and isinstance(receipt.model, nn.Module)
+    assert receipt.plan_digest == plan.digest and receipt.identity["digest"] == plan.model["digest"]
+    assert (receipt.cache is not None) == cached and (not cached or receipt.cache.get_seq_length() == 0)
+    record = json.loads(json.dumps(receipt.to_dict()))
+    assert record["model"]["digest"] == plan.model["digest"] and not {"cache", "identity"} & set(record)
+    assert set(receipt.counted()) <= set(record)
+    again = type(receipt).from_dict(record)
+    assert again == receipt and again.model is None
+    return receipt

@@ -76,7 +76,7 @@ def test_the_page_on_what_fits_writes_a_model(tmp_path, monkeypatch):
     (block,) = blocks_of("docs/memory.md")
     exec(compile(block, "docs/memory.md", "exec"), space)
     plan, longer = space["plan"], space["longer"]
-    assert space["receipt"].bytes == plan.extra["parts"]["weights"]["bytes"] and (tmp_path / "quantised/cache.json").is_file()
+    assert space["receipt"].bytes == plan.payload.parts["weights"]["bytes"] and (tmp_path / "quantised/cache.json").is_file()
     assert plan.budget["spent"] <= plan.budget["limit"] == longer.budget["limit"] == 12 * 2**20
 
 

@@ -155,7 +155,7 @@ def test_stacks_of_experts_go_to_tools_that_take_them_and_no_others():
     assert (found["lora_target_modules"], found["lora_target_parameters"]) == (names[1:], names[:1])
     halves = tuple(dataclasses.replace(b, value=0.5, count=32) for b in blocks)
     with pytest.raises(InvalidInput, match=r"gate_up_proj is a stack of experts.*layerbudget apply MODEL PLAN"):
-        EXPORTS.find("recipe").text(dataclasses.replace(ranks, kind="sparsity", blocks=halves), {})
+        EXPORTS.find("recipe").text(dataclasses.replace(ranks, kind="sparsity", blocks=halves, payload=None), {})
 
 
 def test_a_format_of_ones_own(sparsity, tmp_path):
@@ -180,7 +180,7 @@ def test_a_decision_brings_its_formats(mistral):
     with DECISIONS.kept(), EXPORTS.kept():
         assert "lengths" not in EXPORTS.names()
         DECISIONS.add("lengths", Lengths())
-        plan = dataclasses.replace(zoo.plan(mistral), kind="lengths", extra={})
+        plan = dataclasses.replace(zoo.plan(mistral), kind="lengths", payload=None)
         assert format_for(plan) == "lengths" and EXPORTS.find("lengths").text(plan, {}) == "its own"
         with pytest.raises(InvalidInput, match="For this plan there are .*lengths"):
             EXPORTS.find("recipe").text(plan, {})

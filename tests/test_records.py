@@ -9,7 +9,10 @@ import pytest
 from tests import zoo
 
 import layerbudget as lb
+from layerbudget.decisions.ranks.payload import RanksPayload
+from layerbudget.decisions.sparsity.payload import SparsityPayload
 from layerbudget.errors import InvalidInput, MissingDependency, UnknownBlock
+from layerbudget.records import fields_in_file
 
 SCORES = zoo.scores(np.arange(1.0, 13.0))
 PLAN = lb.plan_sparsity(SCORES, sparsity=0.5)
@@ -25,9 +28,9 @@ def test_a_record_cannot_be_changed_and_equal_ones_have_one_hash(record):
     with pytest.raises(dataclasses.FrozenInstanceError):
         record.model = {}
     for change in (
-        lambda: record.extra.update(a=1),
         lambda: record.model.pop("id", None),
-        lambda: record.extra.setdefault("b"),
+        lambda: record.model.update(a=1),
+        lambda: record.model.setdefault("b"),
     ):
         with pytest.raises(TypeError, match="cannot be changed"):
             change()
@@ -36,13 +39,45 @@ def test_a_record_cannot_be_changed_and_equal_ones_have_one_hash(record):
 
 
 def test_what_a_record_was_made_from_may_change_later():
-    extra = {"a": [1, 2], "b": {"c": np.arange(3)}}
-    plan = dataclasses.replace(PLAN, extra=extra)
-    extra["a"].append(3)
-    extra["b"]["d"] = 4
-    assert plan.extra["a"] == [1, 2] and list(plan.extra["b"]) == ["c"]
+    path, own = [{"divergence": 0.1}], {"c": np.arange(3)}
+    plan = dataclasses.replace(PLAN, payload=SparsityPayload(path=path, own=own))
+    path.append({})
+    own["d"] = 4
+    assert plan.payload.path == [{"divergence": 0.1}] and list(plan.payload.own) == ["c"]
     with pytest.raises(ValueError, match="read-only"):
-        plan.extra["b"]["c"][0] = 9
+        plan.payload.own["c"][0] = 9
+    with pytest.raises(TypeError, match="cannot be changed"):
+        plan.payload.path[0]["divergence"] = 0.2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.payload.path = ()
+
+
+def test_a_plan_has_the_payload_of_its_kind():
+    with pytest.raises(InvalidInput, match="kind sparsity was given RanksPayload.*Its payload is a SparsityPayload"):
+        dataclasses.replace(PLAN, payload=RanksPayload())
+    with pytest.raises(InvalidInput, match="kind joint was given nothing"):
+        dataclasses.replace(PLAN, kind="joint", payload=None)
+    assert dataclasses.replace(PLAN, kind="ranks", payload=None).payload == RanksPayload()
+    assert PLAN.with_payload(measured=0.5).payload == SparsityPayload(measured=0.5)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Said:
+    always: float
+    maybe: float | None = None
+    some: tuple = ()
+    named: dict = dataclasses.field(default_factory=dict)
+    inner: "Said | None" = None
+
+
+def test_what_has_its_default_is_left_out_of_a_file():
+    assert fields_in_file(Said(always=0.0)) == {"always": 0.0}
+    assert fields_in_file(Said(always=None, maybe=0.0, some=(1,), inner=Said(always=2, named={"a": 1}))) == {
+        "always": None,
+        "maybe": 0.0,
+        "some": [1],
+        "inner": {"always": 2, "named": {"a": 1}},
+    }
 
 
 @pytest.mark.parametrize("record", [PLAN, SCORES], ids=["plan", "scores"])

@@ -18,12 +18,14 @@ from torch import nn
 from layerbudget.compressors.formats import find_format
 from layerbudget.compressors.select import share
 from layerbudget.data.calibration import CalibrationSet
+from layerbudget.decision import DECISIONS
 from layerbudget.decisions.cache.formats import Kept
 from layerbudget.execution import loss as L
 from layerbudget.models import blocks as B
 from layerbudget.plan import Plan, PlanBlock
-from layerbudget.records import Block, Module
+from layerbudget.records import Block, Module, fields_in_file, to_jsonable
 from layerbudget.scores import Scores
+from layerbudget.storage import reading
 
 # --- models ------------------------------------------------------------------------------------------------------------------
 
@@ -334,6 +336,18 @@ def _by_hand(model: nn.Module, kind: str, blocks: tuple[PlanBlock, ...], unit: s
     spent = sum(b.count for b in blocks)
     budget = {"unit": unit, "limit": spent, "spent": spent}
     return Plan(kind=kind, rule="by-hand", model=B.describe(model), blocks=blocks, budget=budget)
+
+
+def saying(plan: Plan, kind: str | None = None, **fields: Any) -> Plan:
+    """The plan with other values, as they stand in a file, of fields of its payload; of a check, what is missing is made up."""
+    kind = kind or plan.kind
+    if fields.get("check"):
+        row = {"kl_error": 0.0, "perplexity": 2.0, "perplexity_error": 0.0, "bytes": 1, "same": False}
+        check = fields["check"] if isinstance(fields["check"], dict) else fields_in_file(fields["check"])
+        rows = {name: {**row, **each} for name, each in check["rows"].items()}
+        fields["check"] = {"data": {}, "dense_perplexity": 1.0, **check, "rows": rows}
+    stored = to_jsonable({**fields_in_file(plan.payload), **{name: fields_in_file(value) for name, value in fields.items()}})
+    return dataclasses.replace(plan, kind=kind, payload=reading.converted(stored, DECISIONS.find(kind).Payload))
 
 
 def scores(values: Sequence[float], sizes: Sequence[int] | None = None, **fields: Any) -> Scores:

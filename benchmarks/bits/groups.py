@@ -105,11 +105,11 @@ class Bench:
         """One plan, in the model as a whole."""
         scores = self.damages(rule, method)
         plan = plan_bits(scores, budget=budget_of(scores, bits), rule=rule if rule in ("uniform", "protect-ends") else "exact")
-        rows = self.joint.rows_of(self.model, plan.extra["formats"], self.fit, method)
+        rows = self.joint.rows_of(self.model, plan.payload.formats, self.fit, method)
         blind = rule in ("uniform", "protect-ends")
         spent = {"passes": 0.0 if blind else scores.extra["formats"]["passes"], "bytes": plan.budget["spent"]}
-        return {"bits": bits, "method": method, "rule": rule, "exact_bits": plan.extra["bits"], **spent,
-                "predicted": plan.extra["predicted"], **describe_rows(rows)}, rows  # fmt: skip
+        return {"bits": bits, "method": method, "rule": rule, "exact_bits": plan.payload.bits, **spent,
+                "predicted": plan.payload.predicted, **describe_rows(rows)}, rows  # fmt: skip
 
 
 def main() -> None:

@@ -62,7 +62,7 @@ def main() -> None:
         for ids in text.input_ids.split(1):
             dense = None
             for each, (plan, own) in ways.items():
-                cache = DynamicCache(config=model.config) if plan is None else lb.apply_plan(model, plan, **own)
+                cache = DynamicCache(config=model.config) if plan is None else lb.apply_plan(model, plan, **own).cache
                 start = time.process_time()
                 found = read(model, cache, ids, a.piece)
                 seconds = time.process_time() - start

@@ -93,19 +93,19 @@ def check_bytes(a: argparse.Namespace, model: Any, tokenizer: Any, text: Any, pl
     folder = Path(tempfile.mkdtemp()) / "out"
     data = None if a.method == "rtn" else text
     receipt = write_memory(lb.load_model(a.model, dtype="float32"), plan, folder, data, tokenizer=tokenizer)
-    parts = plan.extra["parts"]
+    parts = plan.payload.parts
     beside = parts.get("rest of the file", {"bytes": 0})["bytes"]
     counted, planned_file = receipt.file, parts["weights"]["bytes"] + beside  # of folders the headers are an upper bound
     if counted > planned_file or (a.runtime == "llama.cpp" and counted != planned_file):
         raise SystemExit(f"The file has {counted} bytes, planned were {planned_file}.")
     cache = transformers.DynamicCache(config=model.config)
     with torch.no_grad():
-        model(text.input_ids[:1, : plan.extra["context"]], past_key_values=cache, use_cache=True)
-    numbers = plan.extra["batch"] * sum(x.numel() for layer in cache.layers for x in (layer.keys, layer.values))
-    planned = sum(b.numel for b in plan.blocks if b.modules[0] in plan.extra["cache_formats"])
+        model(text.input_ids[:1, : plan.payload.context], past_key_values=cache, use_cache=True)
+    numbers = plan.payload.batch * sum(x.numel() for layer in cache.layers for x in (layer.keys, layer.values))
+    planned = sum(b.numel for b in plan.blocks if b.modules[0] in plan.payload.cache_formats)
     if numbers != planned:
         raise SystemExit(f"A filled cache has {numbers} numbers, planned were {planned}.")
-    said = f"Written and counted: {counted:,} bytes of file, {planned_file:,} planned; a filled cache of {plan.extra['batch']} sequences has "
+    said = f"Written and counted: {counted:,} bytes of file, {planned_file:,} planned; a filled cache of {plan.payload.batch} sequences has "
     imatrix = folder / "imatrix.gguf"
     return f"{said}{numbers:,} numbers, as planned.", imatrix if imatrix.is_file() else None
 

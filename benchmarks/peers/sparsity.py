@@ -154,11 +154,11 @@ def search(bench, a):
             started = time.process_time()
             plan = plan_sparsity(bench.model, bench.data, sparsity=sparsity, method=method)
             seconds = time.process_time() - started
-            ours = plan.extra["forward_passes"]
+            ours = plan.payload.forward_passes
             if not bench.has(part="search", method=method, sparsity=sparsity, rule="directional"):
                 value = bench.applied(plan, method)
                 bench.keep(part="search", method=method, sparsity=sparsity, rule="directional", forwards=ours, seconds=seconds,
-                           value=value, measured=plan.extra["measured"])  # fmt: skip
+                           value=value, measured=plan.payload.measured)  # fmt: skip
             with tempfile.TemporaryDirectory() as temporary:
                 folder = Path(temporary) / "levels"
                 folder.mkdir()

@@ -34,8 +34,8 @@ def files(name: str, bits: float, folder: Path) -> dict[str, dict[str, Any]]:
     for label, rule in RULES.items():
         plan = lb.plan_bits(scores, bits=bits, rule=rule)
         receipt = lb.write_bits(lb.load_model(name, **how), plan, folder / rule, tokenizer=tokenizer)
-        kinds = sorted(set(plan.extra["formats"].values()))
-        held = list(plan.extra["formats"].values())
+        kinds = sorted(set(plan.payload.formats.values()))
+        held = list(plan.payload.formats.values())
         made[label] = {"file": folder / rule / "model.gguf", "bits": receipt.bits, "types": {k: held.count(k) for k in kinds}}
     return made
 

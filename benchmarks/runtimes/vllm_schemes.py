@@ -151,11 +151,11 @@ def rows(name: str, scores: Any, budgets: list[float], fresh: Callable[[], torch
         plan, model = lb.plan_bits(scores, bits=bits), fresh()
         with tempfile.TemporaryDirectory() as folder:
             lb.write_bits(model, plan, Path(folder) / "out")
-            kinds = Counter(schemes(Path(folder) / "out", list(plan.extra["formats"])).values())
+            kinds = Counter(schemes(Path(folder) / "out", list(plan.payload.formats)).values())
             read = {n: t for f in (Path(folder) / "out").glob("*.safetensors") for n, t in load_file(f).items()}
-            count, same, several = check_fp4(read, model, dict(plan.extra["formats"]))
+            count, same, several = check_fp4(read, model, dict(plan.payload.formats))
         told = ", ".join(f"{c} {k}" for k, c in sorted(kinds.items()))
-        lines.append(f"| {name} | {plan.extra['bits']:.3f} | {told} | {count} | {same} | {several} |")
+        lines.append(f"| {name} | {plan.payload.bits:.3f} | {told} | {count} | {same} | {several} |")
     return lines
 
 

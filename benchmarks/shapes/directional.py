@@ -63,7 +63,7 @@ class Bench:
             plan = dataclasses.replace(plan, hyperparameters={**plan.hyperparameters, "compensate": compensate})
         smaller = copy.deepcopy(self.model)
         receipt = apply_shapes(smaller, plan, data)
-        extra = {"dropped": len(receipt.dropped), "measured": plan.extra["measured"]}
+        extra = {"dropped": len(receipt.dropped), "measured": plan.payload.measured}
         if plan.hyperparameters.get("depth"):
             extra["flops"] = 1.0 - receipt.saved / receipt.before
         if plan.hyperparameters.get("even"):
@@ -91,7 +91,7 @@ class Bench:
         if ways:
             plan = plan_shapes(self.model, data, budget, **BY, **options)
             for way in ways:
-                self.applied(name, budget, seed, plan, plan.extra["forward_passes"], data, way)
+                self.applied(name, budget, seed, plan, plan.payload.forward_passes, data, way)
 
 
 def run(bench, a):

@@ -52,8 +52,8 @@ def main() -> None:
         column = [(save, shape)]
         for limit in budgets:
             plan = plan_bits(scores, budget=f"{limit} bytes")
-            rows = joint.rows_of(model, plan.extra["formats"], data, a.method)
-            column.append((plan.extra["bits"], describe_rows(rows)["kl"]))
+            rows = joint.rows_of(model, plan.payload.formats, data, a.method)
+            column.append((plan.payload.bits, describe_rows(rows)["kl"]))
             print(save, limit, plan.budget["spent"], *column[-1], flush=True)
         columns.append(column)
     head = [f"{save:g} % of FLOPs gone (shape alone {shape:.3g})" for (save, shape), *_ in columns]

@@ -67,16 +67,17 @@ def shapes(model):
 
 def permuted(plan, seed=0):
     """The same numbers of units of each kind, dealt out to other layers."""
-    names = {k: [n for n, s in plan.extra["shapes"].items() if s["kind"] == k] for k in ("heads", "mlp")}
+    parts = plan.payload.shapes
+    names = {k: [n for n, s in parts.items() if s.kind == k] for k in ("heads", "mlp")}
     source = {
         n: m for group in names.values() for n, m in zip(group, random.Random(seed).sample(group, len(group)), strict=True)
     }
-    shapes = {n: {**s, "removed": plan.extra["shapes"][source[n]]["removed"]} for n, s in plan.extra["shapes"].items()}
+    shapes = {n: dataclasses.replace(s, removed=parts[source[n]].removed) for n, s in parts.items()}
     was = {b.name: b for b in plan.blocks}
     blocks = tuple(
         dataclasses.replace(b, value=was[m].value, count=was[m].count) if (m := source.get(b.name)) else b for b in plan.blocks
     )
-    return dataclasses.replace(plan, blocks=blocks, extra={**plan.extra, "shapes": shapes})
+    return dataclasses.replace(plan, blocks=blocks).with_payload(shapes=shapes)
 
 
 def by_program(model, data, budget, a):
@@ -160,7 +161,7 @@ def main():
         rows.append({
             "model": name, "parameters": sum(p.numel() for p in m.parameters()), "flops": flops(m), "bytes": stored,
             "exportable": exportable, "seconds": times[name], "perplexity": perplexity(m, held_out).value,
-            "predicted_damage": plans[name].extra["predicted"] if name in plans else None,
+            "predicted_damage": plans[name].payload.predicted if name in plans else None,
             "heads_by": plans[name].hyperparameters["by"] if name in plans else None,
             "layers": shapes(m),
         })  # fmt: skip

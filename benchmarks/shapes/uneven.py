@@ -56,7 +56,7 @@ def plan_all(a: argparse.Namespace) -> None:
                 more = {"multiple": a.multiple, "strides": a.strides, "by": a.by, "compensate": a.compensate, **own}
                 plan = lb.plan_shapes(model, data, f"{save}% flops", passes=a.passes, **more)
                 plan.save(file)
-                print(way, save, plan.extra["measured"], f"{time.process_time() - started:.0f} s", flush=True)
+                print(way, save, plan.payload.measured, f"{time.process_time() - started:.0f} s", flush=True)
 
 
 def plan_at_once(a: argparse.Namespace) -> None:
@@ -67,7 +67,7 @@ def plan_at_once(a: argparse.Namespace) -> None:
         print(f"{way}: {passes} forward equivalents, {time.process_time() - started:.0f} s", flush=True)
         for save, plan in zip(a.saves, plans.values(), strict=True):
             plan.save(a.scratch / f"{way}-{save:g}.json")
-            print(way, save, plan.extra["predicted"], flush=True)
+            print(way, save, plan.payload.predicted, flush=True)
 
 
 def one_look(a: argparse.Namespace, model: Any, data: Any, *, even: bool) -> tuple[dict[str, lb.Plan], float]:
@@ -96,7 +96,7 @@ def one_look(a: argparse.Namespace, model: Any, data: Any, *, even: bool) -> tup
         for budget, space in spaces.items():
             with contextlib.suppress(InfeasibleBudget):
                 state, choice = space.step(alternatives, damage)
-                if budget not in plans or choice.damage < plans[budget].extra["predicted"]:
+                if budget not in plans or choice.damage < plans[budget].payload.predicted:
                     unit = next((p.by for p in space.parts if p.kind == "heads"), word)
                     plans[budget] = space.plan(state, choice.damage, choice, {**hyper, "by": unit}, describe(model))
     return {budget: plans[budget] for budget in budgets if budget in plans}, passes

@@ -191,7 +191,8 @@ def task(name: str, model: Any, data: CalibrationSet, batch_size: int, folder: P
 def bits_task(name: str, model: Any, data: CalibrationSet, batch_size: int, folder: Path) -> Callable[[], Any]:
     """``plan bits --stream`` with two draws, or ``quantize --stream`` of a plan without a measurement."""
     from layerbudget.decisions.bits.blocks import formats_table
-    from layerbudget.decisions.formats.program import extra_of, plan_blocks, uniform
+    from layerbudget.decisions.bits.payload import BitsPayload
+    from layerbudget.decisions.formats.program import of_weights, plan_blocks, uniform
 
     if name == "plan-bits":
         return lambda: lb.plan_bits(model, data, bits=4.5, group=32, draws=2, batch_size=batch_size)
@@ -203,8 +204,10 @@ def bits_task(name: str, model: Any, data: CalibrationSet, batch_size: int, fold
     limit = int(table.size[:, :2].sum(0).mean())
     chosen = uniform(table, limit)
     blocks = plan_blocks(table, chosen)
+    nothing: dict[str, Any] = {"bits": 0.0, "predicted": 0.0, "predicted_error": 0.0, "baselines": {}, "near_ties": []}
+    payload = BitsPayload(**of_weights(table, chosen), **nothing)
     plan = lb.Plan(
-        kind="bits", rule="uniform", model=describe(model), blocks=blocks, extra=extra_of(table, chosen),
+        kind="bits", rule="uniform", model=describe(model), blocks=blocks, payload=payload,
         budget={"unit": "bytes", "limit": limit, "spent": sum(b.count for b in blocks)},
     )  # fmt: skip
     method = name.removeprefix("quantize-")
@@ -242,7 +245,7 @@ def run_one(given: argparse.Namespace) -> dict[str, Any]:
         result = task(given.task, model, data, given.batch_size, Path(folder))()
     seconds = now(given.device) - start
     watch.ended.set()
-    passes = result.extra["forward_passes"] if given.task == "measure" else 3.0
+    passes = result.payload.forward_passes if given.task == "measure" else 3.0
     reached = None if given.task in BITS else share_of_peak(given.task, model, data, passes, seconds, given.device)
     more, count = {} if reached is None else {"of_peak": reached}, model.config.num_hidden_layers
     if len(marks) == count + 2:  # head, layers from the last to the first, embedding
@@ -302,6 +305,8 @@ def main() -> None:
     parser.add_argument("--name")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
+    if given.scratch is not None:
+        given.scratch.mkdir(parents=True, exist_ok=True)
     if given.task:
         sys.stdout.write(json.dumps(run_one(given)) + "\n")
         return
@@ -314,10 +319,11 @@ def main() -> None:
             continue
         rows.append(json.loads(done.stdout.strip().splitlines()[-1]))
         sys.stderr.write(f"{rows[-1]}\n")
+        size = f"{rows[0]['parameters'] / 1e9:.2f} B parameters, {given.samples} x {given.length} tokens"
+        title = f"{given.name or given.model.name}: {size}"
+        write_section("size", title, table(rows, given), out=given.out)  # after each: a later one may be ended
     if not rows:
         raise SystemExit("No task ended well.")
-    size = f"{rows[0]['parameters'] / 1e9:.2f} B parameters, {given.samples} x {given.length} tokens"
-    write_section("size", f"{given.name or given.model.name}: {size}", table(rows, given), out=given.out)
 
 
 if __name__ == "__main__":

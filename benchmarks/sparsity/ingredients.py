@@ -56,8 +56,8 @@ def ablation(a):
             seconds, pruned = time.process_time() - started, copy.deepcopy(model)
             receipt = prune(pruned, plan, data, "wanda")
             row = {"what": what, "seed": seed, "samples": a.samples, "sparsity": receipt.sparsity, "seconds": seconds}
-            row |= {"value": perplexity(pruned, held_out).value, "passes": plan.extra["forward_passes"]}
-            row |= {"measured": plan.extra["measured"], "held_out": None} | {"steps": len(plan.extra["path"]) - 1}
+            row |= {"value": perplexity(pruned, held_out).value, "passes": plan.payload.forward_passes}
+            row |= {"measured": plan.payload.measured, "held_out": None} | {"steps": len(plan.payload.path) - 1}
             keep_row(name, row, a.out)
     table_of_ablation(a, read_rows(name, a.out))
 

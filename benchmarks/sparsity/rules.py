@@ -87,7 +87,7 @@ class Bench:
             started = time.process_time()
             options = {"passes": PASSES if steps is None else 3.0 + 3.0 * steps, **options}
             plan = plan_sparsity(self.model, self.calibration(seed), sparsity=sparsity, by=by, method=method, **options)
-            return plan, plan.extra["forward_passes"], time.process_time() - started
+            return plan, plan.payload.forward_passes, time.process_time() - started
         estimator, by, how = SCORED[rule]
         if estimator is None:
             return plan_sparsity(self.blocks[by], sparsity=sparsity, max_sparsity=cap, rule=how), 0.0, 0.0
@@ -259,7 +259,7 @@ def measure(bench, method, rule, sparsity, seed):
         recounted, value = bench.measure(plan, method, seed)
         row |= {"sparsity": recounted, "value": value.value, "forwards": cost, "seconds": cpu}
         if rule in DIRECTIONAL:
-            row |= {k: plan.extra[k] for k in ("predicted", "measured")}
+            row |= {k: getattr(plan.payload, k) for k in ("predicted", "measured")}
     except Exception as error:
         row["error"] = f"{type(error).__name__}: {error}".split(" (/")[0][:300]
     return row

@@ -22,10 +22,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from . import requests
 from .errors import InvalidInput
+from .records import Receipt
 from .registry import Registry, options_of, resolve_options
 from .requests import TextRequest, option, out_option, resume_option
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from .data.calibration import CalibrationSet
     from .plan import Plan, PlanBlock
     from .scores import Scores
 
@@ -170,7 +174,7 @@ class Session(Protocol):
         """Return the same as it follows what is done; empty without a text."""
 
     def size(self, data: Any) -> Any:
-        """Return how much text is read, as :mod:`layerbudget.cost` counts it."""
+        """Return how much text is read, as forecasts count it."""
 
     def share(self, model: Any, blocks: Sequence[Any]) -> None:
         """Say which share of the weights the blocks hold, where that is not nearly all."""
@@ -260,6 +264,11 @@ class ScoresRequest(requests.Request):
         self.refuse(("dry_run",), "scores: planning from them takes seconds")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NoPayload:
+    """What plans say beside the blocks where their decision says nothing more."""
+
+
 class Decision:
     """One kind of decision; a subclass says what is its own, and the rest is as here."""
 
@@ -289,9 +298,7 @@ class Decision:
     protocol_options: ClassVar[tuple[str, ...]] = ()
     adapter_type: ClassVar[str] = ""  #: PEFT's name of the type of its adapters, where PEFT alone does not know it.
     merges: ClassVar[bool] = True  #: Whether what was trained can be added to the weights of a model.
-    Payload: ClassVar[Any] = dict[
-        str, Any
-    ]  #: Frozen dataclass of what only such plans say; its fields are the keys in the file.
+    Payload: ClassVar[type] = NoPayload  #: Frozen dataclass of what only such plans say; its fields are the keys in the file.
     Settings: ClassVar[Any] = None  #: Type of those hyperparameters that applying it reads.
     Request: ClassVar[type[requests.Request]] = PlanRequest  #: All that ``plan`` can be asked.
     Write: ClassVar[type[requests.Request]] = WriteRequest  #: All that ``apply`` can be asked.
@@ -312,9 +319,19 @@ class Decision:
         """Return ``(scores, **{budget: ...}, **options) -> Plan``; None where a plan is not made from scores by one call."""
         return None
 
-    def applier(self) -> Callable[..., Any] | None:
-        """Return ``(model, plan, data=None, **options) -> receipt``; None where a plan is not applied by one call."""
-        return None
+    def apply(self, model: nn.Module, plan: Plan, data: CalibrationSet | None = None, **options: Any) -> Receipt:
+        """Give a model in memory what a plan says; the receipt has the model, and a cache where one is planned.
+
+        Args:
+            model: The model that the plan was made for; most decisions change it in place.
+            plan: A plan of this decision.
+            data: Calibration tokens, where inputs are read.
+            **options: Those of the function that a decision applies its plans by.
+
+        Raises:
+            InvalidInput: Such a plan is not applied by one call.
+        """
+        raise InvalidInput(f"A plan of kind {self.name} cannot be applied by one call.", "", self.summary)
 
     def write(self, session: Session, plan: Plan) -> dict[str, Any]:
         """Apply a plan, write the model, and return what the command prints as JSON."""
@@ -524,6 +541,16 @@ EXPORTS = _Exports("export format", group="layerbudget.exports", summaries=True)
 def decision_of(plan: Plan) -> Decision:
     """Return the decision that a plan is of."""
     return DECISIONS.find(plan.kind)
+
+
+def check_no_text(kind: str, data: object) -> None:
+    """Refuse calibration tokens where applying a plan reads none.
+
+    Raises:
+        InvalidInput: There are some.
+    """
+    if data is not None:
+        raise InvalidInput(f"Calibration tokens were given, and a plan of kind {kind} reads none.", "", "Leave them out.")
 
 
 def check_kind(kind: str, wanted: Sequence[str], what: str) -> None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+import msgspec
 import numpy as np
 from typing_extensions import Self
 
 from .decision import DECISIONS
 from .errors import CorruptFile, InvalidInput, ModelMismatch, NotFound
-from .records import Block, BlockRecord
+from .records import Block, BlockRecord, fields_in_file, freeze_fields, to_jsonable
 from .storage import reading
 from .storage.schemas import Certificate, PlanBudget
 from .storage.writing import new_file
@@ -49,8 +49,9 @@ class Plan(BlockRecord):
 
     what: ClassVar[str] = "plan"
     aside: ClassVar[tuple[str, ...]] = (*BlockRecord.aside, "data")
+    keys: ClassVar[Mapping[str, str]] = {"payload": "extra"}
 
-    kind: str  #: ``sparsity``, ``bits``, ``ranks``, ... (:mod:`layerbudget.kinds`).
+    kind: str  #: ``sparsity``, ``bits``, ``ranks``, ... (:mod:`layerbudget.decision`).
     rule: str  #: Name of the rule that made it (``mdl``, ``uniform``, ``owl``, ...).
     model: Mapping[str, Any]  #: ``{id, revision, digest}`` of the model that it belongs to.
     blocks: tuple[PlanBlock, ...]  #: What each block gets, in natural order.
@@ -59,13 +60,20 @@ class Plan(BlockRecord):
     #: ``{status, multiplier, gap, kkt_residual, inert[], ...}``; empty for rules without a program.
     certificate: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     scores_digest: str | None = None  #: Content hash of the scores file, null for rules that use none.
-    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)  #: What only some plans say.
+    #: What only plans of this kind say: a ``Payload`` of the decision, ``extra`` in the file; see :func:`payload_of`.
+    payload: Any = None
     #: ``{source, samples, length, digest, seed}`` of the text that decided, where the plan was made from measured damages.
     data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     made_by: str = ""  #: The command that made it; empty where Python did.
 
     def __post_init__(self) -> None:
-        DECISIONS.find(self.kind)
+        payload = DECISIONS.find(self.kind).Payload
+        if self.payload is None and not any(_is_required(field) for field in dataclasses.fields(payload)):
+            object.__setattr__(self, "payload", payload())
+        if not isinstance(self.payload, payload):
+            what = f"A plan of kind {self.kind} was given {'nothing' if self.payload is None else type(self.payload).__name__}."
+            raise InvalidInput(what, f"Its payload is a {payload.__name__}.", "Make one, and give it as payload.")
+        object.__setattr__(self, "payload", freeze_fields(self.payload))
         super().__post_init__()
 
     @property
@@ -83,17 +91,23 @@ class Plan(BlockRecord):
         """Method and options of the pruner whose damage decided a plan of sparsities; None where no pruner was measured."""
         if self.kind != "sparsity" or "method" not in self.hyperparameters:
             return None, {}
-        return str(self.hyperparameters["method"]), dict(self.hyperparameters.get("own") or self.extra.get("own") or {})
+        return str(self.hyperparameters["method"]), dict(
+            self.hyperparameters.get("own") or getattr(self.payload, "own", None) or {}
+        )
 
     @property
     def sparsity(self) -> float:
         """Pruned parameters over prunable parameters (sparsity plans)."""
         return int(self.counts.sum()) / int(self.numel.sum())
 
-    @functools.cached_property
-    def payload(self) -> Any:
-        """What only plans of this kind say, as the decision's own type; see :func:`payload_of`."""
-        return reading.converted(self.extra, DECISIONS.find(self.kind).Payload)
+    def with_payload(self, **changes: Any) -> Self:
+        """Return the plan with other values of some fields of its payload."""
+        return dataclasses.replace(self, payload=dataclasses.replace(self.payload, **changes))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content of the file."""
+        record = super().to_dict()
+        return {**record, "extra": to_jsonable(fields_in_file(self.payload))}
 
     @property
     def rows(self) -> RowGroups | None:
@@ -102,10 +116,10 @@ class Plan(BlockRecord):
         Raises:
             NotFound: Only the JSON of such a plan was read, not the file of its counts.
         """
-        found: Any = self.extra.get("rows")
-        if isinstance(found, Mapping):
+        rows: Any = getattr(self.payload, "rows", None)
+        if isinstance(rows, Mapping):
             raise NotFound("The plan decides groups of rows, and their counts are not at hand.", "", "Use Plan.load(path).")
-        return found  # type: ignore[no-any-return]
+        return rows  # type: ignore[no-any-return]
 
     def __getitem__(self, name: str) -> PlanBlock:
         return self.blocks[self.index_of(name)]
@@ -131,10 +145,18 @@ class Plan(BlockRecord):
     def load(cls, path: Path | str) -> Self:
         """Read the file, and the counts of its groups of rows; errors as of :meth:`Record.load`."""
         plan = super().load(path)
-        if "rows" not in plan.extra:
-            return plan
-        rows = RowGroups.load(path, plan.extra["rows"])
-        return dataclasses.replace(plan, extra={**plan.extra, "rows": rows})
+        record = getattr(plan.payload, "rows", None)
+        return plan if record is None else plan.with_payload(rows=RowGroups.load(path, record))
+
+    @classmethod
+    def _from_file(cls, stored: Any) -> Self:
+        payload = DECISIONS.find(stored.kind).Payload
+        reading.check_loose(stored.payload, cls.what, "extra")
+        try:
+            typed = reading.converted(stored.payload or {}, payload)
+        except ValueError as error:
+            raise _unreadable("extra", error) from error
+        return super()._from_file(msgspec.structs.replace(stored, payload=typed))
 
     def by_module(self) -> dict[str, PlanBlock]:
         """Map every module's full name to its block's decision."""
@@ -160,15 +182,23 @@ class Plan(BlockRecord):
     def _check(self) -> None:
         super()._check()
         decision = DECISIONS.find(self.kind)
-        shapes: dict[str, Any] = {"budget": PlanBudget, "extra": decision.Payload}
+        shapes: dict[str, Any] = {"budget": PlanBudget}
         shapes |= {"certificate": Certificate} if self.certificate else {}
         shapes |= {} if decision.Settings is None else {"hyperparameters": decision.Settings}
         for name, shape in shapes.items():
             try:
                 reading.converted(getattr(self, name), shape)
             except ValueError as error:
-                raise CorruptFile(f"The {name} of this plan does not read ({error}).", "", "Make the plan again.") from error
+                raise _unreadable(name, error) from error
         decision.check(self)
+
+
+def _unreadable(name: str, error: ValueError) -> CorruptFile:
+    return CorruptFile(f"The {name} of this plan does not read ({error}).", "", "Make the plan again.")
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def payload_of(plan: Plan, kind: type[P]) -> P:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import html
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
 import msgspec
 import numpy as np
@@ -192,18 +193,50 @@ def freeze(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         value = value.view()
         value.flags.writeable = False
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and not hasattr(value, "to_dict"):
+        return freeze_fields(value)
     return value
 
 
+def freeze_fields(value: Any) -> Any:
+    """Return a frozen dataclass with frozen values of its fields."""
+    return dataclasses.replace(value, **{f.name: freeze(getattr(value, f.name)) for f in dataclasses.fields(value)})
+
+
+def fields_in_file(value: Any) -> Any:
+    """Return a dataclass of settings or results as it stands in a file: what has its default, or is empty, is left out.
+
+    A field without a default is always there, one whose default is None where it is something else. A class that has
+    ``to_dict`` says itself what is there.
+    """
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: fields_in_file(v) for f in dataclasses.fields(value) if not _is_default(f, v := getattr(value, f.name))}
+    if isinstance(value, Mapping):
+        return {name: fields_in_file(item) for name, item in value.items()}
+    return [fields_in_file(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
+    """Whether a field has its default: the one value, or nothing in a collection."""
+    if field.default_factory is not dataclasses.MISSING:
+        return not value
+    return field.default is not dataclasses.MISSING and (value is field.default or (field.default == () and not value))
+
+
 class Record:
-    """Base of the dataclasses that are this package's JSON files; their fields are the file's keys."""
+    """Base of the dataclasses that are this package's JSON files; their fields are the file's keys, but for :attr:`keys`."""
 
     what: ClassVar[str] = "record"  # the word for such a file
     command: ClassVar[str | None] = None  # the command that makes one, where it is another word
+    keys: ClassVar[Mapping[str, str]] = {}  # keys in the file of fields that have another name here
+    unwritten: ClassVar[tuple[str, ...]] = ()  # fields that are in memory alone
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of the file."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        names = [f.name for f in dataclasses.fields(self) if f.name not in self.unwritten]  # type: ignore[arg-type]
+        fields = {self.keys.get(name, name): getattr(self, name) for name in names}
         fields = {name: to_jsonable(value) if isinstance(value, Frozen) else value for name, value in fields.items()}
         if isinstance(fields.get("blocks"), tuple):
             fields["blocks"] = [b.to_dict() for b in fields["blocks"]]
@@ -222,13 +255,18 @@ class Record:
             InvalidInput: A key is missing, or a value has another type or range than the field.
         """
         try:
-            rebuilt: Self = reading.converted(to_jsonable(record), cls)
+            rebuilt = cls._from_file(reading.converted(to_jsonable(record), _file_type(cls)))  # type: ignore[arg-type]
         except msgspec.MsgspecError as error:
             raise InvalidInput(
                 f"This is no {cls.what} record: {error}.", "", "Take the JSON form as it was written."
             ) from error
         rebuilt._check()
         return rebuilt
+
+    @classmethod
+    def _from_file(cls, stored: Any) -> Self:
+        """Return the record of what was read of a file: a record already, or its values by field."""
+        return stored if isinstance(stored, cls) else cls(**{n: getattr(stored, n) for n in stored.__struct_fields__})
 
     def _check(self) -> None:
         """Refuse what is too deep or holds too large numbers."""
@@ -252,9 +290,24 @@ class Record:
             CorruptFile: Not such a file.
             InvalidInput: Values that contradict each other.
         """
-        loaded: Self = read_json(path, cls.what, cls.command, as_type=cls)
+        loaded = cls._from_file(read_json(path, cls.what, cls.command, as_type=_file_type(cls)))  # type: ignore[arg-type]
         loaded._check()
         return loaded
+
+
+@functools.cache
+def _file_type(record: Any) -> Any:
+    """The type that a file of records is read as: the record itself, or its fields by the keys of the file."""
+    if not record.keys and not record.unwritten:
+        return record
+    hints, fields = get_type_hints(record, include_extras=True), list[Any]()
+    for field in dataclasses.fields(record):
+        default = msgspec.NODEFAULT if field.default is dataclasses.MISSING else field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = msgspec.field(default_factory=field.default_factory)
+        if field.name not in record.unwritten:
+            fields.append((field.name, hints[field.name], default))
+    return msgspec.defstruct(record.__name__, fields, rename=dict(record.keys), kw_only=True)
 
 
 class BlockRecord(Record):
@@ -395,24 +448,33 @@ class Result(Mapping[str, Any]):
         return len(self.__dict__)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Receipt(Result):
-    """What is given back where a plan was applied in memory: which plan to which model, and what a subclass has counted.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Receipt(Record):
+    """What is given back where a plan was applied: which plan to which model, the model, and what a subclass has counted.
 
     Attributes:
         plan_digest: Digest of the plan.
-        model: What :func:`layerbudget.models.blocks.describe` says of the model before.
+        identity: What :func:`layerbudget.models.blocks.describe` says of the model before; ``model`` in a file.
         notes: Sentences on what was met on the way.
+        model: The model that has what the plan says; not in a file.
+        cache: An empty cache that keeps keys and values as the plan says, where it decides a cache; not in a file.
     """
 
+    what: ClassVar[str] = "receipt"
+    command: ClassVar[str | None] = "apply"
+    keys: ClassVar[Mapping[str, str]] = {"identity": "model"}
+    unwritten: ClassVar[tuple[str, ...]] = ("model", "cache")
+
     plan_digest: str
-    model: Mapping[str, Any]
+    identity: Mapping[str, Any]
     notes: tuple[str, ...] = ()
+    model: Any = dataclasses.field(default=None, repr=False, compare=False)
+    cache: Any = dataclasses.field(default=None, repr=False, compare=False)
 
     def counted(self) -> dict[str, Any]:
         """Return what was counted, by field: that which is not said of every receipt."""
         common = {field.name for field in dataclasses.fields(Receipt)}
-        return {name: value for name, value in self.items() if name not in common}
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in common}
 
 
 def unit_of(size: float) -> tuple[int, str]:

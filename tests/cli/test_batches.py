@@ -74,7 +74,7 @@ def test_verbs_give_the_same_in_little_memory(saved_model, tmp_path, scarce, cap
     moved = np.abs(plans[0].counts - plans[1].counts).sum() / plans[0].counts.sum()
     # A search takes its steps by measured numbers: where two are near each other, their last digit decides, on some processors.
     assert plans[0].counts.sum() == plans[1].counts.sum() and moved < 0.01
-    assert plans[0].extra["measured"] == pytest.approx(plans[1].extra["measured"], rel=0.05)
+    assert plans[0].payload.measured == pytest.approx(plans[1].payload.measured, rel=0.05)
     assert room["zeros"] == none["zeros"]
     assert none["scores"] == pytest.approx(room["scores"], rel=1e-5)
     a, b = (next(iter(f["perplexity"].values())) for f in found)

@@ -16,6 +16,7 @@ from layerbudget.cli import display, main
 from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.models.blocks import partition
 from layerbudget.plan import Plan
+from layerbudget.records import fields_in_file
 from layerbudget.reporting.explain import explain_plan
 from layerbudget.reporting.tables import grid_table
 from layerbudget.reporting.verdict import expected, verdict
@@ -77,7 +78,7 @@ def test_a_plan_ends_with_its_verdict_and_the_command_that_follows(made, kind):
     result, lines, plan = made(kind)
     assert lines[-2] == verdict(plan) and lines[-2].startswith("Verdict: ") and lines[-2].endswith(".")
     if kind == "cache":  # of transformers: an object of Python, no file of another tool
-        assert lines[-1].startswith("Next, in Python: layerbudget.apply_plan(model, layerbudget.Plan.load('cache.json'))")
+        assert lines[-1].startswith("Next, in Python: layerbudget.apply_plan(model, layerbudget.Plan.load('cache.json')).cache")
         return
     words = shlex.split(lines[-1].removeprefix("Next: "))
     assert lines[-1].startswith("Next: layerbudget ") and f"{kind}.json" in words and parsed(words[1:])
@@ -90,20 +91,20 @@ def test_a_plan_ends_with_its_verdict_and_the_command_that_follows(made, kind):
 
 def test_the_verdict_has_the_numbers_of_the_plan(made):
     _, lines, plan = made("sparsity")
-    own, start = plan.extra["measured"], plan.extra["path"][0]["divergence"]
+    own, start = plan.payload.measured, plan.payload.path[0]["divergence"]
     share = 100 * (1 - own / start)
     told = f"{share:.{0 if share >= 10 else 1}f} % less than uniform" if share > 0.5 else "level with uniform"
     assert told in lines[-2] and own <= start
     assert "50 % of the weights" in lines[-2] and f"{own:.3g} nats" in lines[-2]
     _, lines, plan = made("bits")
     beside = "\n".join(lines[:-2])
-    check = plan.extra["check"]["rows"]
-    assert f"{check[plan.rule]['kl']:.3g} nats per token" in lines[-2] and "held-out" in lines[-2]
-    assert f"{check['uniform']['kl']:.3g}" in beside or plan.rule == "uniform" or check["uniform"]["same"]
+    check = plan.payload.check.rows
+    assert f"{check[plan.rule].kl:.3g} nats per token" in lines[-2] and "held-out" in lines[-2]
+    assert f"{check['uniform'].kl:.3g}" in beside or plan.rule == "uniform" or check["uniform"].same
     _, lines, plan = made("ranks")
-    assert f"have {plan.extra['uniform_share']:.1%} of the plan's gain" in lines[-2]
+    assert f"have {plan.payload.uniform_share:.1%} of the plan's gain" in lines[-2]
     _, lines, plan = made("expert-pruning")
-    assert f"{plan.counts.sum()} of 24 experts stay" in lines[-2] and f"{plan.extra['measured']:.3g} nats" in lines[-2]
+    assert f"{plan.counts.sum()} of 24 experts stay" in lines[-2] and f"{plan.payload.measured:.3g} nats" in lines[-2]
     _, lines, plan = made("shapes")
     assert "Every runtime loads" in lines[-2] and "layers that differ" in lines[-2]
 
@@ -111,31 +112,33 @@ def test_the_verdict_has_the_numbers_of_the_plan(made):
 def test_one_damage_of_smaller_shapes_leads_and_says_of_which_text_it_is(made):
     """A plan had three damages, forecast, measured and predicted; that of its verdict was of the text that decided."""
     _, lines, plan = made("shapes")
-    e = plan.extra
-    assert e["crossed"] and f"{e['predicted']:.3g} nats per token to be expected on other text" in lines[-2]
+    payload = plan.payload
+    assert payload.crossed and f"{payload.predicted:.3g} nats per token to be expected on other text" in lines[-2]
     shown = "\n".join(lines)
-    assert f"{e['measured']:.3g}" not in shown and "predicted of the first plan" not in shown
-    assert f"planned to cost {e['predicted']:.3g} nats per token to be expected on other text" in expected(plan)
+    assert f"{payload.measured:.3g}" not in shown and "predicted of the first plan" not in shown
+    assert f"planned to cost {payload.predicted:.3g} nats per token to be expected on other text" in expected(plan)
     told = " ".join(explain_plan(plan)["sentences"])
-    assert f"On the text that decided, cut and refitted, it costs {e['measured']:.4g}" in told
-    assert f"On other text expect {e['predicted']:.4g}" in told
-    alone = dataclasses.replace(plan, extra={**e, "crossed": False})
-    assert f"{e['measured']:.3g} nats per token on the text that decided" in verdict(alone)
+    assert f"On the text that decided, cut and refitted, it costs {payload.measured:.4g}" in told
+    assert f"On other text expect {payload.predicted:.4g}" in told
+    alone = zoo.saying(plan, crossed=False)
+    assert f"{payload.measured:.3g} nats per token on the text that decided" in verdict(alone)
 
 
 def test_one_damage_of_fewer_experts_leads_and_says_of_which_text_it_is(made):
     """A plan had four damages: forecast, measured, predicted, and that of the text that chose; the first two had one name."""
     _, lines, plan = made("expert-pruning")
-    e, shown = plan.extra, "\n".join(lines)
-    leads = f"{e['measured']:.3g} nats per token measured with the others masked, on other text"
-    assert e["crossed"] and leads in lines[-2] and leads in expected(plan)
-    assert "forecast" not in shown and not any(f"{v:.3g}" in shown for v in (e["beside"]["even"], e["beside"]["uneven"]))
+    payload, shown = plan.payload, "\n".join(lines)
+    leads = f"{payload.measured:.3g} nats per token measured with the others masked, on other text"
+    assert payload.crossed and leads in lines[-2] and leads in expected(plan)
+    assert "forecast" not in shown and not any(f"{v:.3g}" in shown for v in (payload.beside.even, payload.beside.uneven))
     told = explain_plan(plan)["sentences"]
-    first = next(i for i, s in enumerate(told) if f"expect {e['measured']:.4g}" in s)
+    first = next(i for i, s in enumerate(told) if f"expect {payload.measured:.4g}" in s)
     assert "On other text of this kind" in told[first] and "forecast" not in " ".join(told)
-    assert f"predicts {e['predicted']:.4g}" in told[first + 1] and f"measured as {e['measured_here']:.4g}" in told[first + 1]
-    assert all(f"expect {f['measured']:.4g}" in " ".join(told) for f in e["forecast"])
-    alone = dataclasses.replace(plan, extra={**e, "crossed": False})
+    assert (
+        f"predicts {payload.predicted:.4g}" in told[first + 1] and f"measured as {payload.measured_here:.4g}" in told[first + 1]
+    )
+    assert all(f"expect {f['measured']:.4g}" in " ".join(told) for f in payload.forecast)
+    alone = zoo.saying(plan, crossed=False)
     assert "masked, on the text that chose" in verdict(alone) and "on other text" not in verdict(alone)
     assert "too low for other text" in " ".join(explain_plan(alone)["sentences"])
 
@@ -143,8 +146,8 @@ def test_one_damage_of_fewer_experts_leads_and_says_of_which_text_it_is(made):
 @pytest.mark.parametrize(("kind", "alike"), [("expert-pruning", False), ("shapes", True)])
 def test_the_verdict_compares_the_forecast_with_that_of_equal_layers(made, kind, alike):
     plan = made(kind)[2]
-    known = plan.extra["beside"]
-    assert known["uneven"] <= known["even"] * (1 + 1e-9) or known.get("error")
+    known = plan.payload.beside
+    assert known.uneven <= known.even * (1 + 1e-9) or known.error
     for even, uneven, error, words in (
         (
             0.2,
@@ -164,8 +167,8 @@ def test_the_verdict_compares_the_forecast_with_that_of_equal_layers(made, kind,
         beside = {"even": even, "uneven": uneven, "error": error}
         if kind == "expert-pruning" and len(set(plan.counts.tolist())) == 1:
             plan = dataclasses.replace(plan, blocks=(dataclasses.replace(plan.blocks[0], count=1), *plan.blocks[1:]))
-        assert words in verdict(dataclasses.replace(plan, extra={**plan.extra, "beside": beside}))
-    assert "predict" not in verdict(dataclasses.replace(plan, extra={**plan.extra, "beside": None}))
+        assert words in verdict(zoo.saying(plan, beside=beside))
+    assert "predict" not in verdict(zoo.saying(plan, beside=None))
 
 
 def test_a_plan_of_ranks_that_is_advised_against_is_followed_by_uniform(tmp_path, monkeypatch, capsys):
@@ -209,13 +212,13 @@ def test_a_cap_that_leaves_a_part_of_the_budget_unused_is_named(tmp_path, monkey
 def test_a_difference_within_the_noise_is_none(made):
     plan = made("bits")[2]
     rows = {"exact": {"kl": 0.01}, "uniform": {"kl": 0.011, "difference": 0.001, "difference_error": 0.002, "same": False}}
-    check = {**plan.extra["check"], "rows": rows}
-    plan = dataclasses.replace(plan, rule="exact", extra={**plan.extra, "check": check})
+    check = {**fields_in_file(plan.payload.check), "rows": rows}
+    plan = zoo.saying(dataclasses.replace(plan, rule="exact"), check=check)
     assert "level with uniform" in verdict(plan)
     rows["uniform"]["difference_error"] = 1e-5
-    assert "9.1 % less than uniform" in verdict(dataclasses.replace(plan, extra={**plan.extra, "check": check}))
+    assert "9.1 % less than uniform" in verdict(zoo.saying(plan, check=check))
     rows["exact"]["kl"] = 0.022
-    assert "100 % more than uniform" in verdict(dataclasses.replace(plan, extra={**plan.extra, "check": check}))
+    assert "100 % more than uniform" in verdict(zoo.saying(plan, check=check))
 
 
 def test_a_table_shows_every_row_and_every_sentence(place, monkeypatch):
@@ -278,7 +281,7 @@ def test_the_verdict_of_ranks_says_what_noise_alone_would_give(place, monkeypatc
     monkeypatch.chdir(place)
     shown = command_result("score", "MODEL", "--estimator", "rank-gain", *TEXT, "--largest", "12", "-o", "gains.json")[1]
     found = re.search(r"Verdict: .* of average loss; at mean rank 8, noise alone would give (\d+)% of the gain", shown)
-    assert int(found[1]) == round(100 * plan_ranks(Scores.load("gains.json"), mean_rank=8).extra["noise_share"])
+    assert int(found[1]) == round(100 * plan_ranks(Scores.load("gains.json"), mean_rank=8).payload.noise_share)
     assert "4 scored rows, fewer than 64, do not tell ranks apart: the plan says which uniform rank to take." in shown
 
 
@@ -311,12 +314,13 @@ def test_the_text_that_checks_is_beside_the_text_that_decides(place, monkeypatch
     assert "on 32 samples of 16 tokens of text.txt, checked on 16 more" in " ".join("".join(capsys.readouterr()).split())
     assert main([*words, "-o", "first.json", "--quiet"]) == 0
     first = Plan.load("first.json")
-    assert "--samples 32" in first.made_by and first.extra["check"]["data"]["samples"] == 16
+    assert "--samples 32" in first.made_by and first.payload.check.data["samples"] == 16
     assert main([*shlex.split(first.made_by.replace("first.json", "second.json"))[1:], "--quiet"]) == 0
     assert Plan.load("second.json").digest == first.digest
     assert main([*words, "--samples", "0", "-o", "none.json"]) == 2
     assert "--samples is 0. It is a whole number from 1" in " ".join(capsys.readouterr().err.split())
-    rows = {n: {k: v for k, v in r.items() if k != "kl"} for n, r in first.extra["check"]["rows"].items()}
-    for check in ({}, [None], {**first.extra["check"], "rows": rows}):
-        dataclasses.replace(first, extra={**first.extra, "check": check}).save("damaged.json", overwrite=True)
+    stored = first.to_dict()["extra"]["check"]
+    rows = {n: {k: v for k, v in r.items() if k != "kl"} for n, r in stored["rows"].items()}
+    for check in ({}, [None], {**stored, "rows": rows}):
+        first.with_payload(check=check).save("damaged.json", overwrite=True)
         assert main(["explain", "damaged.json"]) == 2 and "extra of this plan does not read" in capsys.readouterr().err

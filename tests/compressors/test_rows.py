@@ -11,6 +11,7 @@ from tests import zoo
 
 from layerbudget.compressors.base import Treatment, find_treatment
 from layerbudget.decisions.sparsity.apply import prune
+from layerbudget.decisions.sparsity.payload import SparsityPayload
 from layerbudget.decisions.sparsity.save import recipe
 from layerbudget.errors import CorruptFile, InvalidInput, NotFound
 from layerbudget.plan import Plan, RowGroups, beside
@@ -53,7 +54,7 @@ def of_rows(model, size, sparsity=0.5, seed=0):
     return Plan(
         kind="sparsity", rule="by-hand", model=plan.model, blocks=tuple(blocks),
         budget={**plan.budget, "spent": sum(b.count for b in blocks)},
-        extra={"rows": RowGroups(size=size, counts=counts)},
+        payload=SparsityPayload(rows=RowGroups(size=size, counts=counts)),
     )  # fmt: skip
 
 
@@ -105,6 +106,6 @@ def test_counts_that_do_not_fit_are_refused():
     plan = of_rows(model, 4)
     name = plan.names[0]
     counts = {**plan.rows.counts, name: plan.rows.counts[name][:-1]}
-    wrong = Plan(**{**plan.__dict__, "extra": {"rows": RowGroups(size=4, counts=counts)}})
+    wrong = plan.with_payload(rows=RowGroups(size=4, counts=counts))
     with pytest.raises(InvalidInput, match="do not fit"):
         prune(model, wrong, zoo.tokens())

@@ -57,13 +57,12 @@ def test_a_plan_that_is_written_and_read_says_the_same(plan, tmp_path):
 def test_the_payload_holds_what_the_file_holds():
     plan = plan_ranks(gains(), mean_rank=4)
     payload = payload_of(plan, RanksPayload)
-    assert payload.uniform_share == plan.extra["uniform_share"] and payload.rounding["value"] > 0
+    assert payload.uniform_share == plan.payload.uniform_share and payload.rounding["value"] > 0
     assert payload.scored_rows is None and payload.noise_share is None
-    known = {**plan.extra, "smaller_reserve": {"max_rank": 8, "share": 0.97, "reserved": 16}}
-    changed = dataclasses.replace(plan, extra=known)
+    changed = zoo.saying(plan, smaller_reserve={"max_rank": 8, "share": 0.97, "reserved": 16})
     assert payload_of(changed, RanksPayload).smaller_reserve == SmallerReserve(max_rank=8, share=0.97, reserved=16)
     joint = plan_joint(gains(), budget="-4KiB")
-    assert payload_of(joint, JointPayload).capacity.counts == joint.extra["capacity"]["counts"]
+    assert payload_of(joint, JointPayload).capacity.counts == joint.payload.capacity.counts
     with pytest.raises(InvalidInput, match="has no RanksPayload"):
         payload_of(joint, RanksPayload)
 
@@ -136,7 +135,7 @@ class Signs(Decision):
         """Add a scale beside the first matrix of every block that has one."""
         from layerbudget.decisions.ranks.apply import add_ranks
 
-        ranks = dataclasses.replace(plan, kind="ranks")
+        ranks = dataclasses.replace(plan, kind="ranks", payload=None)
         return add_ranks(model, ranks, validate=False, ratio=protocol.ratio, **options)
 
 
@@ -147,7 +146,7 @@ def test_a_decision_from_outside_is_trained_like_ours():
     model = zoo.mistral()
     with DECISIONS.kept():
         DECISIONS.add("signs", Signs())
-        plan = dataclasses.replace(zoo.linears(model, lambda n: 1 if "q_proj" in n else 0), kind="signs")
+        plan = dataclasses.replace(zoo.linears(model, lambda n: 1 if "q_proj" in n else 0), kind="signs", payload=None)
         Protocol(ratio=3.0).check(plan)
         with pytest.raises(InvalidInput, match="A plan of signs does not read top_k"):
             Protocol(top_k=3).check(plan)

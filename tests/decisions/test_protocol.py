@@ -11,6 +11,7 @@ from tests import conformance, zoo
 import layerbudget as lb
 from layerbudget.cli import main
 from layerbudget.decision import DECISIONS, EXPORTS
+from layerbudget.errors import InvalidInput
 from layerbudget.registry import run_file
 
 SRC = Path(lb.__file__).parent
@@ -46,10 +47,59 @@ def test_a_decision_from_a_file_keeps_the_same_protocol(tmp_path, capsys, monkey
         capsys.readouterr()
         assert main(["apply", "demo", "p.json", "-o", "out", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["kept"] == 21 and Path("out/plan.json").is_file()
-        model = lb.load_model("demo")
-        assert lb.apply_plan(model, plan).rounded == 63
+        receipt = conformance.check_applied(plan, lb.load_model("demo"))
+        assert receipt.counted() == {"rounded": 63, "kept": 21}
         assert main(["plan", "kept16", "demo", "--keep", "13", "-o", "q.json"]) == 2
         assert "Use a number from 0 to 12" in capsys.readouterr().err
+
+
+WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 96, "num_hidden_layers": 2}
+MEMORY = {"memory": f"{zoo.buffers(inner=48) + 120000} bytes", "context": 64}
+
+
+def planned(name):
+    """A small plan of every decision that is applied by one call: model, plan, data and what is checked of the receipt."""
+    text = zoo.tokens(2, 8)
+    wide, narrow = zoo.build("llama", **WIDE), zoo.tokens(2, 8, vocabulary=96)
+    return {
+        "sparsity": lambda: (model := zoo.speaker("llama"), zoo.plan(model), text, {}),
+        "bits": lambda: (wide, lb.plan_bits(wide, narrow, bits=6, draws=1), None, {"method": "rtn"}),
+        "cache": lambda: (wide, lb.plan_cache(wide, narrow, context=16, bits=6, group=16, draws=1), None, {"cached": True}),
+        "memory": lambda: (
+            wide,
+            lb.plan_memory(wide, narrow, draws=1, method="rtn", **MEMORY),
+            None,
+            {"cached": True, "method": "rtn"},
+        ),
+        "shapes": lambda: (
+            model := zoo.build("llama"),
+            lb.plan_shapes(model, text, "20% flops", even=True, draws=1, strides=1, passes=20),
+            text,
+            {},
+        ),
+        "expert-pruning": lambda: (
+            model := zoo.build("qwen3-moe"),
+            lb.plan_expert_pruning(model, text, 0.5, draws=1),
+            None,
+            {},
+        ),
+        "ranks": lambda: (model := zoo.adaptable(), zoo.linears(model, 2), None, {}),
+        "lora-experts": lambda: (model := zoo.adaptable(), zoo.layers(model, [2, 1, 2, 1]), None, {"rank": 2}),
+    }[name]()
+
+
+@pytest.mark.parametrize("name", [name for name in OURS if name != "joint"])
+def test_applying_a_plan_gives_a_receipt(name):
+    model, plan, data, options = planned(name)
+    conformance.check_applied(plan, model, data, **options)
+
+
+def test_what_is_not_applied_by_one_call_and_text_that_is_not_read_are_refused():
+    model = zoo.adaptable()
+    with pytest.raises(InvalidInput, match="kind ranks reads none"):
+        lb.apply_plan(model, zoo.linears(model, 2), zoo.tokens(2, 8))
+    with pytest.raises(InvalidInput, match="kind joint cannot be applied by one call"):
+        lb.apply_plan(model, lb.plan_joint(zoo.scores([2.0, 1.0, 3.0]), budget="-1 kB"))
 
 
 # Files outside decisions/ in which the name of a kind stands as a text of its own, with the reason. No other may.
@@ -64,7 +114,6 @@ NAMED = {
     "cli/explain": "the paper's two programs in transfer, the default of sweep, and the field bits",
     "cli/score": "the plan that follows scores which no decision has measured",
     "cli/shown": "the header of a table of formats",
-    "comparison/bench": "the bench that prunes and reads text",
     "comparison/grid": "directional plans are measured for sparsity alone",
     "comparison/run": "the default kind",
     "demo/run": "the demo's own job",

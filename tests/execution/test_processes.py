@@ -78,8 +78,8 @@ def everything():
         text = zoo.tokens(8, padded=True)
         for by in ("linear", "rows:4") if name == "llama-tied" else ("rows:4",):
             plan = plan_sparsity(model, text, by=by, passes=8, batch_size=4, method="magnitude" if name == "bert" else "wanda")
-            out[f"{name} {by} measure"] = [*plan.counts.tolist(), plan.extra["forward_passes"]]
-            out[f"{name} {by} damage"] = [plan.extra["measured"], *(e["divergence"] for e in plan.extra["path"])]
+            out[f"{name} {by} measure"] = [*plan.counts.tolist(), plan.payload.forward_passes]
+            out[f"{name} {by} damage"] = [plan.payload.measured, *(e["divergence"] for e in plan.payload.path)]
         if name != "bert":
             out[f"{name} perplexity"] = [perplexity(model, zoo.tokens(7), batch_size=2).value]
     return out

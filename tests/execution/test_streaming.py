@@ -118,8 +118,8 @@ def test_experts_that_stay_are_chosen_from_files_with_both_ends_at_rest(tmp_path
     stacks = [tuple(p.shape) for p in model.parameters() if p.ndim == 3]
     assert sorted(spilled) == sorted(stacks) and stacks
     dense, lean = plans
-    assert dense.extra["kept"] == lean.extra["kept"]
-    assert lean.extra["measured_here"] == pytest.approx(dense.extra["measured_here"], rel=1e-4)
+    assert dense.payload.kept == lean.payload.kept
+    assert lean.payload.measured_here == pytest.approx(dense.payload.measured_here, rel=1e-4)
     kinds = {p.dtype for p in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)}
     assert torch.bfloat16 in kinds and {p.dtype for p in model.model.layers[0].parameters()} == {torch.bfloat16}
     mapped(model).hold_ends()
@@ -344,6 +344,6 @@ def test_a_plan_of_bits_continues_with_the_damages_that_it_had(tmp_path, monkeyp
     monkeypatch.undo()
     monkeypatch.setattr(planning, "rounding_damage", lambda *a, **k: pytest.fail("measured again"))
     again = lb.plan_bits(*given, resume=tmp_path / "kept", **options)
-    assert again.blocks == whole.blocks and again.extra["check"] == whole.extra["check"]
+    assert again.blocks == whole.blocks and again.payload.check == whole.payload.check
     with pytest.raises(ModelMismatch):
         lb.plan_bits(*given, resume=tmp_path / "kept", **{**options, "draws": 2})

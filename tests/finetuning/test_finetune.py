@@ -235,7 +235,7 @@ def test_a_start_in_the_gradients_directions(encoder, tokenizer, task):
     assert torch.allclose((a @ expected.T).abs(), torch.eye(4), atol=1e-3)
     assert not leaf.lora_B["default"].weight.any()
     with pytest.raises(InvalidInput, match="A plan of lora-experts does not read start"):
-        started(load(0), dataclasses.replace(plan, kind="lora-experts"), protocol, rows, task)
+        started(load(0), dataclasses.replace(plan, kind="lora-experts", payload=None), protocol, rows, task)
     with pytest.raises(InvalidInput, match="one of default, gradients"):
         Protocol(start="svd")
 

@@ -71,7 +71,7 @@ def test_ours_holds_what_the_rounded_layers_below_give(made):
     for name, module in (("blk.1.ffn_down", "model.layers.1.mlp.down_proj"), ("token_embd", "model.embed_tokens")):
         weight, entry = dense[f"{module}.weight"].detach().numpy(), held.get(f"{name}.weight")
         mean = None if entry is None else entry[0][0] / entry[1][0]
-        theirs = ggml.quantise(weight, plan.extra["formats"][module], mean)
+        theirs = ggml.quantise(weight, plan.payload.formats[module], mean)
         assert np.array_equal(tensors[f"{name}.weight"].data, theirs)
     assert torch.equal(down.weight, model.model.layers[1].mlp.down_proj.weight)
 
@@ -136,7 +136,7 @@ def test_files_that_do_not_serve_are_refused_in_a_sentence(made, tmp_path):
         write_bits(model, plan, tmp_path / "out", TEXT, method="weighted", imatrix=str(ours))
     assert not (tmp_path / "out").exists()
     some = write(tmp_path / "some.gguf", {n: t for n, t in held.items() if "blk.2" not in n})
-    notes = apply_bits(model, plan, method="weighted", imatrix=str(some))
+    notes = apply_bits(model, plan, method="weighted", imatrix=str(some)).notes
     assert sum(n.startswith("model.layers.2.") and "has no importances" in n for n in notes) == 7
     assert lb.partition(model) and importances(some, model, [m for b in partition(model)[:1] for m in b.modules])
 

@@ -20,9 +20,10 @@ from layerbudget.decisions.bits.apply import QuantisationReceipt, write_bits
 from layerbudget.decisions.bits.blocks import formats_table, narrow_rows
 from layerbudget.decisions.bits.card import model_card
 from layerbudget.decisions.bits.export import llama_cpp
+from layerbudget.decisions.bits.payload import BitsPayload
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.bits.requantise import requantise
-from layerbudget.decisions.formats.program import extra_of, plan_blocks
+from layerbudget.decisions.formats.program import of_weights, plan_blocks
 from layerbudget.decisions.shapes.program import layers_differ
 from layerbudget.decisions.shapes.save import check_gguf, save_gguf
 from layerbudget.errors import CorruptFile, CoverageError, InvalidInput, ModelMismatch
@@ -90,8 +91,9 @@ def planned(model, formats):
     blocks = plan_blocks(table, chosen)
     spent = sum(b.count for b in blocks)
     budget = {"unit": "bytes", "limit": spent, "spent": spent, "file": spent + table.fixed}
-    extra = {**extra_of(table, chosen), "bits": 8 * spent / table.numel, "predicted": 0.0, "baselines": {}, "near_ties": []}
-    return lb.Plan(kind="bits", rule="exact", model=describe(model), blocks=blocks, budget=budget, extra=extra)
+    nothing = {"predicted": 0.0, "predicted_error": 0.0, "baselines": {}, "near_ties": []}
+    payload = BitsPayload(**of_weights(table, chosen), bits=8 * spent / table.numel, **nothing)
+    return lb.Plan(kind="bits", rule="exact", model=describe(model), blocks=blocks, budget=budget, payload=payload)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +147,7 @@ def test_types_of_experts_and_the_size_of_the_whole_file(tmp_path, letters, kind
     model = build(kind, tie_word_embeddings=True)
     letters.chat_template = "{{ messages[0].content }}"
     plan = planned(model, ["Q8_0", "Q4_0", "Q5_1"])
-    known = file_bytes(model, plan.extra["formats"], letters), head_bytes(model, letters) + plan.budget["file"]
+    known = file_bytes(model, plan.payload.formats, letters), head_bytes(model, letters) + plan.budget["file"]
     write_bits(model, plan, tmp_path / "out", tokenizer=letters)
     file = tmp_path / "out" / "model.gguf"
     assert known == (file.stat().st_size,) * 2
@@ -158,13 +160,13 @@ def test_types_of_experts_and_the_size_of_the_whole_file(tmp_path, letters, kind
     lines = [line.split("=") for line in (tmp_path / "out" / "tensor-types.txt").read_text().splitlines() if line[0] == "^"]
     for pattern, name in lines:
         assert [kinds[n] for n in kinds if re.search(pattern, n)] == [name.upper()]
-    assert len(lines) == len(plan.extra["formats"]) + (3 if kind == "qwen3_moe" else 0)
+    assert len(lines) == len(plan.payload.formats) + (3 if kind == "qwen3_moe" else 0)
     for i, layer in enumerate(model.model.layers if kind == "qwen3_moe" else ()):
         experts, stem = layer.mlp.experts, f"model.layers.{i}.mlp.experts"
         gate, up = experts.gate_up_proj.detach().chunk(2, 1)
         for short, long, rounded in (("gate", "gate_up", gate), ("up", "gate_up", up), ("down", "down", experts.down_proj)):
             written = tensors[f"blk.{i}.ffn_{short}_exps.weight"]
-            assert written.tensor_type.name == plan.extra["formats"][f"{stem}.{long}_proj"] != "F16"
+            assert written.tensor_type.name == plan.payload.formats[f"{stem}.{long}_proj"] != "F16"
             assert np.array_equal(gguf.dequantize(written.data, written.tensor_type), rounded.detach().numpy())
         assert kinds[f"blk.{i}.ffn_gate_inp.weight"] == "F32"
 
@@ -318,10 +320,10 @@ def test_keys_and_values_of_latent_attention_stay_as_the_converter_wrote_them(tm
     wide = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "kv_lora_rank": 32, "q_lora_rank": 32}
     model = zoo.build("deepseek-v3", **wide)
     plan, own = planned(model, ["Q8_0", "Q4_0"]), dict(model.named_parameters())
-    assert not any("kv_b_proj" in m for m in plan.extra["formats"]) and any("kv_a_proj" in m for m in plan.extra["formats"])
+    assert not any("kv_b_proj" in m for m in plan.payload.formats) and any("kv_a_proj" in m for m in plan.payload.formats)
     writer, names = gguf.GGUFWriter(tmp_path / "source.gguf", "deepseek2"), Names("deepseek2", 3)
     writer.add_block_count(3)
-    for matrix in plan.extra["formats"]:
+    for matrix in plan.payload.formats:
         weight, tensors = own.get(f"{matrix}.weight", own.get(matrix)).detach().half().numpy(), names.find(matrix)
         for tensor, part in zip(tensors, np.split(weight, len(tensors), -2), strict=True):
             writer.add_tensor(f"{tensor}.weight", np.ascontiguousarray(part))
@@ -340,8 +342,8 @@ def test_keys_and_values_of_latent_attention_stay_as_the_converter_wrote_them(tm
     assert {after[n][0] for n in set(after) - kept} == {"Q8_0", "Q4_0"} and kept < set(after)
     assert "attn_[kv]_b\\.weight=f16" in llama_cpp(plan).splitlines()
     old = dataclasses.replace(plan.blocks[-1], name="x", modules=("model.layers.0.self_attn.kv_b_proj",))
-    formats = {**plan.extra["formats"], old.modules[0]: "Q8_0"}
-    older = dataclasses.replace(plan, blocks=(*plan.blocks, old), extra={**plan.extra, "formats": formats})
+    formats = {**plan.payload.formats, old.modules[0]: "Q8_0"}
+    older = zoo.saying(dataclasses.replace(plan, blocks=(*plan.blocks, old)), formats=formats)
     with pytest.raises(InvalidInput, match="two tensors in the file.*Make the plan again"):
         requantise(tmp_path / "source.gguf", older, tmp_path / "no.gguf")
 
@@ -384,8 +386,8 @@ def test_an_importance_matrix_that_lacks_what_a_type_needs_is_refused_before_any
     source, plan = tmp_path / "source.gguf", planned(model, ["Q8_0"])
     write_bits(model, plan, tmp_path / "folder")
     (tmp_path / "folder" / "model.gguf").rename(source)
-    formats = {m: "IQ2_XXS" if m.endswith("up_proj") else f for m, f in plan.extra["formats"].items()}
-    coarse = dataclasses.replace(plan, extra={**plan.extra, "formats": formats})
+    formats = {m: "IQ2_XXS" if m.endswith("up_proj") else f for m, f in plan.payload.formats.items()}
+    coarse = zoo.saying(plan, formats=formats)
     writer = gguf.GGUFWriter(tmp_path / "imatrix.gguf", "imatrix")
     writer.add_type("imatrix")
     for name in ("blk.0.attn_q.weight", "blk.0.ffn_up.weight"):
@@ -430,7 +432,7 @@ def test_weights_that_a_type_does_not_reach_are_refused_with_one_that_does(tmp_p
     requantise(source, plan, tmp_path / "kept.gguf")
     kept = next(t for t in gguf.GGUFReader(tmp_path / "kept.gguf").tensors if t.name == name)
     assert gguf.dequantize(kept.data, kept.tensor_type)[5, 3] == pytest.approx(largest, rel=0.01)
-    assert plan.extra["formats"][matrix] == "Q8_0" and not (tmp_path / "no.gguf").exists()
+    assert plan.payload.formats[matrix] == "Q8_0" and not (tmp_path / "no.gguf").exists()
 
 
 def test_a_plan_of_another_model_is_refused(tmp_path, converted, capsys):
@@ -447,11 +449,11 @@ def test_a_plan_of_another_model_is_refused(tmp_path, converted, capsys):
     plan.save(tmp_path / "plan.json", overwrite=True)
     assert main(asked) == 0 and main(asked) == 2
     size = (tmp_path / "o.gguf").stat().st_size
-    counted = plan.budget["spent"] + plan.extra["fixed_bytes"] + 1
-    small = dataclasses.replace(plan, extra={**plan.extra, "head_bytes": 1})
+    counted = plan.budget["spent"] + plan.payload.fixed_bytes + 1
+    small = zoo.saying(plan, head_bytes=1)
     noted = requantise(converted / "llama.gguf", small, tmp_path / "o.gguf", overwrite=True).notes
     assert f"The whole file has {size - counted:,} bytes more than the plan counted ({counted:,})" in noted[0]
-    large = dataclasses.replace(plan, extra={**plan.extra, "head_bytes": size})
+    large = zoo.saying(plan, head_bytes=size)
     assert not requantise(converted / "llama.gguf", large, tmp_path / "o.gguf", overwrite=True).notes
     assert sorted(f.name for f in tmp_path.iterdir()) == ["o.gguf", "plan.json"]
 
@@ -464,7 +466,7 @@ def test_a_file_with_the_tokens_of_the_tokenizer_alone_takes_the_plan(tmp_path, 
     assert (
         receipt.planned
         == receipt.bytes
-        == plan.budget["spent"] - 24 * 64 // 32 * {"Q8_0": 34, "Q4_0": 18}[plan.extra["formats"]["model.embed_tokens"]]
+        == plan.budget["spent"] - 24 * 64 // 32 * {"Q8_0": 34, "Q4_0": 18}[plan.payload.formats["model.embed_tokens"]]
     )
     assert receipt.bits < 16 and "token_embd.weight has 24 tokens fewer than the plan" in receipt.notes[0]
     requantise(converted / "llama.gguf", plan, tmp_path / "whole.gguf")
@@ -505,9 +507,9 @@ def test_a_file_of_another_model_of_the_same_sizes_is_refused_by_its_values(tmp_
 )
 def test_the_card_says_when_llama_quantize_needs_an_importance_matrix(method, form, words, silent):
     plan = planned(build("llama"), ["Q8_0"])
-    rows = {m: {"format": form, "bytes": 1} for m in plan.extra["formats"]}
+    rows = {m: {"format": form, "bytes": 1} for m in plan.payload.formats}
     numbers = {"plan_digest": plan.digest, "bytes": 1, "planned": 1, "tensors": 1, "file": 2, "bits": 4.5}
-    receipt = QuantisationReceipt(method=method, family="gguf", model=plan.model, modules=rows, versions={}, **numbers)
+    receipt = QuantisationReceipt(method=method, family="gguf", identity=plan.model, modules=rows, versions={}, **numbers)
     card = model_card(plan, receipt)
     assert words in card and silent not in card
 
@@ -516,10 +518,10 @@ def test_the_card_says_when_llama_quantize_needs_an_importance_matrix(method, fo
 def test_the_card_names_the_runtime_that_was_planned_for(runtime, use):
     """It named vLLM for formats that vLLM does not read."""
     plan = planned(build("llama"), ["Q8_0"])
-    plan = dataclasses.replace(plan, extra={**plan.extra, "runtime": runtime, "family": "compressed-tensors"})
-    rows = {m: {"format": "w3-g32", "bytes": 1} for m in plan.extra["formats"]}
+    plan = zoo.saying(plan, runtime=runtime, family="compressed-tensors")
+    rows = {m: {"format": "w3-g32", "bytes": 1} for m in plan.payload.formats}
     numbers = {"plan_digest": plan.digest, "bytes": 1, "planned": 1, "tensors": 1, "file": 2, "bits": 4.5}
-    receipt = QuantisationReceipt(method="rtn", family="compressed-tensors", model=plan.model, modules=rows, **numbers)
+    receipt = QuantisationReceipt(method="rtn", family="compressed-tensors", identity=plan.model, modules=rows, **numbers)
     card = model_card(plan, receipt)
     assert use in card and ("vllm" in card) == (runtime == "vllm")
 
@@ -530,9 +532,9 @@ def test_the_card_says_what_a_model_was_made_from(name):
 
     plan = planned(build("llama"), ["Q8_0", "Q4_0"])
     named = dataclasses.replace(plan, model={**plan.model, "id": name})
-    rows = {m: {"format": f, "bytes": 1} for m, f in plan.extra["formats"].items()}
+    rows = {m: {"format": f, "bytes": 1} for m, f in plan.payload.formats.items()}
     numbers = {"plan_digest": plan.digest, "bytes": 1, "planned": 1, "tensors": 1, "file": 2, "bits": 4.5}
-    receipt = QuantisationReceipt(method="rtn", family="gguf", model=named.model, modules=rows, **numbers)
+    receipt = QuantisationReceipt(method="rtn", family="gguf", identity=named.model, modules=rows, **numbers)
     card = ModelCard(model_card(named, receipt), ignore_metadata_errors=False)
     held = card.data.to_dict()
     on_hub = {"base_model": name, "base_model_relation": "quantized"} if name[0] != "/" else {}

@@ -137,7 +137,7 @@ def plans_of(scores: lb.Scores) -> Iterator[tuple[str, Any]]:
     for rule in ("mdl", "permuted", "uniform", "size"):
         yield f"ranks {rule}", plan_entry(lb.plan_ranks(scores, rule=rule, mean_rank=5, multiple=2))
     joint = lb.plan_joint(scores, budget=f"{-0.2 * float(scores.numel.sum()):.0f} B")
-    yield "joint", {**plan_entry(joint), "capacity": list(joint.extra["capacity"]["counts"].values())}
+    yield "joint", {**plan_entry(joint), "capacity": list(joint.payload.capacity.counts.values())}
 
 
 def pruned(make: Any, scores: lb.Scores, data: lb.CalibrationSet) -> Iterator[tuple[str, Any]]:

@@ -13,8 +13,8 @@ from layerbudget.models.card import loading, model_card
 @pytest.mark.parametrize("name", ["someone/model-1b", "/models/mine", "mine"])
 def test_only_a_model_of_the_hub_is_named_as_the_base(tmp_path, name, relation):
     plan = zoo.plan(zoo.tiny("llama"))
-    extra = {"predicted": 0.0123, "measured": 0.02, "path": [{"divergence": 0.03}]}
-    plan = dataclasses.replace(plan, model={**plan.model, "id": name}, extra=extra)
+    plan = dataclasses.replace(plan, model={**plan.model, "id": name})
+    plan = plan.with_payload(predicted=0.0123, measured=0.02, path=[{"divergence": 0.03}])
     text = model_card(
         plan, relation, "pruned", "with zeros.", {"zeros": "50 %"}, "one\ntwo", architecture="XForCausalLM", tags="a"
     )

@@ -12,9 +12,11 @@ from tests.decisions.formats.test_program import record
 
 from layerbudget.decision import DECISIONS, decision_of
 from layerbudget.decisions.bits.plan import plan_bits
+from layerbudget.decisions.expert_pruning.payload import ExpertPruningPayload
 from layerbudget.decisions.lora_experts.plan import plan_lora_experts
 from layerbudget.decisions.memory.plan import plan_memory
 from layerbudget.decisions.ranks.plan import plan_ranks
+from layerbudget.decisions.sparsity.payload import SparsityPayload
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.plan import Plan, PlanBlock
 from layerbudget.records import dumps, write_text
@@ -99,7 +101,7 @@ def walked():
     return Plan(
         kind="sparsity", rule="directional", model={"id": "demo"}, blocks=tuple(blocks), hyperparameters={"max_sparsity": 0.95},
         budget={"unit": "parameters", "limit": 200, "spent": 200}, certificate=solved,
-        extra={"path": path, "measured": 0.1, "predicted": 0.09, "forward_passes": 10.0},
+        payload=SparsityPayload(path=path, measured=0.1, predicted=0.09, forward_passes=10.0),
     )  # fmt: skip
 
 
@@ -112,17 +114,18 @@ def kept():
     ]
     told = {k: v for k, v in rows[1].items() if k not in ("keep", "experts")}
     curve = [{"keep": r["keep"], "forecast": r["measured"], "values": v} for r, v in zip(rows, ([1.0, 0.75], [0.5, 0.5]))]
-    extra = {
-        "kept": {},
-        "curve": curve,
-        "measured_here": 0.007,
-        "crossed": True,
-        "forecast": rows,
-        "forward_passes": 32.0,
+    payload = ExpertPruningPayload(
+        kept={},
+        curve=curve,
+        measured_here=0.007,
+        crossed=True,
+        forecast=rows,
+        forward_passes=32.0,
+        beside=None,
         **told,
-    }
+    )
     return Plan(
-        kind="expert-pruning", rule="directional", model={"id": "a/moe"}, blocks=tuple(blocks), extra=extra,
+        kind="expert-pruning", rule="directional", model={"id": "a/moe"}, blocks=tuple(blocks), payload=payload,
         budget={"unit": "experts", "limit": 8, "spent": 8},
     )  # fmt: skip
 
@@ -229,8 +232,8 @@ def test_formats_that_hold_the_weights_exactly_lose_nothing():
     """What the arithmetic leaves of their damage, 3e-18 once, stood beside the bar."""
     plan = plan_memory(zoo.fit_scores(), memory="994 KB", context=64)
     damages = [1e-3, 2e-6, 2.96e-18]
-    curve = [{**row, "predicted": d} for row, d in zip(plan.extra["curve"], damages, strict=False)]
-    points = decision_of(plan).charts(dataclasses.replace(plan, extra={**plan.extra, "curve": curve}), None)["memory"]["points"]
+    curve = [{**row, "predicted": d} for row, d in zip(plan.payload.curve, damages, strict=False)]
+    points = decision_of(plan).charts(zoo.saying(plan, curve=curve), None)["memory"]["points"]
     assert [p["predicted"] for p in points if not p["own"]] == [1e-3, 2e-6, 0.0]
 
 
@@ -239,9 +242,9 @@ def test_the_slider_of_a_fit_has_the_best_plan_of_every_memory(folders):
     plan = Plan.load(folders / "fit" / "plan.json")
     data = charts_of(gather(folders / "fit"))
     assert len(data["grid"]["budgets"]) == 8 and len(data["memory"]["points"]) == 9
-    for row, shown in zip(plan.extra["curve"], data["grid"]["plans"], strict=True):
+    for row, shown in zip(plan.payload.curve, data["grid"]["plans"], strict=True):
         again = plan_memory(zoo.fit_scores(), memory=f"{row['memory']} bytes", context=64)
-        assert shown["values"] == pytest.approx(again.values, rel=1e-3) and row["predicted"] == again.extra["predicted"]
+        assert shown["values"] == pytest.approx(again.values, rel=1e-3) and row["predicted"] == again.payload.predicted
     own = next(p for p in data["memory"]["points"] if p["own"])
     assert sum(own["parts"]) * 2**20 == pytest.approx(plan.budget["spent"]) and data["memory"]["names"][:2] == [
         "weights",
@@ -255,12 +258,12 @@ def test_the_slider_of_bits_has_the_best_plan_of_every_size(folders):
     (folders / "bits").mkdir()
     (folders / "bits.json").rename(folders / "bits" / "plan.json")
     grid = charts_of(gather(folders / "bits"))["grid"]
-    assert grid["own"] == pytest.approx(Plan.load(folders / "bits" / "plan.json").extra["bits"], rel=1e-3)
+    assert grid["own"] == pytest.approx(Plan.load(folders / "bits" / "plan.json").payload.bits, rel=1e-3)
     assert len(grid["budgets"]) == 8 and grid["budgets"][-1] == 16 and set(grid["plans"][-1]["values"]) == {16.0}
-    for row, shown in zip(Plan.load(folders / "bits" / "plan.json").extra["curve"], grid["plans"], strict=True):
+    for row, shown in zip(Plan.load(folders / "bits" / "plan.json").payload.curve, grid["plans"], strict=True):
         again = plan_bits(zoo.fit_scores(), bits=row["bits"])
         assert shown["values"] == pytest.approx(again.values, rel=1e-3)
-        assert shown["told"] == f"{again.extra['predicted']:.3g} nats per token predicted"
+        assert shown["told"] == f"{again.payload.predicted:.3g} nats per token predicted"
     assert "id='budget'" in build_page(folders / "bits")
 
 
@@ -269,14 +272,14 @@ def test_the_slider_of_experts_and_of_shapes(folders):
     grid = charts_of(gather(folders / "kept"))["grid"]
     assert grid["budgets"] == [87.5, 50] and grid["start"] == 1 and grid["own"] == 50
     assert grid["plans"][0]["values"] == [1.0, 0.75] and "0.008 nats per token, measured with" in grid["plans"][1]["told"]
-    shapes = dataclasses.replace(walked(), kind="shapes", extra={**walked().extra, "shapes": {}, "dropped": []})
+    shapes = zoo.saying(walked(), "shapes", shapes={}, dropped=[])
     grid = decision_of(shapes).charts(shapes, None)["grid"]
     assert grid["budgets"] == [1, 2, 3] and [p["told"] for p in grid["plans"]] == [
         f"{v} nats per token" for v in (0.2, 0.14, 0.1)
     ]
     shares = ({"share": 0.5, "predicted": 0.1}, {"share": 1.0}, {})  # the first steps of shapes take a part of the budget each
-    path = [{**step, **told} for step, told in zip(walked().extra["path"], shares)]
-    shapes = dataclasses.replace(shapes, extra={**shapes.extra, "path": path})
+    path = [{**step, **told} for step, told in zip(walked().payload.path, shares)]
+    shapes = zoo.saying(shapes, path=path)
     points = decision_of(shapes).charts(shapes, None)["forecast"]["points"]
     assert [p["label"] for p in points] == ["step 1", "step 2", "step 3"]
 
@@ -295,7 +298,7 @@ def test_the_slider_of_a_measured_plan_goes_from_uniform_to_the_plan(folders):
         ("87.5 % stay", 1e-5, 8e-6),
         ("50 % stay", 4e-3, 8e-3),
     ]
-    bare = dataclasses.replace(plan, extra={**plan.extra, "path": plan.extra["path"][:1]})
+    bare = zoo.saying(plan, path=plan.payload.path[:1])
     bare.save(folders / "walked" / "plan.json", overwrite=True)
     assert charts_of(gather(folders / "walked"))["forecast"] is None
 

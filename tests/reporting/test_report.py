@@ -56,7 +56,7 @@ def test_a_plan_of_bits_that_measured_lacks_no_scores(tmp_path):
     plan = plan_bits(zoo.build("llama"), data, bits=6, draws=2)
     plan.save(tmp_path / "plan.json")
     found = gather(tmp_path)
-    assert plan.extra["passes"] == 5 and ("forward equivalents of planning", "5") in cards_of(found)
+    assert plan.payload.passes == 5 and ("forward equivalents of planning", "5") in cards_of(found)
     assert plan.scores_digest is not None and not found.left_out
 
 

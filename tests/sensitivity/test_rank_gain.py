@@ -114,8 +114,8 @@ def test_a_plan_by_rank_spends_the_budget_where_further_ranks_pay():
         return sum(w[b.count] for w, b in zip(worth, p.blocks, strict=True))
 
     assert plan.budget["spent"] == cost @ plan.counts <= 3 * cost.sum()
-    assert plan.extra["rounding"]["gap"] < 1e-3
-    assert gained(plan) == pytest.approx(plan.extra["rounding"]["value"])
+    assert plan.payload.rounding["gap"] < 1e-3
+    assert gained(plan) == pytest.approx(plan.payload.rounding["value"])
     assert gained(plan) > max(gained(control), gained(plan_ranks(scores, mean_rank=3, rule="uniform")))
     assert any("bought in the order of gain" in s for s in explain_plan(plan)["sentences"])
     assert plan_ranks(scores, mean_rank=3, rule="by-rank", max_rank=4).counts.max() <= 4

@@ -22,7 +22,7 @@ from torch import nn
 from ..data.calibration import CalibrationSet
 from ..data.tasks import Task
 from ..data.text import calibration
-from ..decisions.apply import applier
+from ..decisions.sparsity import prune
 from ..errors import CoverageError
 from ..evaluation.perplexity import perplexity, predicted
 from ..finetuning.adapters import Loader
@@ -78,7 +78,7 @@ class TextBench:
         kept = {m.name: weight_of(self.model, m.name)[1].detach().clone() for b in self.blocks for m in b.modules}
         try:
             with counted(self.model) as passes:
-                receipt = applier("sparsity")(self.model, plan, self.data(seed), self.method, self.batch_size)
+                receipt = prune(self.model, plan, self.data(seed), self.method, self.batch_size)
             spent = round(receipt.sparsity * sum(b.numel for b in self.blocks))
             if abs(spent - int(plan.counts.sum())) > len(self.blocks):
                 raise CoverageError(f"{spent} zeros were recounted, {plan.counts.sum()} planned.", "", "")

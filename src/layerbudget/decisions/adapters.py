@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, cast
@@ -14,6 +15,7 @@ from ..decision import check_kind
 from ..errors import CoverageError, InvalidInput, UnknownBlock
 from ..models.blocks import adaptable, describe, is_conv1d, partition
 from ..plan import Plan
+from ..records import Receipt
 
 
 def counts_by_module(plan: Plan, kind: str) -> dict[str, int]:
@@ -104,6 +106,28 @@ def check_modules(
             "It refuses outputs of state space mixers, and takes plain gate, up and down beside fused experts for the experts.",
             f"Score with --exclude '({parents})[.]({endings})$' and plan again.",
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdapterReceipt(Receipt):
+    """Recount of a model with adapters; ``model`` is the ``PeftModel``.
+
+    Attributes:
+        counts: Rank or experts of every adapted module, by its full name.
+        trained: Parameters that are trained.
+    """
+
+    counts: Mapping[str, int]
+    trained: int
+
+    @classmethod
+    def of(
+        cls, plan: Plan, model: nn.Module, read: Callable[[nn.Module, str], Mapping[str, int]], options: Mapping[str, Any]
+    ) -> AdapterReceipt:
+        """Return what was counted in a model that was adapted with ``options``; ``read`` is that of :func:`attach`."""
+        counts = read(model, options.get("adapter_name", "default"))
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        return cls(plan_digest=plan.digest, identity=plan.model, model=model, counts=counts, trained=trained)
 
 
 @contextlib.contextmanager

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..decision import DECISIONS
+from ..decision import DECISIONS, decision_of
 from ..errors import InvalidInput
 from ..plan import Plan
+from ..records import Receipt
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..data.calibration import CalibrationSet
 
 
 def maker(kind: str) -> Callable[..., Plan]:
@@ -18,17 +24,13 @@ def maker(kind: str) -> Callable[..., Plan]:
     return call
 
 
-def applier(kind: str) -> Callable[..., Any]:
-    """Return ``(model, plan, ...)`` that gives a model what a plan of this kind says."""
-    call = DECISIONS.find(kind).applier()
-    if call is None:
-        raise InvalidInput(f"A plan of kind {kind} cannot be applied by one call.", "", DECISIONS.find(kind).summary)
-    return call
+def apply_plan(model: nn.Module, plan: Plan, data: CalibrationSet | None = None, **options: Any) -> Receipt:
+    """Give a model in memory what a plan of any kind says, and return the receipt, by the plan's kind.
 
+    ``receipt.model`` is the model that has it, and ``receipt.cache`` the empty cache of a plan that decides a cache. Options
+    are those of ``prune``, ``apply_bits``, ``apply_shapes``, ``add_ranks``, ...: the function of the plan's kind.
 
-def apply_plan(model: Any, plan: Plan, *arguments: Any, **options: Any) -> Any:
-    """Give a model what a plan of any kind says: ``prune``, ``apply_shapes``, ``add_ranks``, ..., by the plan's kind.
-
-    Further arguments are those of that function. A kind that is applied in more than one step is refused.
+    Raises:
+        InvalidInput: A kind that is applied in more than one step.
     """
-    return applier(plan.kind)(model, plan, *arguments, **options)
+    return decision_of(plan).apply(model, plan, data, **options)

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 from typing_extensions import NotRequired, TypedDict
 
 from ..budget import OWN_UNITS, Budget, amount_of, parse_budget, rank_parameters, unit_cost
+from ..decision import DECISIONS
 from ..errors import InfeasibleBudget, InvalidInput, UnknownBlock
 from ..plan import Plan, PlanBlock
 from ..records import Block, to_jsonable
@@ -53,6 +54,7 @@ class Rounding(TypedDict):
     gap: float | None
     method: str
     value: float
+    bound: float
     optimum: float
     spent: float
     budget: float
@@ -139,7 +141,7 @@ def make_plan(
         hyperparameters=to_jsonable(dict(hyperparameters)),
         certificate=to_jsonable(solution.certificate()) if solution is not None else {},
         scores_digest=record.digest if record is not None else None,
-        extra=to_jsonable(dict(decision.extra)),
+        payload=DECISIONS.find(kind).Payload(**decision.payload),
     )
 
 
@@ -319,7 +321,7 @@ def _allocated(
         weights, problem.amount, problem.target, spend=spend, base=base, lower=problem.low, upper=problem.high, **options
     )
     rounded = round_capacity(solution, method=method, multiple=problem.multiple)
-    return RuleResult(value=solution.value, counts=rounded.counts, solution=solution, extra={"rounding": rounded.to_dict()})
+    return RuleResult(value=solution.value, counts=rounded.counts, solution=solution, payload={"rounding": rounded.to_dict()})
 
 
 def _in_proportion(problem: Problem, value: Vector, *, method: str = "auto") -> RuleResult:
@@ -356,7 +358,7 @@ def _by_scores(
     spread = float(q.std() / q.mean())
     if len(q) < 2 or spread >= FLAT:
         return decision
-    return dataclasses.replace(decision, extra={**decision.extra, "flat_scores": spread})
+    return dataclasses.replace(decision, payload={**decision.payload, "flat_scores": spread})
 
 
 @rule("ranks", "uniform", summary="the same rank everywhere, as far as the bounds allow")

@@ -28,12 +28,12 @@ _CALLED = {"owl": "OWL", "alphapruning": "AlphaPruning", "layerif": "LayerIF"}
 class EvenUneven:
     """Predicted damage of one budget with equal layers, ``even``, and with any, ``uneven``; nats per token.
 
-    ``error`` is the standard error of the difference.
+    ``error`` is the standard error of the difference, where sequences give one.
     """
 
     even: float
     uneven: float
-    error: float = 0.0
+    error: float | None = None
 
 
 def percent(share: float) -> str:
@@ -224,11 +224,12 @@ def on_even(beside: EvenUneven | None, *, alike: bool) -> str:
     if beside is None:
         return ""
     own, other = (beside.even, beside.uneven) if alike else (beside.uneven, beside.even)
+    error = beside.error or 0.0
     if not alike:
-        return f"; its predicted damage is {less_than(own, other, f'that of {EVEN}', beside.error)}"
-    if outcome(other - own, error=beside.error, small=SAME * own) != "lower":
+        return f"; its predicted damage is {less_than(own, other, f'that of {EVEN}', error)}"
+    if outcome(other - own, error=error, small=SAME * own) != "lower":
         return "; the prediction sees nothing to gain from layers that differ"
-    return f"; the predicted damage of layers that differ is {less_than(other, own, 'that of this plan', beside.error)}"
+    return f"; the predicted damage of layers that differ is {less_than(other, own, 'that of this plan', error)}"
 
 
 def compared_with_even(
@@ -246,7 +247,8 @@ def compared_with_even(
     if beside is None:
         return None
     even, uneven = (plan.rule, "layers that differ") if alike else (EVEN, plan.rule)
-    damage = {even: (beside.even, beside.error), uneven: (beside.uneven, beside.error)}
+    error = beside.error or 0.0
+    damage = {even: (beside.even, error), uneven: (beside.uneven, error)}
     title = f"damage predicted {where}; the verdict has the damage to go by"
     return comparison(plan, title, damage, {even: EVEN}, column="predicted", passes=passes)
 

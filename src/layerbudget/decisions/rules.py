@@ -120,14 +120,14 @@ class RuleResult:
         counts: Whole numbers, where the rule makes them itself.
         solution: The certified solution, for rules that solve a program.
         target: Parameters that go, where the program prunes more than was asked for.
-        extra: What the plan should say beside it.
+        payload: Fields of the plan's payload: what it should say beside its blocks.
     """
 
     value: Vector
     counts: np.ndarray | None = None
     solution: Solution | None = None
     target: int | None = None
-    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    payload: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -150,7 +150,7 @@ def _scores_details(scores: Scores, name: str) -> str:
 def plan_details(plan: Plan, name: str) -> str:
     """Every number of a plan, folded."""
     certificate = f"<h3>Certificate</h3>{facts(plan.certificate).html()}" if plan.certificate else ""
-    curve = [{k: v for k, v in row.items() if k != "values"} for row in plan.extra.get("curve", ())]
+    curve = [{k: v for k, v in row.items() if k != "values"} for row in getattr(plan.payload, "curve", None) or ()]
     more = f"<h3>Best plans of other budgets</h3>{sheet_of(curve).html()}" if curve else ""
     body = facts(plan.budget).html() + certificate + more + plan_table(plan).html()
     return _folded(f"{name}: {plan.kind}, rule {plan.rule}", body)

@@ -231,7 +231,8 @@ def cards_of(found: Found) -> list[tuple[str, str]]:
         cards += [("blocks", f"{len(plan.blocks)}"), (DECISIONS.find(plan.kind).decides, _range(given))]
         cards.append(("rule", plan.rule))
         cards += [("forward equivalents of planning", f"{passes:.0f}")] if (passes := passes_of(plan)) else []
-        status = plan.certificate.get("status") or ("optimal" if plan.extra.get("rounding", {}).get("exact") else None)
+        rounding = getattr(plan.payload, "rounding", None) or {}
+        status = plan.certificate.get("status") or ("optimal" if rounding.get("exact") else None)
         cards += [("certificate", str(status))] if status else []
     if (scores := found.scores if found.plan is None else found.decisive) is not None:
         cards.append(("scores", scores.estimator))

@@ -129,7 +129,7 @@ def sweep(
 def _row(plan: Plan, kind: Decision, q: Vector, worth: Mapping[str, Any] | None) -> dict[str, Any]:
     value, c = plan.counts / plan.numel if kind.harms else plan.counts, plan.certificate
     if kind.predicts:
-        value, predicted = plan.values, plan.extra["predicted"]
+        value, predicted = plan.values, plan.payload.predicted
     elif worth is not None:
         predicted = worth["value"]
     else:

@@ -85,7 +85,7 @@ def test_every_expert_has_its_own_packed_tensors(tmp_path, name, bits, formats, 
     model = made(name)
     plan = planned(model, bits, formats, method=method)
     receipt = write_bits(model, plan, tmp_path / "out", data(), resume=tmp_path / "parts")
-    held = dict(plan.extra["formats"])
+    held = dict(plan.payload.formats)
     tensors = check(tmp_path / "out", model, held, name)
     assert receipt.bytes == receipt.planned == plan.budget["spent"] and receipt.tensors == plan.budget["file"]
     blocks = blocks_of(model, find_runtime("vllm"))
@@ -122,7 +122,7 @@ def test_transformers_reads_experts_in_one_format(tmp_path):
     receipt = write_bits(model, plan, tmp_path / "out", data())
     assert not receipt.notes
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    for name in stacks(plan.extra["formats"]):  # it multiplies in bfloat16
+    for name in stacks(plan.payload.formats):  # it multiplies in bfloat16
         assert torch.equal(back.get_parameter(name), model.get_parameter(name).bfloat16().float())
 
 

@@ -84,7 +84,7 @@ def test_a_streamed_file_is_that_of_the_plainest_way(tmp_path):
     streamed = lb.load_model(str(tmp_path / "model"), dtype="float32", stream=True)
     write_bits(streamed, plan, tmp_path / "out", TEXT, method="gptq", batch_size=4)
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf", dtype=torch.float32)
-    formats = plan.extra["formats"]
+    formats = plan.payload.formats
     assert len(set(formats.values())) > 1
     assert min(agreement(found, model, formats)) > 0.97
     assert agreement(found, AutoModelForCausalLM.from_pretrained(tmp_path / "model"), formats, below=False)[2] < 0.9

@@ -79,8 +79,8 @@ def test_a_gguf_file_is_the_rounded_model(tmp_path, name, method):
     names = {"self_attn.q_proj": "attn_q", "mlp.down_proj": "ffn_down", "self_attn.o_proj": "attn_output"}
     for i in range(3):
         for long, short in names.items():
-            assert types[f"blk.{i}.{short}.weight"] == plan.extra["formats"][f"model.layers.{i}.{long}"]
-    assert types["token_embd.weight"] == plan.extra["formats"]["model.embed_tokens"]
+            assert types[f"blk.{i}.{short}.weight"] == plan.payload.formats[f"model.layers.{i}.{long}"]
+    assert types["token_embd.weight"] == plan.payload.formats["model.embed_tokens"]
     assert len(set(types.values()) - {"F32"}) > 1
     assert ("output.weight" in types) == (name != "llama-tied")
     lines = (tmp_path / "out" / "tensor-types.txt").read_text().splitlines()
@@ -104,11 +104,11 @@ def test_a_compressed_tensors_folder_is_the_rounded_model(tmp_path, name, runtim
     assert lb.partition(read) == lb.partition(model) and not hasattr(read.config, "quantization_config")
     halved = zoo.build(name, **WIDE)  # what is not planned is written in sixteen bits
     halved.load_state_dict({n: t.bfloat16().float() for n, t in halved.state_dict().items()})
-    for module in plan.extra["formats"]:
+    for module in plan.payload.formats:
         halved.get_submodule(module).weight.data.copy_(model.get_submodule(module).weight)
     assert torch.allclose(logits(back), logits(halved), atol=1e-5)
     assert receipt.bytes == receipt.planned and receipt.tensors == plan.budget["file"]
-    assert len(set(plan.extra["formats"].values())) > 1
+    assert len(set(plan.payload.formats.values())) > 1
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     bits = {g["weights"]["num_bits"] for g in config["config_groups"].values()}
     assert config["format"] == "pack-quantized" and (runtime != "vllm" or bits <= {4, 8})
@@ -138,14 +138,14 @@ def test_floating_point_and_integers_in_one_folder(tmp_path, method):
     assert receipt.bytes == receipt.planned and receipt.tensors == plan.budget["file"] and not receipt.notes
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     packings = {"nvfp4": "nvfp4-pack-quantized", "fp8": "float-quantized", "w4-g32": "pack-quantized"}
-    used = set(plan.extra["formats"].values()) - {"bf16"}
+    used = set(plan.payload.formats.values()) - {"bf16"}
     assert config["format"] == "mixed-precision" and {"nvfp4", "fp8"} <= used
     assert {g["format"] for g in config["config_groups"].values()} == {packings[f] for f in used}
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()  # transformers makes numbers at the first forward
     read, ids = lb.load_model(str(tmp_path / "out"), dtype="float32"), zoo.tokens(2, 14, vocabulary=96).input_ids
     with torch.no_grad():
         back(ids)
-    for name, form in plan.extra["formats"].items():
+    for name, form in plan.payload.formats.items():
         weight = model.get_submodule(name).weight
         assert torch.equal(read.get_submodule(name).weight, weight), name
         assert form == "w4-g32" or torch.equal(back.get_submodule(name).weight.float(), weight), name
@@ -164,7 +164,7 @@ def test_mlx_gets_bits_and_groups_by_module():
     plan = planned(wide("llama"), "", 5.0, formats=["w2-g64", "w4-g32", "w6-g64"])
     held = json.loads(mlx(plan))["quantization"]
     kinds = {"w2-g64": (64, 2), "w4-g32": (32, 4), "w6-g64": (64, 6)}
-    for name, form in plan.extra["formats"].items():
+    for name, form in plan.payload.formats.items():
         assert held.pop(name) == (False if form == "bf16" else dict(zip(("group_size", "bits"), kinds[form], strict=True)))
     assert held == {"group_size": 32, "bits": 2} and EXPORTS.find("mlx").text(plan, {}) == mlx(plan)
     with pytest.raises(InvalidInput, match="MLX has no (fp8|nvfp4)"):
@@ -226,7 +226,7 @@ def test_the_types_that_people_download(tmp_path, formats, bits):
     model, dense, text = zoo.build("llama", **size), zoo.build("llama", **size), zoo.tokens(24, 24, vocabulary=96)
     own = {"family": "gguf", "draws": 1, "method": "gptq", "formats": formats}
     plan = plan_bits(rounding_damage(model, text, **own), bits=bits)
-    used = set(plan.extra["formats"].values())
+    used = set(plan.payload.formats.values())
     assert len(used) > 1 and used <= {*formats, "F16"}
     receipt = write_bits(model, plan, tmp_path / "out", text)
     assert receipt.bytes == receipt.planned == plan.budget["spent"]
@@ -243,7 +243,7 @@ def test_the_types_that_people_download(tmp_path, formats, bits):
 def test_recipes_for_other_tools():
     model = wide("llama")
     plan = planned(model, "compressed-tensors", 4.2)
-    formats, made = plan.extra["formats"], json.loads(auto_round(plan))
+    formats, made = plan.payload.formats, json.loads(auto_round(plan))
     assert {n: f"w{w['bits']}-g{w['group_size']}" for n, w in made.items()} == dict(formats)
     with pytest.raises(InvalidInput, match="holds no gguf formats"):
         llama_cpp(plan)
@@ -343,7 +343,7 @@ def test_streamed_interrupted_and_in_memory_write_the_same_bytes(folder, tmp_pat
         back = AutoModelForCausalLM.from_pretrained(tmp_path / "two", dtype=torch.float32).eval()
         ids = zoo.tokens(2, 14, vocabulary=96).input_ids
         halved = {n: t.bfloat16().float() for n, t in whole.state_dict().items()}
-        kept = {f"{n}.weight": t for n, t in ((m, whole.state_dict()[f"{m}.weight"]) for m in plan.extra["formats"])}
+        kept = {f"{n}.weight": t for n, t in ((m, whole.state_dict()[f"{m}.weight"]) for m in plan.payload.formats)}
         whole.load_state_dict({**halved, **kept})
         with torch.no_grad():
             assert torch.allclose(back(ids).logits, whole(ids).logits, atol=1e-5)

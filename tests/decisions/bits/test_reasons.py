@@ -45,7 +45,7 @@ def test_the_next_formats_are_those_of_a_search_through_all(forbid):
     gone = {f for f in table.formats if f.startswith("IQ2") or f.startswith("IQ3") or f == "Q4_K"} if forbid else set()
     rows = reasons(Plan.from_dict(plan.to_dict()))
     assert [r["name"] for r in rows] == plan.names and sum(r["bytes"] for r in rows) == plan.budget["spent"]
-    assert sum(r["damage"] for r in rows) == pytest.approx(plan.extra["predicted"], rel=1e-4)
+    assert sum(r["damage"] for r in rows) == pytest.approx(plan.payload.predicted, rel=1e-4)
     for k, row in enumerate(rows):
         every = [(f, int(table.size[k, j]), table.damage[k, j]) for j, f in enumerate(table.formats) if table.has[k, j]]
         allowed = [e for e in every if e[0] not in gone]
@@ -68,7 +68,7 @@ def test_a_step_down_loses_more_than_the_price_and_a_step_up_saves_less():
     plan = plan_bits(scores, like="Q4_K_M")
     exact = plan_bits(scores, budget=f"{plan.budget['spent'] + 5096} bytes")
     rows = reasons(exact)
-    slack = exact.extra["predicted"] - exact.certificate["relaxed"]
+    slack = exact.payload.predicted - exact.certificate["relaxed"]
     for row in rows:
         for name in ("smaller", "larger"):
             if other := row[name]:
@@ -79,14 +79,14 @@ def test_a_step_down_loses_more_than_the_price_and_a_step_up_saves_less():
 def test_plans_without_reasons_and_broken_ones():
     scores = record()
     plan = plan_bits(scores, bits=4.0)
-    old = dataclasses.replace(plan, extra={k: v for k, v in plan.extra.items() if k != "reasons"})
+    old = plan.with_payload(reasons=None)
     assert "damage" not in reasons(old)[0] and reasons(old, scores)[0]["damage"] == reasons(plan)[0]["damage"]
     rows = list(csv.DictReader(io.StringIO(blocks_csv(old))))
     assert {r["damage"] for r in rows} == {""} and [r["format"] for r in rows] == [r["format"] for r in reasons(plan)]
     assert all(f"<td>{r['format']}</td>" in plan_details(old, "x") for r in rows)
-    short = {**plan.extra["reasons"], "damage": [1.0]}
+    short = dataclasses.replace(plan.payload.reasons, damage=[1.0])
     with pytest.raises(CorruptFile, match="not of its blocks"):
-        reasons(dataclasses.replace(plan, extra={**plan.extra, "reasons": short}))
+        reasons(zoo.saying(plan, reasons=short))
     with pytest.raises(ModelMismatch, match="from other scores"):
         reasons(plan, record(seed=1))
     with pytest.raises(InvalidInput, match="tokens has no meaning"):
@@ -97,7 +97,7 @@ def test_the_words_name_types_and_add_up_the_bytes():
     scores = gguf_record()
     plan = plan_bits(scores, like="Q4_K_M")
     said = " ".join(explain_plan(plan).sentences)
-    many = dict(zip(*np.unique(list(plan.extra["formats"].values()), return_counts=True), strict=True))
+    many = dict(zip(*np.unique(list(plan.payload.formats.values()), return_counts=True), strict=True))
     assert {k: int(n) for n, k in re.findall(r"(\d+) ha(?:ve|s) (\w+)", said)} == many
     assert "1 have" not in said and "1 has" in said
     assert "Most goes to" not in said and "standard deviation" not in said
@@ -114,7 +114,7 @@ def test_an_example_of_a_change_fits_the_limit():
     scores, seen = record(), set()
     for bits in (3.3, 3.6, 4.0, 4.7):
         plan = plan_bits(scores, bits=bits)
-        left, ties = plan.budget["limit"] - plan.budget["spent"], plan.extra["near_ties"]
+        left, ties = plan.budget["limit"] - plan.budget["spent"], plan.payload.near_ties
         said = " ".join(explain_plan(plan).sentences)
         fitting = [f"{t['instead']} for {t['chosen']} in {t['block']}." for t in ties if t["bytes"] <= left]
         assert ("for example" in said) == bool(fitting) and (not fitting or fitting[0] in said)
@@ -127,23 +127,23 @@ def test_the_table_beside_the_verdict_has_bytes_and_both_comparisons():
     title, head, rows = standing(plan)
     assert head == ("plan", "bytes of the file", "predicted", "against uniform", "against Q4_K_M")
     assert "ends: first and last layers" in title and "predicted" in title
-    found, e = {row[0]: row for row in rows}, plan.extra
+    found, payload = {row[0]: row for row in rows}, plan.payload
     own, mix = found["this plan"], found["llama.cpp's Q4_K_M"]
     assert own[1] == f"{plan.budget['spent'] + 5096:,}" and mix[1] == f"{plan.budget['limit'] + 5096:,}" and mix[4] == "–"
     for cell, name in ((own[3], "uniform"), (own[4], "mix")):
-        other = e["baselines"][name]["predicted"]
-        assert e["baselines"][name]["difference_error"] > e["predicted_error"]  # of the worse choice most of it
-        assert cell.startswith(f"{e['predicted'] / other - 1:+.1%} +-")
+        other = payload.baselines[name]["predicted"]
+        assert payload.baselines[name]["difference_error"] > payload.predicted_error  # of the worse choice most of it
+        assert cell.startswith(f"{payload.predicted / other - 1:+.1%} +-")
         assert float(re.search(r"\+-([\d.]+)%", cell)[1]) == pytest.approx(
-            200 * e["baselines"][name]["difference_error"] / other, abs=0.51
+            200 * payload.baselines[name]["difference_error"] / other, abs=0.51
         )
     rows = {n: {"kl": v, "difference": 0.1, "difference_error": 0.03} for n, v in (("uniform", 0.4), ("mix", 0.2))}
     check = {"rows": {"exact": {"kl": 0.1}, **rows}, "verdict": "x", "taken": "exact"}
-    title, head, rows = standing(dataclasses.replace(plan, extra={**e, "check": check}))
+    title, head, rows = standing(zoo.saying(plan, check=check))
     assert "measured on held-out text, +- two standard errors" in title and head[2] == "measured"
     assert rows[0][3:] == ("-75.0% +-15%", "-50.0% +-30%") and rows[1][3:] == ("–", "+100.0%")
     check["rows"]["mix"] |= {"kl": 0.9, "difference": 0.8, "difference_error": 0.1}  # no damage is below none
-    title, _, rows = standing(dataclasses.replace(plan, extra={**e, "check": check}))
+    title, _, rows = standing(zoo.saying(plan, check=check))
     assert rows[0][4] == "-88.9% (to -67%)" and "+- two standard errors (to: their upper end)" in title
 
 
@@ -156,7 +156,7 @@ def test_exports_and_pages_say_types_and_damages(folder, tmp_path):
         assert row["smaller_bytes"] == str((own["smaller"] or {"bytes": ""})["bytes"])
     plan.save(tmp_path / "plan.json")
     page = build_page(tmp_path)
-    assert all(f"<td>{kind}</td>" in page for kind in set(plan.extra["formats"].values()))
+    assert all(f"<td>{kind}</td>" in page for kind in set(plan.payload.formats.values()))
     assert f'"formats": ["{why[0]["format"]}"' in page and f'"damage": [{why[0]["damage"]}' in page
 
 
@@ -164,7 +164,7 @@ def test_a_difference_names_types_and_shows_what_differs_alone(folder):
     first, second = Plan.load(folder / "plan.json"), Plan.load(folder / "less.json")
     result, shown = command_result("explain", "diff", folder / "plan.json", folder / "less.json", "--table")
     assert result == command_result("explain", "diff", folder / "plan.json", folder / "less.json")[0]
-    kinds = [p.extra["formats"] for p in (first, second)]
+    kinds = [p.payload.formats for p in (first, second)]
     differ = {n for n in first.names if kinds[0][n] != kinds[1][n]}
     assert {r["name"] for r in diff_plans(first, second)["blocks"] if r["first_format"] != r["second_format"]} == differ
     assert all((f"│ {name} " in shown) == (name in differ) for name in first.names)

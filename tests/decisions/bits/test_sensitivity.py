@@ -210,7 +210,7 @@ def test_runtimes_say_what_must_agree():
     assert "model.layers.0.mlp.experts" in experts
     scores = rounding_damage(zoo.build("llama", intermediate_size=64), zoo.tokens(2, 8), runtime="vllm", group=32, draws=1)
     plan = plan_bits(scores, bits=6.5)
-    formats = plan.extra["formats"]
+    formats = plan.payload.formats
     assert scores.extra["formats"]["formats"] == ["w4-g32", "w8-g32", "bf16"]
     for i in range(3):
         assert len({formats[f"model.layers.{i}.self_attn.{p}_proj"] for p in "qkv"}) == 1
@@ -221,13 +221,13 @@ def test_matrices_that_blocks_do_not_divide_stay_in_sixteen_bits():
     table = Table.of(rounding_damage(zoo.build("llama"), zoo.tokens(2, 8), family="gguf", draws=1))
     odd = [i for i, b in enumerate(table.blocks) if b.name.endswith("down_proj")]  # 48 inputs
     assert (np.isfinite(table.damage[odd]).sum(1) == 1).all() and np.isfinite(table.damage[:, -1]).all()
-    formats = plan_bits(rounding_damage(zoo.build("llama"), zoo.tokens(2, 8), family="gguf", draws=1), bits=9).extra["formats"]
+    formats = plan_bits(rounding_damage(zoo.build("llama"), zoo.tokens(2, 8), family="gguf", draws=1), bits=9).payload.formats
     assert {f for n, f in formats.items() if n.endswith("down_proj")} == {"F16"}
 
 
 def test_a_layer_is_decided_as_one():
     scores = rounding_damage(zoo.build("llama", intermediate_size=64), zoo.tokens(2, 8), by="layer", group=32, draws=1)
-    formats = plan_bits(scores, bits=4.0).extra["formats"]
+    formats = plan_bits(scores, bits=4.0).payload.formats
     assert all(len({f for n, f in formats.items() if n.startswith(f"model.layers.{i}.")}) == 1 for i in range(3))
 
 
@@ -235,23 +235,23 @@ def test_the_check_is_of_the_whole_plan_and_leaves_the_model_alone(tmp_path):
     model, dense = zoo.build("llama", intermediate_size=64), zoo.build("llama", intermediate_size=64)
     fit, held_out = (zoo.tokens(12, 16).select(rows) for rows in (slice(0, 8), slice(8, 12)))
     plan = plan_bits(model, fit, held_out, bits=4.0, group=32, method="gptq", save_scores=tmp_path / "scores.json")
-    check = plan.extra["check"]
-    assert describe(model) == describe(dense) and set(check["rows"]) == {"exact", "uniform"}
-    assert check["rows"][check["taken"]]["kl"] == min(r["kl"] for r in check["rows"].values())
-    assert plan.rule == check["taken"] and plan.extra["asked"] == "exact"
+    check = plan.payload.check
+    assert describe(model) == describe(dense) and set(check.rows) == {"exact", "uniform"}
+    assert check.rows[check.taken].kl == min(r.kl for r in check.rows.values())
+    assert plan.rule == check.taken and plan.payload.asked == "exact"
     apply_bits(model, plan, fit)
-    assert kl(model, dense, held_out) == pytest.approx(check["rows"][plan.rule]["kl"], rel=1e-3)
+    assert kl(model, dense, held_out) == pytest.approx(check.rows[plan.rule].kl, rel=1e-3)
     scores = Scores.load(tmp_path / "scores.json")
     held = scores.extra["formats"]  # damages that say the opposite of the truth: the check finds out
     held = {**held, "damage": [[None if d is None else 1 / (d + 1e-6) if d else 1e9 for d in row] for row in held["damage"]]}
     scores = dataclasses.replace(scores, extra={"formats": held})
     asked = plan_bits(scores, bits=5.0)
-    asked = dataclasses.replace(asked, extra={**asked.extra, "passes": 7.0})
+    asked = zoo.saying(asked, passes=7.0)
     wrong = check_plan(dense, asked, scores, fit, held_out)
-    assert wrong.extra["curve"] == asked.extra["curve"] != [] and passes_of(wrong) == 7.0
-    assert wrong.extra["formats"] != asked.extra["formats"] and wrong.extra["predicted"] > asked.extra["predicted"]
-    assert wrong.rule == "uniform" and wrong.extra["asked"] == "exact"
-    assert f"The plan is {wrong.rule}." in wrong.extra["check"]["verdict"] and not wrong.certificate
+    assert wrong.payload.curve == asked.payload.curve != [] and passes_of(wrong) == 7.0
+    assert wrong.payload.formats != asked.payload.formats and wrong.payload.predicted > asked.payload.predicted
+    assert wrong.rule == "uniform" and wrong.payload.asked == "exact"
+    assert f"The plan is {wrong.rule}." in wrong.payload.check.verdict and not wrong.certificate
 
 
 def test_a_plan_with_feedback_stands_beside_the_file_that_llama_quantize_writes():
@@ -259,10 +259,10 @@ def test_a_plan_with_feedback_stands_beside_the_file_that_llama_quantize_writes(
     model, text = zoo.build("llama", hidden_size=64, intermediate_size=64), zoo.tokens(24, 16)
     fit, held_out = text.select(slice(0, 16)), text.select(slice(16, 24))
     plan = plan_bits(model, fit, held_out, like="Q4_K_M", family="gguf", method="gptq", draws=2)
-    rows, mix = plan.extra["check"]["rows"], plan_bits(model, fit, like="Q4_K_M", method="gptq", rule="mix", draws=1)
-    assert set(rows) == {"exact", "uniform", "mix", PEER} and rows[PEER]["bytes"] == rows["mix"]["bytes"]
-    written = DenseOutput(model, held_out).rows_of(model, mix.extra["formats"], fit, "weighted")
-    assert rows[PEER]["kl"] == pytest.approx(per_token(*written[:, :2].T)[0], rel=1e-6) and rows[PEER]["kl"] > rows["mix"]["kl"]
+    rows, mix = plan.payload.check.rows, plan_bits(model, fit, like="Q4_K_M", method="gptq", rule="mix", draws=1)
+    assert set(rows) == {"exact", "uniform", "mix", PEER} and rows[PEER].bytes == rows["mix"].bytes
+    written = DenseOutput(model, held_out).rows_of(model, mix.payload.formats, fit, "weighted")
+    assert rows[PEER].kl == pytest.approx(per_token(*written[:, :2].T)[0], rel=1e-6) and rows[PEER].kl > rows["mix"].kl
     assert "than Q4_K_M by llama-quantize within" in verdict(plan) and "llama.cpp's" not in verdict(plan)
     head, table = standing(plan)[1:]
     assert head[-1] == "against llama-quantize" and [r[0] for r in table][2:] == [
@@ -271,22 +271,22 @@ def test_a_plan_with_feedback_stands_beside_the_file_that_llama_quantize_writes(
     ]
     low = {n: r * ([[0.1, 1, 1, 1]] if n == PEER else 1) for n, r in dict.fromkeys(rows, written).items()}
     record = check_record(DenseOutput(model, held_out), "exact", low, dict.fromkeys(rows, 1), ["exact"])
-    assert record["taken"] != PEER and record["rows"][PEER]["difference"] < 0
+    assert record.taken != PEER and record.rows[PEER].difference < 0
 
 
 def test_a_mix_with_formats_that_may_not_be_used_is_compared_and_not_taken():
     model, text = zoo.build("llama", hidden_size=64, intermediate_size=64), zoo.tokens(8, 16)
     own = {"family": "gguf", "draws": 1, "formats": ["Q4_0", "Q8_0"], "keep": {"mlp": "Q4_0"}}
     plan = plan_bits(model, text.select(slice(0, 4)), text.select(slice(4, 8)), like="Q8_0", **own)
-    rows = plan.extra["check"]["rows"]
-    assert plan.extra["mix"] == "Q8_0" and rows["mix"]["kl"] < 0.5 * rows[plan.rule]["kl"] and plan.rule != "mix"
-    assert {f for m, f in plan.extra["formats"].items() if "mlp" in m} == {"Q4_0"}
+    rows = plan.payload.check.rows
+    assert plan.payload.mix == "Q8_0" and rows["mix"].kl < 0.5 * rows[plan.rule].kl and plan.rule != "mix"
+    assert {f for m, f in plan.payload.formats.items() if "mlp" in m} == {"Q4_0"}
 
 
 def test_a_check_says_where_baselines_are_the_same_plan():
     model, data = zoo.build("llama", intermediate_size=64), zoo.tokens(4, 16)
     plan = plan_bits(model, data.select(slice(0, 2)), data.select(slice(2, 4)), bits=16, formats=["w4-g32", "w8-g32"])
-    assert plan.extra["check"]["verdict"].endswith("uniform chooses the same formats.")
+    assert plan.payload.check.verdict.endswith("uniform chooses the same formats.")
 
 
 def test_with_feedback_sequences_with_answers_tell_the_damage():
@@ -445,15 +445,15 @@ def test_the_error_of_a_plan_is_that_of_its_damage_by_sequence(monkeypatch):
     data, model = answers(zoo.tokens(5, 12)), zoo.build("llama", intermediate_size=64)
     scores = rounding_damage(model, data, formats=["w3-g32", "w4-g32"])
     plan, table = plan_bits(scores, bits=5.0), Table.of(scores)
-    k, chosen = np.arange(len(table.blocks)), [table.formats.index(plan.extra["formats"][b.name]) for b in table.blocks]
+    k, chosen = np.arange(len(table.blocks)), [table.formats.index(plan.payload.formats[b.name]) for b in table.blocks]
     assert len(set(chosen)) > 1
     np.testing.assert_allclose(np.linalg.norm(table.rest, axis=-1)[:, :2], table.error[:, :2], rtol=1e-3)
     monkeypatch.setattr(R, "pooled", lambda damage, error, norm: (damage, 1.0))
     alone = [Table.of(rounding_damage(model, data.select([s]), formats=["w3-g32", "w4-g32"])).damage for s in range(5)]
     tokens = (data.labels[:, 1:] != -100).sum(1).numpy()
     wanted = per_token(np.array([d[k, chosen].sum() for d in alone]) * tokens, tokens)[1]
-    assert plan.extra["predicted_error"] == pytest.approx(wanted, rel=3e-2), "each alone is pooled by itself"
-    assert plan.extra["predicted_error"] > 1.2 * np.sqrt((table.error[k, chosen] ** 2).sum())
+    assert plan.payload.predicted_error == pytest.approx(wanted, rel=3e-2), "each alone is pooled by itself"
+    assert plan.payload.predicted_error > 1.2 * np.sqrt((table.error[k, chosen] ** 2).sum())
 
 
 def test_bad_input_is_one_sentence():
@@ -495,10 +495,10 @@ def test_a_rule_without_a_program_measures_its_own_formats_alone(rule, family, l
     everything = plan_bits(model, data, save_scores=tmp_path / "s.json", **own)
     few, many = measured
     assert set(few) < set(many) and left_out in set(many) - set(few)
-    assert alone.extra["formats"] == everything.extra["formats"] and alone.budget == everything.budget
-    beside = {n: row["spent"] for n, row in everything.extra["baselines"].items() if n != "exact"}
-    assert {n: row["spent"] for n, row in alone.extra["baselines"].items()} == beside
-    assert alone.extra["curve"] == [], "the best plans would have other formats"
+    assert alone.payload.formats == everything.payload.formats and alone.budget == everything.budget
+    beside = {n: row["spent"] for n, row in everything.payload.baselines.items() if n != "exact"}
+    assert {n: row["spent"] for n, row in alone.payload.baselines.items()} == beside
+    assert alone.payload.curve == [], "the best plans would have other formats"
     assert "the exact program" not in str(standing(alone)) and "nats per token" in verdict(alone)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import shlex
@@ -192,19 +191,19 @@ def test_a_plan_is_checked_kept_and_used(tmp_path):
     held = zoo.tokens(4, 24, vocabulary=96, seed=9)
     plan = plan_cache(model, data, held, context=24, batch=3, bits=5.3, draws=2)
     assert plan.budget["spent"] <= plan.budget["limit"] and plan.kind == "cache" and len(plan.blocks) == 6
-    assert sum(b.numel for b in plan.blocks) == 3 * 24 * 32 * 6 and plan.extra["check"]["taken"] == plan.rule
-    rows = plan.extra["check"]["rows"]
-    assert rows[plan.rule]["kl"] == min(r["kl"] for r in rows.values())
+    assert sum(b.numel for b in plan.blocks) == 3 * 24 * 32 * 6 and plan.payload.check.taken == plan.rule
+    rows = plan.payload.check.rows
+    assert rows[plan.rule].kl == min(r.kl for r in rows.values())
     plan.save(tmp_path / "p.json")
     again = Plan.load(tmp_path / "p.json")
     assert again == plan and any("5." in s and "24 tokens x 3" in s for s in explain_plan(again)["sentences"])
-    cache = lb.apply_plan(model, again)
+    cache = lb.apply_plan(model, again).cache
     with torch.no_grad():
         got = model(held.input_ids, past_key_values=cache, use_cache=True).logits
         with caching(model, rounding(cache_space(model, 24, 3).by_layer(_chosen(plan)))):
             assert torch.equal(model(held.input_ids).logits, got)
         # token by token it is the same cache: what is rounded once is not rounded again
-        cache, steps = lb.apply_plan(model, again), []
+        cache, steps = lb.apply_plan(model, again).cache, []
         for t in range(held.length):
             steps.append(model(held.input_ids[:, t : t + 1], past_key_values=cache, use_cache=True).logits)
         assert torch.allclose(torch.cat(steps, 1), got, atol=0.02)  # the 16 bits of a minimum may go either way
@@ -214,7 +213,7 @@ def test_a_plan_is_checked_kept_and_used(tmp_path):
 
 def _chosen(plan):
     names = ["int2", "int3", "int4", "int5", "int6", "int8", "bf16"]
-    return np.array([names.index(plan.extra["formats"][b.modules[0]]) for b in plan.blocks])
+    return np.array([names.index(plan.payload.formats[b.modules[0]]) for b in plan.blocks])
 
 
 @pytest.mark.parametrize(
@@ -249,11 +248,11 @@ def test_formats_keep_their_groups_in_records_and_at_other_contexts(names):
 def test_a_damaged_plan_is_refused_where_it_is_read(tmp_path, name):
     model = zoo.build("llama", **WIDE)
     plan = plan_cache(model, zoo.tokens(2, 12, vocabulary=96), context=12, bits=6.0, draws=1)
-    extra = dict(plan.extra)
     assert Plan.load(plan.save(tmp_path / "plan.json")) == plan
-    del extra[name]
-    dataclasses.replace(plan, extra=extra).save(tmp_path / "without.json")
-    dataclasses.replace(plan, extra={**extra, name: [None]}).save(tmp_path / "other.json")
+    record = json.loads((tmp_path / "plan.json").read_text())
+    del record["extra"][name]
+    (tmp_path / "without.json").write_text(json.dumps(record))
+    plan.with_payload(**{name: [None]}).save(tmp_path / "other.json")
     for broken in ("without.json", "other.json"):
         with pytest.raises(CorruptFile, match=f"extra of this plan does not read.*{name}"):
             Plan.load(tmp_path / broken)
@@ -269,7 +268,7 @@ def test_runtimes_get_their_own_words(monkeypatch):
     layers = json.loads(modelopt_cache(plans["vllm"]))["quantization"]["kv_cache_quantized_layers"]
     assert len(layers) == 2 and all(n.endswith(".self_attn") and n.split(".")[2] not in wide for n in layers)
     words = llama_cache(plans["llama.cpp"]).split()
-    types = {b.name: plans["llama.cpp"].extra["formats"][b.modules[0]].lower() for b in plans["llama.cpp"].blocks}
+    types = {b.name: plans["llama.cpp"].payload.formats[b.modules[0]].lower() for b in plans["llama.cpp"].blocks}
     assert words[1::2] == [types["keys"], types["values"], "on", "12", "1"]
     # two blocks, all pairs: the program finds the best
     assert plans["llama.cpp"].certificate["status"] in ("optimal", "slack")
@@ -317,7 +316,7 @@ def test_the_command_plans_and_names(tmp_path, capsys, monkeypatch):
     small = ["--data", str(text), "--samples", "2", "--length", "16", "--quiet"]
     given = ["--context", "128", "--bits", "9", "--runtime", "vllm", *small]
     assert main(["plan", "cache", "demo", *given, "--check", "1", "--draws", "1", "-o", out]) == 0
-    assert Plan.load(out).extra["context"] == 128
+    assert Plan.load(out).payload.context == 128
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"Next: layerbudget export {out} --to vllm-cache"
     monkeypatch.chdir(tmp_path)  # the command that follows writes beside the plan, not over it
@@ -355,10 +354,10 @@ def test_a_packed_cache_keeps_what_the_plan_rounds_to_in_its_bytes(dtype, chosen
         group=32,
         draws=2,
     )
-    names = sorted(plan.extra["formats"])
+    names = sorted(plan.payload.formats)
     formats = dict(zip(names, (*chosen, *chosen), strict=False))
-    plan = dataclasses.replace(plan, extra=plan.extra | {"formats": plan.extra["formats"] | formats})
-    packed, plain = lb.apply_plan(model, plan, packed=True, residual=8), transformers.DynamicCache(config=model.config)
+    plan = plan.with_payload(formats=plan.payload.formats | formats)
+    packed, plain = lb.apply_plan(model, plan, packed=True, residual=8).cache, transformers.DynamicCache(config=model.config)
     _filled(model, plain, ids[:, :48], chunk=48)
     _filled(model, packed, ids[:, :48], chunk=48)
     pairs, stored = cache.layer_formats(model, plan), 0
@@ -385,7 +384,7 @@ def test_a_packed_cache_keeps_what_the_plan_rounds_to_in_its_bytes(dtype, chosen
     got, want = _filled(model, packed, ids[:, 48:]), _filled(model, read, ids[:, 48:])
     assert torch.allclose(got, want, atol=1e-4 if dtype == torch.float32 else 0.05)
     answer = model.generate(
-        ids[:1, :9], past_key_values=lb.apply_plan(model, plan, packed=True), max_new_tokens=4, do_sample=False
+        ids[:1, :9], past_key_values=lb.apply_plan(model, plan, packed=True).cache, max_new_tokens=4, do_sample=False
     )
     assert answer.shape == (1, 13)
 
@@ -442,7 +441,7 @@ def test_a_packed_cache_serves_beams_and_assistants():
     plan = lb.plan_cache(model, zoo.tokens(2, 16, vocabulary=96), context=32, bits=9, draws=1)
     ids = torch.arange(9)[None]
     for own in ({"num_beams": 3}, {"assistant_model": zoo.build("llama", **WIDE)}, {"prompt_lookup_num_tokens": 2}):
-        cached = lb.apply_plan(model, plan, packed=True, residual=2)
+        cached = lb.apply_plan(model, plan, packed=True, residual=2).cache
         answer = model.generate(ids, past_key_values=cached, max_new_tokens=8, do_sample=False, **own)
         assert answer.shape == (1, 17)
 

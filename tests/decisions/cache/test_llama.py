@@ -134,10 +134,10 @@ def test_a_plan_keeps_and_says_which_llama_cpp_it_was_measured_for(tmp_path, mon
         plan.save(tmp_path / f"{value}.json")
         found[value] = Plan.load(tmp_path / f"{value}.json")
     monkeypatch.delenv(llama.SWITCH)
-    assert found["0"].extra["predicted"] < found["1"].extra["predicted"]
+    assert found["0"].payload.predicted < found["1"].payload.predicted
     for value, words in (("0", "April 2026 or later"), ("1", "set LLAMA_ATTN_ROT_DISABLE=1")):
         plan = found[value]
-        assert plan.extra["rotated"] == (value == "0") and words in llama_build(plan)
+        assert plan.payload.rotated == (value == "0") and words in llama_build(plan)
         assert words in " ".join(explain_plan(plan)["sentences"])
         assert words in EXPORTS.find("llama-cache").sentence(plan, "cache.txt")
         assert "--cache-type-k" in EXPORTS.find("llama-cache").text(plan, {})

@@ -35,31 +35,32 @@ def test_the_planner_and_the_command_have_the_same_options():
 
 def test_what_the_file_holds_is_the_payload(plan):
     payload = payload_of(plan, ExpertPruningPayload)
-    assert to_jsonable(dataclasses.asdict(payload)) == to_jsonable(dict(plan.extra))
+    stored = plan.to_dict()["extra"]
+    assert to_jsonable(dataclasses.asdict(payload)) == stored
     again = Plan.from_dict(plan.to_dict())
     assert again.payload == payload and again.digest == plan.digest
-    for broken in ({**plan.extra, "kept": {"layer": [-1]}}, {k: v for k, v in plan.extra.items() if k != "measured"}):
+    for broken in ({**stored, "kept": {"layer": [-1]}}, {k: v for k, v in stored.items() if k != "measured"}):
         with pytest.raises(CorruptFile, match="extra of this plan"):
             Plan.from_dict({**plan.to_dict(), "extra": broken})
 
 
 def test_what_is_said_of_a_plan(plan):
     summary = DECISION.describe(plan)
-    assert summary.title == f"{plan.counts.sum()} experts stay in" and summary.passes == plan.extra["forward_passes"]
+    assert summary.title == f"{plan.counts.sum()} experts stay in" and summary.passes == plan.payload.forward_passes
     assert f"{plan.counts.sum()} of 24 experts stay" in summary.verdict and "masked, on other text" in summary.expected
     assert f"keeps {plan.counts.sum()} of 24 experts." in summary.sentences[0] and "for 3 layers" in summary.sentences[0]
     assert summary.comparison is not None and summary.comparison.head == ("plan", "predicted", "against equal layers")
     charts = DECISION.charts(plan, None)
-    assert len(charts["grid"]["plans"]) == len(plan.extra["curve"]) and charts["water"]["uniform"] == pytest.approx(0.5)
+    assert len(charts["grid"]["plans"]) == len(plan.payload.curve) and charts["water"]["uniform"] == pytest.approx(0.5)
     assert DECISION.charts(None, None) == {} and DECISION.runs() == ""
 
 
 def test_the_receipt_says_whose_plan_it_is_and_what_was_counted(plan):
     model, told = zoo.build("qwen3-moe"), []
     receipt = keep_experts(model, plan, progress=lambda done, total: told.append((done, total)))
-    assert receipt.plan_digest == plan.digest and receipt.model["digest"] == plan.model["digest"] and receipt.notes == ()
+    assert receipt.plan_digest == plan.digest and receipt.identity["digest"] == plan.model["digest"] and receipt.notes == ()
     assert set(receipt.counted()) == {"experts", "layers", "parameters", "active", "bytes", "even", "loads"}
-    assert receipt["experts"] == {"before": 24, "after": 12} and told == [(0, 3), (3, 3)]
+    assert receipt.experts == {"before": 24, "after": 12} and told == [(0, 3), (3, 3)]
 
 
 @pytest.mark.parametrize(("words", "shown"), [("--help", "--keep"), ("--help-all", "--draws")])

@@ -20,6 +20,7 @@ import layerbudget as lb
 from layerbudget.cli import main
 from layerbudget.decisions.bits.blocks import formats_table
 from layerbudget.decisions.expert_pruning import sensitivity
+from layerbudget.decisions.expert_pruning.payload import ExpertPruningPayload
 from layerbudget.decisions.expert_pruning.plan import plan_expert_pruning
 from layerbudget.decisions.expert_pruning.program import Fold, KeptProgram, Removal, bend, beside
 from layerbudget.decisions.expert_pruning.sensitivity import expert_removals
@@ -150,11 +151,12 @@ def by_indices(model, kept):
     found = find_experts(model)
     blocks = [lb.plan.PlanBlock(name=e.name, value=len(kept[e.name]) / e.count, count=len(kept[e.name]),
                                 numel=e.count * e.numel, modules=e.modules) for e in found]  # fmt: skip
-    extra = {"kept": kept, "predicted": 0.0, "predicted_error": 0.0, "measured": 0.0, "measured_error": 0.0,
-             "measured_here": 0.0, "crossed": True, "forecast": [], "forward_passes": 0.0}  # fmt: skip
+    damages = dict.fromkeys(("predicted", "predicted_error", "measured", "measured_error", "measured_here"), 0.0)
+    rest = {"crossed": True, "forecast": [], "forward_passes": 0.0, "beside": None, "curve": []}
+    payload = ExpertPruningPayload(kept=kept, **damages, **rest)
     budget = {"unit": "experts", "limit": 1, "spent": 1}
     return lb.Plan(kind="expert-pruning", rule="by-hand", model=lb.models.blocks.describe(model), blocks=tuple(blocks),
-                   budget=budget, extra=extra)  # fmt: skip
+                   budget=budget, payload=payload)  # fmt: skip
 
 
 def oracle(model, data, layer, kept, draws, seed):
@@ -326,9 +328,9 @@ def test_what_equal_layers_would_cost_is_forecast_beside_a_plan(seed):
         alike = [s for s in able if len(set(s)) == 1]
         parts.append([min((fold.program.predicted(s)[0] for s in some), key=np.sum) for some in (alike, able)])
     even, uneven = (np.concatenate(side) for side in zip(*parts, strict=True))
-    assert found["even"] == pytest.approx(even.sum() / 2) and found["uneven"] == pytest.approx(uneven.sum() / 2)
+    assert found.even == pytest.approx(even.sum() / 2) and found.uneven == pytest.approx(uneven.sum() / 2)
     gap = even - uneven - (even - uneven).sum() / 2 * 0.5
-    assert found["error"] == pytest.approx(np.sqrt((gap**2).sum() * 4 / 3) / 2) and found["even"] > found["uneven"]
+    assert found.error == pytest.approx(np.sqrt((gap**2).sum() * 4 / 3) / 2) and found.even > found.uneven
     assert beside(folds, 5, price) is None  # two of each are six
 
 
@@ -370,12 +372,12 @@ def test_each_half_of_the_text_judges_what_the_other_half_chooses(name):
         best = program.refined(steps, lambda kept, half=halves["theirs"]: divergence(model, found, half, kept).mean())
         nats.append(divergence(model, found, halves["ours"], best.kept(steps)))
         told.append(best.predicted(steps)[0])
-    assert plan.extra["crossed"] and plan.extra["measured"] == pytest.approx(np.concatenate(nats).mean(), rel=1e-3)
-    assert plan.extra["predicted"] == pytest.approx(np.concatenate(told).sum() / r.counts.sum(), rel=1e-6)
+    assert plan.payload.crossed and plan.payload.measured == pytest.approx(np.concatenate(nats).mean(), rel=1e-3)
+    assert plan.payload.predicted == pytest.approx(np.concatenate(told).sum() / r.counts.sum(), rel=1e-6)
     answered = plan_expert_pruning(model, zoo.half_answered(10, 12), 0.75, draws=2)
-    assert answered.extra["crossed"] and np.isfinite(answered.extra["measured"])
+    assert answered.payload.crossed and np.isfinite(answered.payload.measured)
     few = plan_expert_pruning(model, zoo.tokens(3, 12), 0.75, draws=2)
-    assert not few.extra["crossed"] and few.extra["measured"] == few.extra["measured_here"]
+    assert not few.payload.crossed and few.payload.measured == few.payload.measured_here
     assert "give four sequences or more" in " ".join(lb.explain_plan(few).sentences)
 
 
@@ -401,13 +403,13 @@ def test_plans_keep_to_budgets_and_predict_what_masks_measure():
     size = sum(p.numel() for p in model.parameters()) * 4
     by_share = plan_expert_pruning(model, data, 0.6)
     by_count = plan_expert_pruning(model, data, "14 experts")
-    for row in by_share.extra["curve"]:
+    for row in by_share.payload.curve:
         assert row["values"] == plan_expert_pruning(model, data, row["keep"]).values.tolist()
     by_bytes = plan_expert_pruning(model, data, f"{size - 10 * 4 * find_experts(model)[0].numel} bytes")
     assert by_share.budget == by_count.budget == {"unit": "experts", "limit": 14, "spent": 14}
-    assert by_share.extra["kept"] == by_count.extra["kept"] == by_bytes.extra["kept"]
+    assert by_share.payload.kept == by_count.payload.kept == by_bytes.payload.kept
     assert by_bytes.budget["spent"] == by_bytes.budget["limit"] == size - 10 * 4 * find_experts(model)[0].numel
-    measured = by_share.extra["measured_here"]
+    measured = by_share.payload.measured_here
     aimed = plan_expert_pruning(model, data, damage=measured * 1.0001)
     assert aimed.budget["spent"] <= measured * 1.0001 and aimed.counts.sum() <= 14
     smaller = copy.deepcopy(model)
@@ -427,7 +429,7 @@ def test_plans_keep_to_budgets_and_predict_what_masks_measure():
 def test_a_model_at_its_floor_keeps_all_its_experts(rule):
     """The router of such a model cannot do without a single one, not even to look at it."""
     plan = plan_expert_pruning(zoo.build("mixtral", num_local_experts=2), zoo.tokens(), 1.0, draws=1, rule=rule)
-    assert plan.counts.tolist() == [2, 2, 2] and plan.extra["measured_here"] == 0.0 and not plan.extra["forecast"]
+    assert plan.counts.tolist() == [2, 2, 2] and plan.payload.measured_here == 0.0 and not plan.payload.forecast
     assert "6 of 6 experts" in " ".join(lb.explain_plan(plan).sentences)
 
 

@@ -30,11 +30,11 @@ def plans():
 @pytest.mark.parametrize("name", ["memory", "weights", "cache", "bits"])
 def test_every_field_of_a_file_has_a_type_and_keeps_its_value(plans, name):
     plan = Plan.from_dict(plans[name].to_dict())
-    fields = {field.name for field in dataclasses.fields(plan.payload)}
-    assert set(plan.extra) <= fields
-    told = to_jsonable(dataclasses.asdict(plan.payload))
-    for key in set(plan.extra) - {"check"}:  # of a check only what is read
-        assert told[key] == to_jsonable(plan.extra[key]), key
+    stored, fields = plan.to_dict()["extra"], {field.name for field in dataclasses.fields(plan.payload)}
+    assert set(stored) <= fields and stored == plans[name].to_dict()["extra"]
+    values = to_jsonable(dataclasses.asdict(plan.payload))
+    for key in stored:
+        assert values[key] == stored[key], key
 
 
 @pytest.mark.parametrize("name", ["memory", "weights", "cache", "bits"])
@@ -42,12 +42,12 @@ def test_one_summary_is_what_all_say(plans, name):
     plan = plans[name]
     summary = decision_of(plan).describe(plan)
     assert verdict(plan) == f"Verdict: {summary.verdict}" and expected(plan) == summary.expected
-    assert f"{plan.extra['predicted']:.3g} nats per token" in summary.verdict
+    assert f"{plan.payload.predicted:.3g} nats per token" in summary.verdict
     assert list(explain_plan(plan).sentences) == list(summary.sentences) and advice(plan) == list(summary.advice)
     assert standing(plan) == summary.comparison and (summary.comparison is None) == (name in ("weights", "cache"))
     card = model_card(plan, "quantized", "quantised", "in formats.", {}, "use")
     assert all(f"| {row} | {text} |" in card for row, text in summary.figures.items())
-    assert f"{plan.extra['predicted']:.4g}" in summary.figures["predicted KL divergence"]
+    assert f"{plan.payload.predicted:.4g}" in summary.figures["predicted KL divergence"]
     assert ("weights and cache together" in summary.figures) == (name in ("weights", "cache"))
 
 
@@ -61,7 +61,7 @@ def test_the_water_of_the_page_is_the_mean_of_the_bits(plans, name):
 @pytest.mark.parametrize("part", ["weights", "cache"])
 def test_a_plan_of_memory_without_one_of_its_parts_is_refused_where_it_is_read(plans, tmp_path, part):
     plan = plans["memory"]
-    for parts in ({n: p for n, p in plan.extra["parts"].items() if n != part}, {**plan.extra["parts"], part: {"bytes": 1}}):
-        path = dataclasses.replace(plan, extra={**plan.extra, "parts": parts}).save(tmp_path / "plan.json", overwrite=True)
+    for parts in ({n: p for n, p in plan.payload.parts.items() if n != part}, {**plan.payload.parts, part: {"bytes": 1}}):
+        path = zoo.saying(plan, parts=parts).save(tmp_path / "plan.json", overwrite=True)
         with pytest.raises(CorruptFile, match="bytes, bits and damage of the weights and of the cache"):
             Plan.load(path)

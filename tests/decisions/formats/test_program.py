@@ -55,11 +55,11 @@ def test_every_rule_keeps_the_budget_and_none_beats_the_program(seed, bits, gap,
     plan, best = plan_bits(scores, bits=bits, rule=rule), plan_bits(scores, bits=bits)
     numel = sum(b.numel for b in plan.blocks)
     assert plan.budget["spent"] == plan.counts.sum() <= plan.budget["limit"] == int(bits * numel // 8)
-    assert best.extra["predicted"] <= plan.extra["predicted"] + 1e-12
-    assert all(best.extra["predicted"] <= row["predicted"] + 1e-12 for row in best.extra["baselines"].values())
+    assert best.payload.predicted <= plan.payload.predicted + 1e-12
+    assert all(best.payload.predicted <= row["predicted"] + 1e-12 for row in best.payload.baselines.values())
     for block in plan.blocks:
         m = next(b for b in scores.blocks if b.name == block.name).modules[0]
-        assert block.count == find_format(plan.extra["formats"][m.name]).bytes(m.d_out, m.d_in)
+        assert block.count == find_format(plan.payload.formats[m.name]).bytes(m.d_out, m.d_in)
         assert block.value == pytest.approx(8 * block.count / block.numel)
 
 
@@ -69,13 +69,13 @@ def test_baselines_spend_what_they_can():
         limit = plan_bits(scores, bits=bits).budget["limit"]
         for rule in ("uniform", "protect-ends"):
             assert plan_bits(scores, bits=bits, rule=rule).budget["spent"] > 0.97 * limit
-    even = plan_bits(scores, bits=3.5, rule="uniform").extra["formats"]
+    even = plan_bits(scores, bits=3.5, rule="uniform").payload.formats
     table = Table.of(scores)
     exact = int(table.size[:, 1].sum())
     same = plan_bits(scores, budget=f"{exact + 1000} bytes", rule="uniform")
-    assert set(same.extra["formats"].values()) == {"w3-g32"} and same.budget["spent"] == exact
+    assert set(same.payload.formats.values()) == {"w3-g32"} and same.budget["spent"] == exact
     assert set(even.values()) == {"w2-g32", "w3-g32"}
-    ends = plan_bits(scores, budget=f"{exact + 1000 + 3072} bytes", rule="protect-ends").extra["formats"]
+    ends = plan_bits(scores, budget=f"{exact + 1000 + 3072} bytes", rule="protect-ends").payload.formats
     assert {n.split(".")[2] for n, f in ends.items() if f != "w3-g32"} == {"0", "11"}
 
 
@@ -96,7 +96,7 @@ def test_a_plan_is_a_file_and_is_explained_compared_swept_and_reported(tmp_path)
     assert not moved["same"] and moved["moved"] > 0
     rows = sweep(scores, kind="bits", budgets=[3.0, 4.0, 5.0])["rows"]
     assert [r["front"] for r in rows] == [True] * 3
-    assert rows[0]["value"] > rows[1]["value"] > rows[2]["value"] and rows[1]["value"] == plan.extra["predicted"]
+    assert rows[0]["value"] > rows[1]["value"] > rows[2]["value"] and rows[1]["value"] == plan.payload.predicted
     assert "Certificate" in plan_details(plan, "bits")
     broken = plan.to_dict()
     del broken["extra"]["formats"]
@@ -174,11 +174,11 @@ def test_a_plan_like_a_mix_has_its_bytes_at_most_and_less_damage(mix):
     size, types = mix_bytes(scores, mix)
     plan, own = plan_bits(scores, like=mix.lower()), plan_bits(scores, like=mix, rule="mix")
     assert plan.budget["limit"] == size >= plan.budget["spent"] and plan.hyperparameters["like"] == mix.lower()
-    assert list(own.extra["formats"].values()) == types and own.budget["spent"] == size
-    assert plan.extra["mix"] == own.extra["mix"] == mix
-    beside = plan.extra["baselines"]["mix"]
-    assert (beside["predicted"], beside["spent"]) == (own.extra["predicted"], size)
-    assert plan.extra["predicted"] <= own.extra["predicted"]
+    assert list(own.payload.formats.values()) == types and own.budget["spent"] == size
+    assert plan.payload.mix == own.payload.mix == mix
+    beside = plan.payload.baselines["mix"]
+    assert (beside["predicted"], beside["spent"]) == (own.payload.predicted, size)
+    assert plan.payload.predicted <= own.payload.predicted
     assert Plan.from_dict(plan.to_dict()).to_dict() == plan.to_dict()
 
 
@@ -188,24 +188,24 @@ def test_a_plan_is_compared_with_the_best_mix_that_fits():
     plan = plan_bits(scores, budget=f"{limit + 4096 + 1000} bytes")
     fitting = {m: plan_bits(scores, like=m, rule="mix") for m in MIXES if mix_bytes(scores, m)[0] <= limit and
                set(mix_bytes(scores, m)[1]) <= set(TYPES)}  # fmt: skip
-    best = min(fitting, key=lambda m: fitting[m].extra["predicted"])
-    assert plan.extra["mix"] == best and plan.extra["baselines"]["mix"]["predicted"] == fitting[best].extra["predicted"]
+    best = min(fitting, key=lambda m: fitting[m].payload.predicted)
+    assert plan.payload.mix == best and plan.payload.baselines["mix"]["predicted"] == fitting[best].payload.predicted
     blind = plan_bits(gguf_record(imatrix=False), like="IQ2_M")  # llama.cpp makes none without an importance matrix
-    assert blind.budget["limit"] == mix_bytes(scores, "IQ2_M")[0] and blind.extra.get("mix") != "IQ2_M"
-    assert plan_bits(gguf_record(formats=["Q4_0", "F16"]), bits=6).extra.get("mix") is None
+    assert blind.budget["limit"] == mix_bytes(scores, "IQ2_M")[0] and blind.payload.mix != "IQ2_M"
+    assert plan_bits(gguf_record(formats=["Q4_0", "F16"]), bits=6).payload.mix is None
 
 
 def test_forbidden_formats_are_not_used_and_kept_ones_are():
     scores = gguf_record()
     keep = {"lm_head": "Q8_0", r"blk\.0\.ffn": "Q6_K"}
     plan = plan_bits(scores, like="Q3_K_M", forbid=["slow-cpu", "Q2_K"], keep=keep)
-    formats = plan.extra["formats"]
+    formats = plan.payload.formats
     assert not {"IQ2_S", "IQ3_S", "Q2_K"} & set(formats.values()) and formats["lm_head"] == "Q8_0"
     assert {f for n, f in formats.items() if ".layers.0.mlp." in n} == {"Q6_K"}
     assert plan.hyperparameters["forbid"] == ["slow-cpu", "Q2_K"] and plan.hyperparameters["keep"] == keep
-    mixed = plan_bits(scores, like="Q5_K_M", keep=keep, rule="mix").extra
-    types = dict(zip(scores.names, mix_bytes(scores, mixed["mix"])[1], strict=True))
-    changed = {n for n, f in mixed["formats"].items() if types[n] != f}
+    mixed = plan_bits(scores, like="Q5_K_M", keep=keep, rule="mix").payload
+    types = dict(zip(scores.names, mix_bytes(scores, mixed.mix)[1], strict=True))
+    changed = {n for n, f in mixed.formats.items() if types[n] != f}
     assert "lm_head" in changed and changed <= {"lm_head", *(f"model.layers.0.{p}" for p in PARTS)}
     for bad, words in (
         ({"forbid": ["slow"]}, "no format 'slow'"),
@@ -223,11 +223,11 @@ def test_forbidden_formats_are_not_used_and_kept_ones_are():
 
 def test_a_mix_beside_a_plan_is_llama_cpps_own_whatever_the_plan_keeps_and_forbids():
     scores, asked = gguf_record(), {"like": "Q4_K_M", "keep": {"lm_head": "Q8_0"}, "forbid": ["Q6_K"]}
-    plan, free = plan_bits(scores, **asked).extra, plan_bits(scores, like="Q4_K_M").extra
-    assert "Q6_K" in mix_bytes(scores, "Q4_K_M")[1] and plan["mix"] == free["mix"] == "Q4_K_M"
-    assert all(plan["baselines"]["mix"][key] == free["baselines"]["mix"][key] for key in ("predicted", "spent"))
-    assert plan["formats"]["lm_head"] == "Q8_0" and "Q6_K" not in plan["formats"].values()
-    assert plan["baselines"]["uniform"]["predicted"] >= plan["predicted"] > free["predicted"]
+    plan, free = plan_bits(scores, **asked).payload, plan_bits(scores, like="Q4_K_M").payload
+    assert "Q6_K" in mix_bytes(scores, "Q4_K_M")[1] and plan.mix == free.mix == "Q4_K_M"
+    assert all(plan.baselines["mix"][key] == free.baselines["mix"][key] for key in ("predicted", "spent"))
+    assert plan.formats["lm_head"] == "Q8_0" and "Q6_K" not in plan.formats.values()
+    assert plan.baselines["uniform"]["predicted"] >= plan.predicted > free.predicted
 
 
 def test_a_mix_saves_keys_and_values_of_latent_attention_that_plans_leave():
@@ -237,11 +237,11 @@ def test_a_mix_saves_keys_and_values_of_latent_attention_that_plans_leave():
     scores = dataclasses.replace(scores, extra={"formats": latent})
     spared = 4 * 512 * 128 * 4 - 4 * 512 * 128 // 32 * 22 - 4 * 512 * 128 // 256 * 144  # Q5_0 for rows of 128, Q4_K for 512
     plan, free = plan_bits(scores, like="Q4_K_M"), plan_bits(gguf_record(), like="Q4_K_M")
-    assert plan.budget["limit"] == free.budget["limit"] - spared == plan.extra["baselines"]["mix"]["spent"]
-    assert plan.extra["mix"] == "Q4_K_M" and plan.budget["spent"] == plan.counts.sum() <= plan.budget["limit"]
+    assert plan.budget["limit"] == free.budget["limit"] - spared == plan.payload.baselines["mix"]["spent"]
+    assert plan.payload.mix == "Q4_K_M" and plan.budget["spent"] == plan.counts.sum() <= plan.budget["limit"]
     assert is_allowed(plan, scores) and not is_allowed(other_plan(plan, scores, "mix"), scores)
     smaller = plan_bits(scores, like="Q4_K_M", rule="mix")
-    assert smaller.extra["mix"] != "Q4_K_M" and smaller.budget["spent"] <= smaller.budget["limit"]
+    assert smaller.payload.mix != "Q4_K_M" and smaller.budget["spent"] <= smaller.budget["limit"]
 
 
 def test_budgets_like_a_mix_are_for_files_of_llama_cpp():
@@ -336,4 +336,4 @@ def test_a_text_that_is_too_short_for_error_feedback_is_said(method, samples, sa
     own = {"data": text.describe(), "extra": {"formats": {**choices, "method": method.replace("padded", "gptq")}}}
     plan = plan_bits(dataclasses.replace(record(), **own), bits=4.5)
     assert ("288 tokens, rows of 96" in verdict(plan) and "384 tokens or more" in verdict(plan)) == said
-    assert Plan.from_dict(plan.to_dict()).extra.get("few_tokens") == plan.extra.get("few_tokens")
+    assert Plan.from_dict(plan.to_dict()).payload.few_tokens == plan.payload.few_tokens

@@ -56,12 +56,12 @@ def test_one_program_is_the_best_of_all_choices(seed, context, batch):
         memory = limit + 1024 + zoo.buffers(context, batch)
         plan = plan_memory(scores, memory=f"{memory} bytes", context=context, batch=batch)
         sums = [(sum(damage[i][j] for i, j in enumerate(c)), sum(size[i][j] for i, j in enumerate(c))) for c in every]
-        assert plan.extra["predicted"] == pytest.approx(min(d for d, s in sums if s <= limit), rel=1e-12)
-        assert plan.budget["spent"] == sum(p["bytes"] for p in plan.extra["parts"].values()) <= plan.budget["limit"] == memory
-        assert plan.extra["predicted"] == pytest.approx(sum(plan.extra["parts"][n]["predicted"] for n in ("weights", "cache")))
-        assert all(plan.extra["predicted"] <= row["predicted"] + 1e-15 for row in plan.extra["baselines"].values())
+        assert plan.payload.predicted == pytest.approx(min(d for d, s in sums if s <= limit), rel=1e-12)
+        assert plan.budget["spent"] == sum(p["bytes"] for p in plan.payload.parts.values()) <= plan.budget["limit"] == memory
+        assert plan.payload.predicted == pytest.approx(sum(plan.payload.parts[n]["predicted"] for n in ("weights", "cache")))
+        assert all(plan.payload.predicted <= row["predicted"] + 1e-15 for row in plan.payload.baselines.values())
         one_by_one(plan, damage, size, limit)
-    curve = plan.extra["curve"]
+    curve = plan.payload.curve
     assert curve[0]["memory"] == fit.least and curve[-1]["predicted"] == 0 and len(curve) == 8
     assert all(a["predicted"] >= b["predicted"] for a, b in itertools.pairwise(curve))
     for row, after in itertools.pairwise(curve):  # the price is what a GiB saves on the way to the next row
@@ -69,7 +69,7 @@ def test_one_program_is_the_best_of_all_choices(seed, context, batch):
     assert curve[-1]["price"] == 0
     with pytest.raises(InfeasibleBudget, match=f"The smallest plan takes {fit.least:,}"):
         plan_memory(scores, memory=f"{fit.least - 1} bytes", context=context, batch=batch)
-    assert plan.extra["more"]["bytes"] == GIB >> 10 and plan.extra["more"]["predicted"] == 0.0
+    assert plan.payload.more.bytes == GIB >> 10 and plan.payload.more.predicted == 0.0
     assert [len(row["values"]) for row in curve] == [8] * 8
 
 
@@ -84,8 +84,8 @@ def one_by_one(plan, damage, size, limit):
     even = {"uniform-cache": (damage[4:], size[4:], damage[:4], size[:4]), "mix": (damage[:4], size[:4], damage[4:], size[4:])}
     for rule, (d, s, other, costs) in even.items():
         found = [sum(r[j] for r in d) + best(other, costs, limit - sum(r[j] for r in s)) for j in range(3)]
-        if rule in plan.extra["baselines"]:
-            assert plan.extra["baselines"][rule]["predicted"] == pytest.approx(min(found), rel=1e-12)
+        if rule in plan.payload.baselines:
+            assert plan.payload.baselines[rule]["predicted"] == pytest.approx(min(found), rel=1e-12)
         else:
             assert min(found) == np.inf
 
@@ -96,13 +96,13 @@ def test_a_plan_says_what_little_more_memory_takes_away():
     low = fit_of(scores, Terms(memory="1 GiB", context=300)).least
     for memory in range(low, low + 120000, 12000):
         plan = plan_memory(scores, memory=f"{memory} bytes", context=300)
-        more, said, damage = plan.extra["more"], " ".join(explain_plan(plan)["sentences"]), plan.extra["predicted"]
-        near = {row["memory"]: row["predicted"] for row in more["near"]}
+        more, said, damage = plan.payload.more, " ".join(explain_plan(plan)["sentences"]), plan.payload.predicted
+        near = {row["memory"]: row["predicted"] for row in more.near}
         assert list(near) == [int(memory * s) for s in (1.01, 1.02, 1.05)]
-        assert list(near.values()) == [plan_memory(scores, memory=f"{m} bytes", context=300).extra["predicted"] for m in near]
+        assert list(near.values()) == [plan_memory(scores, memory=f"{m} bytes", context=300).payload.predicted for m in near]
         half = next((m for m, predicted in near.items() if predicted <= damage / 2 and damage), None)
         assert (f"more memory ({half:,} bytes)" in said) if half else ("more memory" not in said)
-        assert f"With one MiB more the best plan is predicted to cost {more['predicted']:.4g} nats per token in all" in said
+        assert f"With one MiB more the best plan is predicted to cost {more.predicted:.4g} nats per token in all" in said
         seen.add(half is None)
     assert seen == {True, False}
 
@@ -115,18 +115,18 @@ def test_a_plan_is_the_program_and_its_parts_stand_alone():
         plan = found.plan(rule)
         weights, cache = split_fit(plan)
         assert (weights.kind, cache.kind) == ("bits", "cache")
-        assert weights.extra["bits"] == pytest.approx(8 * weights.budget["spent"] / weights.numel.sum())
+        assert weights.payload.bits == pytest.approx(8 * weights.budget["spent"] / weights.numel.sum())
         assert weights.budget["spent"] + cache.budget["spent"] == plan.counts.sum()
-        assert weights.budget["file"] == weights.budget["spent"] + 1000 and weights.extra["head_bytes"] == 24
-        assert {**weights.extra["formats"], **cache.extra["formats"]} == plan.extra["formats"]
+        assert weights.budget["file"] == weights.budget["spent"] + 1000 and weights.payload.head_bytes == 24
+        assert {**weights.payload.formats, **cache.payload.formats} == plan.payload.formats
         table, chosen = found.decision.table, found.decision.choices[rule]
         rest = sum(table.rest[i, j] for i, j in enumerate(chosen))  # what the sequences add, for both parts on the same ones
-        assert plan.extra["predicted_error"] == pytest.approx(np.linalg.norm(rest))
+        assert plan.payload.predicted_error == pytest.approx(np.linalg.norm(rest))
         for part in (plan, weights, cache):
             assert any("nats per token" in s for s in explain_plan(part)["sentences"])
     assert len({*found.decision.choices["uniform-cache"][4:]}) == 1
     sixteen = plan_memory(scores, memory=terms.memory, context=64, cache=[])
-    assert set(sixteen.extra["cache_formats"].values()) == {"bf16"}
+    assert set(sixteen.payload.cache_formats.values()) == {"bf16"}
     with pytest.raises(InvalidInput, match="kind bits decides no memory"):
         split_fit(split_fit(plan)[0])
 
@@ -135,8 +135,8 @@ def test_a_plan_is_the_program_and_its_parts_stand_alone():
 def test_a_damaged_plan_is_refused_where_it_is_read(tmp_path, name):
     plan = plan_memory(zoo.fit_scores(3), memory=f"{BUFFERS + 30000} bytes", context=64)
     for part in (plan, *split_fit(plan)):
-        assert Plan.load(part.save(tmp_path / f"{part.kind}.json")).extra == part.extra
-    dataclasses.replace(plan, extra={**plan.extra, name: [None]}).save(tmp_path / "other.json")
+        assert Plan.load(part.save(tmp_path / f"{part.kind}.json")).payload == part.payload
+    plan.with_payload(**{name: [None]}).save(tmp_path / "other.json")
     with pytest.raises(CorruptFile, match=f"extra of this plan does not read.*{name}"):
         Plan.load(tmp_path / "other.json")
 
@@ -155,7 +155,7 @@ def test_a_longer_context_takes_bytes_from_the_weights():
     shares = []
     for context, buffers in ((n, zoo.buffers(n)) for n in (16, 128, 512)):
         plan = plan_memory(scores, memory=f"{buffers + 55000} bytes", context=context)
-        shares.append(plan.extra["parts"]["weights"]["bytes"])
+        shares.append(plan.payload.parts["weights"]["bytes"])
         assert sum(b.numel for b in plan.blocks[-4:]) == 4 * context * 32
     assert shares[0] > shares[1] > shares[2]
 
@@ -173,11 +173,11 @@ def measured(tmp_path_factory):
 def test_bytes_are_those_of_the_file_and_of_the_cache(measured, tmp_path):
     pytest.importorskip("gguf")
     model, _, _, own, plan, _ = measured
-    parts = plan.extra["parts"]
+    parts = plan.payload.parts
     receipt = write_memory(zoo.build("llama", **WIDE), plan, tmp_path / "out")
     file = (tmp_path / "out" / "model.gguf").stat().st_size
     assert file == receipt.file == parts["weights"]["bytes"] + parts["rest of the file"]["bytes"]
-    per = {n: find_format(f, "gguf") for n, f in plan.extra["cache_formats"].items()}
+    per = {n: find_format(f, "gguf") for n, f in plan.payload.cache_formats.items()}
     assert parts["cache"]["bytes"] == sum(2 * 256 * 32 // (f.group or 1) * f.block_bytes for f in per.values())  # steps of 256
     assert parts["buffers"]["bytes"] == zoo.buffers(batch=2, inner=48) == cache_of(model.config).buffers(64, 2)
     assert plan.budget["spent"] == file + parts["cache"]["bytes"] + zoo.buffers(batch=2, inner=48) <= plan.budget["limit"]
@@ -185,7 +185,7 @@ def test_bytes_are_those_of_the_file_and_of_the_cache(measured, tmp_path):
     assert cache.kind == "cache" and cache == split_fit(plan)[1]
     words = (tmp_path / "out" / "cache.txt").read_text()
     assert "$(cat cache.txt)" in (tmp_path / "out" / "README.md").read_text()
-    bits, cost = gather(tmp_path / "out").plan, plan.extra["check"]["rows"][plan.rule]["kl"]
+    bits, cost = gather(tmp_path / "out").plan, plan.payload.check.rows[plan.rule].kl
     said = f"a part of a plan of memory that costs {cost:.3g} in all, measured on held-out"
     assert bits.kind == "bits" and said in verdict(bits)
     assert "a part of a plan of memory, which decides all its parts at once" in " ".join(explain_plan(bits)["sentences"])
@@ -201,15 +201,15 @@ def test_the_check_rounds_both_at_once(measured):
     apply_bits(other, weights)
     with caching(other, rounding(layer_formats(model, cache))):
         kl = per_token(*dense.rows(other)[:, :2].T)[0]
-    rows = plan.extra["check"]["rows"]
-    assert rows[plan.rule]["kl"] == pytest.approx(kl, rel=1e-5) and plan.extra["check"]["taken"] == plan.rule
-    assert rows[plan.rule]["kl"] == min(r["kl"] for r in rows.values()) and set(rows) == {"exact", "uniform-cache", "mix"}
+    rows = plan.payload.check.rows
+    assert rows[plan.rule].kl == pytest.approx(kl, rel=1e-5) and plan.payload.check.taken == plan.rule
+    assert rows[plan.rule].kl == min(r.kl for r in rows.values()) and set(rows) == {"exact", "uniform-cache", "mix"}
     alone = per_token(*DenseOutput(model, held).rows(other)[:, :2].T)[0]
     assert alone != pytest.approx(kl, rel=1e-3)
     third = zoo.build("llama", **WIDE)
-    held_by = lb.apply_plan(third, plan)
+    cached = lb.apply_plan(third, plan).cache
     with torch.no_grad():
-        a = third(held.input_ids, past_key_values=held_by, use_cache=True).logits
+        a = third(held.input_ids, past_key_values=cached, use_cache=True).logits
         with caching(other, rounding(layer_formats(model, cache))):
             assert torch.equal(a, other(held.input_ids).logits)
     with pytest.raises(ModelMismatch):
@@ -224,7 +224,7 @@ def test_a_quantiser_that_reads_inputs_rounds_alike_in_the_check_and_when_it_is_
     apply_memory(other, plan, data)
     with caching(other, rounding(layer_formats(model, parts_of(plan)["cache"]))):
         kl = per_token(*dense.rows(other)[:, :2].T)[0]
-    assert plan.extra["check"]["rows"][plan.rule]["kl"] == pytest.approx(kl, rel=1e-4)
+    assert plan.payload.check.rows[plan.rule].kl == pytest.approx(kl, rel=1e-4)
 
 
 @pytest.mark.parametrize("factor", [1.4, 1.6])
@@ -250,10 +250,10 @@ def test_more_plans_of_a_rule_are_measured_where_the_program_loses_more_than_pre
     after, rows = settled(found, measured)
     assert len(calls) == (1 if factor < 1.5 else 2) and set(rows) == set(RULES)
     best = {UNIFORM: order[UNIFORM][2], MIX: order[MIX][1]} if factor > 1.5 else {r: order[r][0] for r in order}
-    assert {r: after.picks[r].name for r in order} == best == after.plan(UNIFORM).extra["named"]
-    assert after.plan(UNIFORM).extra["formats"] == after.fit.table.formats_of(held[UNIFORM][best[UNIFORM]])
+    assert {r: after.picks[r].name for r in order} == best == after.plan(UNIFORM).payload.named
+    assert after.plan(UNIFORM).payload.formats == after.fit.table.formats_of(held[UNIFORM][best[UNIFORM]])
     totals = found.fit.table.totals(held[MIX][best[MIX]])
-    assert after.plan("exact").extra["baselines"][MIX]["predicted"] == totals["predicted"]
+    assert after.plan("exact").payload.baselines[MIX]["predicted"] == totals["predicted"]
     for rule in order:
         assert per_token(*rows[rule][:, :2].T)[0] == pytest.approx(factor * predicted * (0.5 if factor > 1.5 else 0.8))
 
@@ -272,8 +272,8 @@ def test_the_plan_of_a_lost_model_is_the_best_of_all_that_were_measured(tmp_path
         picks = [found.picks[rule], *found.near[rule]]
         assert 1 < len(picks) <= most
         kl = {p.name: per_token(*joint_rows(model, dense, {"one": p}, data)["one"][:, :2].T)[0] for p in picks}
-        assert plan.extra["check"]["rows"][rule]["kl"] == pytest.approx(min(kl.values()), rel=1e-6)
-        assert plan.extra["named"][rule] == min(kl, key=kl.__getitem__)
+        assert plan.payload.check.rows[rule].kl == pytest.approx(min(kl.values()), rel=1e-6)
+        assert plan.payload.named[rule] == min(kl, key=kl.__getitem__)
     assert plan_memory(model, data, held, **own, resume=tmp_path / "parts").digest == plan.digest
 
 
@@ -284,7 +284,7 @@ def test_a_fit_for_transformers_keeps_its_cache_packed_if_it_is_told_to():
     model, text = zoo.build("llama", **WIDE), zoo.tokens(2, 24, vocabulary=96)
     own = {"context": 64, "runtime": "transformers", "method": "rtn"}
     plan = plan_memory(model, text, text, memory=f"{plan_fit_least(model, **own) + 20000} bytes", draws=1, **own)
-    held = lb.apply_plan(model, plan, packed=True, residual=8)
+    held = lb.apply_plan(model, plan, packed=True, residual=8).cache
     assert {type(layer).__name__ for layer in held.layers} == {"PackedLayer"} and held.layers[0].residual_length == 8
     model(text.input_ids[:1], past_key_values=held)
     assert sum(layer.stored_bytes() for layer in held.layers) > 0
@@ -299,18 +299,22 @@ def test_a_plan_that_the_check_takes_stands_beside_the_others_with_paired_errors
     rows["exact"][:, 0] += 0.001 - (rows["exact"][:, 0] - rows["mix"][:, 0]).mean()
     dense = SimpleNamespace(own=rows["mix"], text={"source": "text"})
     record = check_record(dense, "exact", rows, dict.fromkeys(rows, 100), ["exact"])
-    assert record["taken"] == "mix" and "difference" not in record["rows"]["mix"]
+    assert record.taken == "mix" and record.rows["mix"].difference is None
     for name in ("exact", "uniform-cache"):
         apart = rows[name][:, 0] - rows["mix"][:, 0]
-        assert record["rows"][name]["difference"] == pytest.approx(apart.mean())
-        assert record["rows"][name]["difference_error"] == pytest.approx(apart.std(ddof=1) / 8, rel=0.02)
-    said = record["verdict"]
+        assert record.rows[name].difference == pytest.approx(apart.mean())
+        assert record.rows[name].difference_error == pytest.approx(apart.std(ddof=1) / 8, rel=0.02)
+    said = record.verdict
     assert said.startswith("The mix has the lowest KL on held-out text, 0.29") and said.count(", level)") == 1
     found = Fitted.of(zoo.fit_scores(3), Terms(memory=f"{BUFFERS + 30000} bytes", context=64)).plan("mix")
-    plan = dataclasses.replace(found, extra={**found.extra, "check": record, "asked": "exact"})
+    plan = zoo.saying(found, check=record, asked="exact")
     assert "program's choice, though they are level, so it was taken." in verdict(plan)
     alike = {n: {"kl": 0.3, **({} if n == "exact" else {"difference_error": 0.1})} for n in rows}
-    alike = dataclasses.replace(plan, rule="exact", extra={**plan.extra, "asked": "exact", "check": {**record, "rows": alike}})
+    alike = zoo.saying(
+        dataclasses.replace(plan, rule="exact"),
+        asked="exact",
+        check={"taken": record.taken, "verdict": record.verdict, "rows": alike},
+    )
     assert "token, level with one format for the whole cache or " in verdict(alike)
     _, head, table = standing(plan)
     cells = dict((row[0], row[-1]) for row in table)
@@ -318,11 +322,11 @@ def test_a_plan_that_the_check_takes_stands_beside_the_others_with_paired_errors
     assert "level" not in cells["this plan"]
     rows["exact"][:, 0] += 0.1
     record = check_record(dense, "exact", rows, dict.fromkeys(rows, 100), ["exact"])
-    assert "level" not in verdict(dataclasses.replace(plan, extra={**plan.extra, "check": record}))
+    assert "level" not in verdict(zoo.saying(plan, check=record))
     rows["exact"] = rows["uniform-cache"]  # the program chose one format for the whole cache, and no mix fits
     own = {name: rows[name] for name in ("exact", "uniform-cache")}
     record = check_record(dense, "exact", own, dict.fromkeys(own, 100), ["uniform-cache"])
-    plan = dataclasses.replace(plan, rule="exact", extra={**plan.extra, "check": record})
+    plan = zoo.saying(dataclasses.replace(plan, rule="exact"), check=record)
     assert standing(plan) is None and "(one format for the whole cache is the best choice here)" in verdict(plan)
 
 
@@ -339,7 +343,7 @@ def test_a_memory_in_no_unit_of_bytes_is_answered_with_those(capsys):
 def test_a_choice_with_the_same_prediction_is_not_named_as_another_one():
     scores = zoo.fit_scores(3)
     plan = plan_memory(scores, memory="1 GiB", context=64, cache=[])
-    assert plan.extra["baselines"]["uniform-cache"]["predicted"] == plan.extra["predicted"]
+    assert plan.payload.baselines["uniform-cache"]["predicted"] == plan.payload.predicted
     assert "one format for the whole cache" not in verdict(plan)
 
 
@@ -348,7 +352,7 @@ def test_what_was_measured_serves_other_memories(measured):
     again = plan_memory(Scores.load(path), **own)
     assert again.blocks == plan.blocks or plan.rule != "exact"
     longer = plan_memory(Scores.load(path), memory="2 MiB", context=64, batch=8, cache=["Q8_0"])
-    assert set(longer.extra["cache_formats"].values()) <= {"Q8_0", "F16"} and longer.extra["batch"] == 8
+    assert set(longer.payload.cache_formats.values()) <= {"Q8_0", "F16"} and longer.payload.batch == 8
     assert longer.names[-2:] == ["keys", "values"]
     for given in ({"data": data}, {"runtime": "llama.cpp"}):
         with pytest.raises(InvalidInput, match="Scores are planned as they are"):
@@ -388,7 +392,7 @@ def test_a_check_is_not_kept_for_other_formats_in_the_same_places(tmp_path):
             plan_memory(model, data, held, memory=memory, cache=[form], **own, resume=folder)
             for folder in (tmp_path / "parts", None)
         )
-        assert set(fresh.extra["cache_formats"].values()) == {form} and resumed.extra["check"] == fresh.extra["check"]
+        assert set(fresh.payload.cache_formats.values()) == {form} and resumed.payload.check == fresh.payload.check
 
 
 def test_a_cache_differs_by_layer_where_the_runtime_lets_it(tmp_path):
@@ -397,7 +401,7 @@ def test_a_cache_differs_by_layer_where_the_runtime_lets_it(tmp_path):
     plan = plan_memory(model, data, memory=memory, context=64, batch=8, runtime="vllm", draws=1, utilization=1,
                     formats=["w4-g32", "w8-g32"])  # fmt: skip
     names = [n for n in plan.names if n.count(".") == 2]
-    assert names == ["model.layers.0", "model.layers.1"] and plan.extra["runtime"] == "vllm"
+    assert names == ["model.layers.0", "model.layers.1"] and plan.payload.runtime == "vllm"
     assert json.loads(EXPORTS.find("vllm-cache").text(plan, {}))["kv_cache_dtype"] == "fp8"
     with pytest.raises(InvalidInput, match="This plan is for vllm"):
         EXPORTS.find("llama-cache").text(plan, {})
@@ -480,8 +484,8 @@ def test_the_remedy_for_narrow_heads_works_for_a_fit():
     own = {"memory": "0.82 MiB", "context": 8, "runtime": "transformers", "formats": ["w8-g16"], "draws": 1}
     with pytest.raises(InvalidInput, match="24 channels, which int2.*plan cache: --group 8.*plan memory: --cache bf16"):
         plan_memory(model, data, **own)
-    assert plan_memory(model, data, **own, cache=["bf16"]).extra["parts"]["cache"]["bits"] == 16
-    assert lb.plan_cache(model, data, context=8, bits=9, draws=1, group=8).extra["bits"] <= 9
+    assert plan_memory(model, data, **own, cache=["bf16"]).payload.parts["cache"]["bits"] == 16
+    assert lb.plan_cache(model, data, context=8, bits=9, draws=1, group=8).payload.bits <= 9
     with pytest.raises(InvalidInput, match="int4-g32 cannot keep in groups of 32. Plan in 16 bits"):
         plan_memory(model, data, **own, cache=["int4-g32"])
 
@@ -521,7 +525,7 @@ def test_a_cache_of_sixteen_bits_alone_is_not_measured(recwarn):
     model, data = zoo.build("llama", **WIDE), zoo.tokens(2, 8, vocabulary=96)
     own = {"context": 64, "draws": 1, "formats": ["Q4_0", "Q8_0"]}
     plan = plan_memory(model, data, memory="930000 bytes", cache=["F16"], **own)
-    assert set(plan.extra["cache_formats"].values()) == {"F16"} and plan.extra["parts"]["cache"]["predicted"] == 0
+    assert set(plan.payload.cache_formats.values()) == {"F16"} and plan.payload.parts["cache"]["predicted"] == 0
     assert not [each for each in recwarn if issubclass(each.category, RuntimeWarning)]
 
 
@@ -546,16 +550,16 @@ def test_the_command_plans_plans_again_and_applies(folder, monkeypatch, capsys):
     assert main(["plan", "memory", model, "--memory", "2 MiB", *given, *small, "--save-scores", "sizes.json"]) == 0
     assert not (folder / "parts" / "resume.json").exists()  # finished: nothing to go on from
     plan, said = Plan.load("plan.json"), " ".join(capsys.readouterr().out.split())
-    assert plan.kind == "memory" and plan.extra["context"] == 32 and plan.made_by.startswith("layerbudget plan memory model ")
+    assert plan.kind == "memory" and plan.payload.context == 32 and plan.made_by.startswith("layerbudget plan memory model ")
     assert "best plans over memory" in said and "With one MiB more the best plan" in said and "apply model plan.json" in said
     again = ["--memory", "3 MiB", "--context", "64", "--cache", "Q4_0,Q8_0", "--quiet", "-o", "more.json"]
     assert main(["plan", "memory", "sizes.json", *again]) == 0
     assert Plan.load("more.json").hyperparameters["cache"] == ["Q4_0", "Q8_0"]
     held = ["--forbid", "slow-cpu,Q8_0", "--keep", "lm_head=Q4_0", "--quiet", "-o", "held.json"]
     assert main(["plan", "memory", "sizes.json", "--memory", "2 MiB", "--context", "64", *held]) == 0
-    formats = Plan.load("held.json").extra["formats"]
+    formats = Plan.load("held.json").payload.formats
     assert formats["lm_head"] == "Q4_0" and "Q8_0" not in [f for name, f in formats.items() if "proj" in name]
-    assert Plan.load("more.json").extra["context"] == 64
+    assert Plan.load("more.json").payload.context == 64
     capsys.readouterr()
     assert main(["apply", model, "plan.json", "-o", "out", "--quiet"]) == 0
     assert " --kl-divergence --cache-type-k " in " ".join(capsys.readouterr().out.split())
@@ -563,9 +567,9 @@ def test_the_command_plans_plans_again_and_applies(folder, monkeypatch, capsys):
     assert main(["report", ".", "-o", "page.html", "--quiet"]) == 0
     assert main(["export", "plan.json", "--to", "llama-cache", "-o", "words.txt"]) == 0
     capsys.readouterr()
-    cost = plan.extra["check"]["rows"][plan.rule]["kl"]
+    cost = plan.payload.check.rows[plan.rule].kl
     assert (
-        f"| weights and cache together | {plan.extra['predicted']:.4g} predicted, {cost:.4g} measured nats per token |"
+        f"| weights and cache together | {plan.payload.predicted:.4g} predicted, {cost:.4g} measured nats per token |"
         in (folder / "out" / "README.md").read_text()
     )
     shutil.copytree(model, "served")

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from layerbudget.decisions.ranks.payload import SmallerReserve
 from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.errors import InfeasibleBudget, InvalidInput
 from layerbudget.models.loading import blocks_from_config
@@ -29,16 +30,16 @@ def test_the_plan_says_what_uniform_ranks_would_have(scores):
     curves = np.array(scores.extra["increments"][0])
     plan = plan_ranks(scores, mean_rank=6, rule="by-rank", min_rank=0)
     had = sum(c[:n].sum() for c, n in zip(curves, plan.counts, strict=True))
-    assert plan.extra["uniform_share"] == pytest.approx(curves[:, :6].sum() / had) and plan.extra["uniform_share"] < 1
+    assert plan.payload.uniform_share == pytest.approx(curves[:, :6].sum() / had) and plan.payload.uniform_share < 1
     half = plan_ranks(scores, mean_rank=6.5, rule="by-rank", min_rank=0)
     worth = (curves[:, :6].sum() + curves[:, :7].sum()) / 2
-    assert half.extra["uniform_share"] == pytest.approx(worth / half.extra["rounding"]["value"])
+    assert half.payload.uniform_share == pytest.approx(worth / half.payload.rounding["value"])
     said = " ".join(explain_plan(plan)["sentences"])
-    assert f"Uniform ranks with as many parameters have {plan.extra['uniform_share']:.1%} of the plan's gain" in said
+    assert f"Uniform ranks with as many parameters have {plan.payload.uniform_share:.1%} of the plan's gain" in said
     assert plan_ranks(scores, mean_rank=6, min_rank=0).rule == "by-rank", "the rule follows the scores"
     assert plan_ranks(dataclasses.replace(scores, extra={}), mean_rank=6).rule == "mdl"
-    assert plan_ranks(scores, mean_rank=6, rule="by-rank", max_rank=4).extra["uniform_share"] == pytest.approx(1.0)
-    assert plan_ranks(scores, mean_rank=6, rule="by-rank-permuted", seed=1).extra["uniform_share"] is None
+    assert plan_ranks(scores, mean_rank=6, rule="by-rank", max_rank=4).payload.uniform_share == pytest.approx(1.0)
+    assert plan_ranks(scores, mean_rank=6, rule="by-rank-permuted", seed=1).payload.uniform_share is None
 
 
 @pytest.mark.parametrize(
@@ -57,10 +58,10 @@ def test_uniform_ranks_are_those_of_the_rule_uniform_under_the_same_terms(scores
     curves = np.array(scores.extra["increments"][0])
     had = sum(c[:n].sum() for c, n in zip(curves, uniform.counts, strict=True))
     assert abs(uniform.budget["spent"] / plan.budget["spent"] - 1) < 0.02
-    assert plan.extra["uniform_share"] == pytest.approx(had / plan.extra["rounding"]["value"], rel=0.02)
+    assert plan.payload.uniform_share == pytest.approx(had / plan.payload.rounding["value"], rel=0.02)
     alike = dataclasses.replace(scores, extra={"increments": [[[1.0 / (r + 1) for r in range(32)]] * len(scores.names)]})
     even = plan_ranks(alike, mean_rank=6, rule="by-rank", **terms)
-    assert even.extra["uniform_share"] > 0.97, "a plan that is uniform has what uniform has"
+    assert even.payload.uniform_share > 0.97, "a plan that is uniform has what uniform has"
 
 
 def test_verdicts_stand_at_their_thresholds(scores):
@@ -68,16 +69,16 @@ def test_verdicts_stand_at_their_thresholds(scores):
     level = np.exp(-np.arange(32) / 8.0)
     alike = [(level * (1 + 0.01 * k)).tolist() for k in range(len(scores.names))]
     plan = plan_ranks(dataclasses.replace(scores, extra={"increments": [alike]}), mean_rank=6)
-    assert plan.extra["uniform_share"] > 0.95 and "take uniform" in " ".join(explain_plan(plan)["sentences"])
+    assert plan.payload.uniform_share > 0.95 and "take uniform" in " ".join(explain_plan(plan)["sentences"])
     steep = [(np.exp(-np.arange(32) / (1 if k % 2 else 3)) * (20 if k == 0 else 1)).tolist() for k in range(len(scores.names))]
     wide = plan_ranks(dataclasses.replace(scores, extra={"increments": [steep]}), mean_rank=5, min_rank=1)
-    smaller = wide.extra["smaller_reserve"]
-    assert wide.counts.max() > 8 and (smaller["max_rank"], smaller["reserved"]) == (8, 16)
+    smaller = wide.payload.smaller_reserve
+    assert wide.counts.max() > 8 and (smaller.max_rank, smaller.reserved) == (8, 16)
     capped = plan_ranks(dataclasses.replace(scores, extra={"increments": [steep]}), mean_rank=5, min_rank=1, max_rank=8)
-    assert smaller["share"] == pytest.approx(capped.extra["rounding"]["value"] / wide.extra["rounding"]["value"])
+    assert smaller.share == pytest.approx(capped.payload.rounding["value"] / wide.payload.rounding["value"])
     said = " ".join(explain_plan(wide)["sentences"])
-    assert f"--max-rank 8 keeps {smaller['share']:.1%} of the gain and halves what vLLM reserves" in said
-    assert capped.extra["smaller_reserve"] is None
+    assert f"--max-rank 8 keeps {smaller.share:.1%} of the gain and halves what vLLM reserves" in said
+    assert capped.payload.smaller_reserve is None
 
 
 @pytest.mark.parametrize("multiple", [12, 16])
@@ -104,17 +105,17 @@ def test_no_lower_cap_is_named_whose_plan_would_be_advised_against(scores):
         capped = plan_ranks(measured, mean_rank=6, max_rank=cap)
         assert "train both" in verdict(capped) and np.ptp(capped.counts) > 0
     assert named > 5
-    wide = dataclasses.replace(plan, extra={**plan.extra, "uniform_share": 0.93})
+    wide = plan.with_payload(uniform_share=0.93)
     for kept, told in ((0.97, False), (0.99, True)):  # an older plan names a cap under which uniform has 95.9 % and 93.9 %
-        older = {**wide.extra, "smaller_reserve": {"max_rank": 8, "share": kept, "reserved": 16}}
-        assert ("--max-rank 8" in " ".join(advice(dataclasses.replace(wide, extra=older)))) == told
+        older = wide.with_payload(smaller_reserve=SmallerReserve(max_rank=8, share=kept, reserved=16))
+        assert ("--max-rank 8" in " ".join(advice(older))) == told
 
 
 def test_a_sweep_reports_the_measured_gain(scores):
     rows = sweep(scores, kind="ranks", budgets=[2, 4, 8], rule="by-rank")["rows"]
     for row in rows:
         plan = plan_ranks(scores, mean_rank=row["budget"], rule="by-rank")
-        assert row["value"] == pytest.approx(plan.extra["rounding"]["value"]) and row["status"] == "binding"
+        assert row["value"] == pytest.approx(plan.payload.rounding["value"]) and row["status"] == "binding"
     assert all(a["value"] < b["value"] for a, b in zip(rows, rows[1:], strict=False)) and all(r["front"] for r in rows)
 
 
@@ -129,9 +130,9 @@ def test_blocks_get_at_most_the_ranks_that_were_measured(scores):
     """Up to the measured ranks every budget is planned, as under a cap there; beyond, nothing is known."""
     plan, capped = (plan_ranks(scores, mean_rank=30, rule="by-rank", max_rank=cap) for cap in (None, 32))
     assert (plan.counts == capped.counts).all() and plan.counts.max() == 32
-    ends = plan.extra["at_measured"]
+    ends = plan.payload.at_measured
     assert ends == {n: 32 for n, c in zip(plan.names, plan.counts, strict=True) if c == 32}
-    assert "at_measured" not in capped.extra, "the user's own cap is no lack of measurement"
+    assert not capped.payload.at_measured, "the user's own cap is no lack of measurement"
     assert f"{len(ends)} blocks have all 32 ranks that were measured" in " ".join(advice(plan))
     assert (plan_ranks(scores, mean_rank=32, rule="by-rank").counts == 32).all()
     control = plan_ranks(scores, mean_rank=30, rule="by-rank-permuted", seed=3)

@@ -185,7 +185,7 @@ def test_the_table_is_under_the_caps_of_the_plan():
         plan = plan_ranks(scores_of(rows), mean_rank=8, **terms)
         found = rank_table(scores_of(rows), 1000, **terms_of(plan))
         row = next(r for r in found["rows"] if r["rank"] == 8)
-        assert row["gain"] == plan.extra["rounding"]["value"] and row["uniform_share"] == plan.extra["uniform_share"]
+        assert row["gain"] == plan.payload.rounding["value"] and row["uniform_share"] == plan.payload.uniform_share
         ranks = [r["rank"] for r in found["rows"]]
         if "max_rank" in terms:
             assert ranks == [1, 2, 4, 8, 16] and "caps allow no more" in found["left_out"][32]
@@ -204,9 +204,9 @@ def test_the_verdict_of_a_plan_says_what_the_table_says(part, uniform):
     assert [("take uniform" in text) for text in said] == [uniform] * 3
     assert [("decides nothing" in text) for text in said] == [part == 0.95] * 3
     assert [("train both" in text) for text in said] == [not uniform] * 3
-    assert plan.extra["noise_share"] == (None if part is None else pytest.approx(part))
+    assert plan.payload.noise_share == (None if part is None else pytest.approx(part))
     assert ("Noise alone would give 50% of this gain" in said[1]) == (part == 0.5)
-    assert plan.extra["uniform_share"] < 0.95  # without the noise the advice would be another one
+    assert plan.payload.uniform_share < 0.95  # without the noise the advice would be another one
 
 
 def test_what_cannot_be_told_is_refused():

@@ -15,7 +15,7 @@ from layerbudget.decisions.shapes.request import ShapesRequest
 from layerbudget.decisions.shapes.save import save_smaller
 from layerbudget.errors import CorruptFile, InvalidInput, UnknownUnit
 from layerbudget.plan import Plan, payload_of
-from layerbudget.records import to_jsonable
+from layerbudget.records import fields_in_file, to_jsonable
 from layerbudget.registry import options_of
 from layerbudget.requests import PLACING, READING, Request
 
@@ -40,14 +40,13 @@ def test_the_planner_and_the_command_have_the_same_options():
 def test_what_the_file_holds_is_the_payload(made):
     plan = made[2]
     payload = payload_of(plan, ShapesPayload)
-    held = {name: value for name, value in dataclasses.asdict(payload).items() if name in plan.extra}
-    beside = {**plan.extra["beside"], "error": 0.0}  # the error of a difference, which the file has where it is known
-    assert to_jsonable(held) == {**to_jsonable(dict(plan.extra)), "beside": beside} and payload.prices is None
+    stored = plan.to_dict()["extra"]
+    assert stored == to_jsonable(fields_in_file(payload)) and "prices" not in stored and "error" not in stored["beside"]
     again = Plan.from_dict(plan.to_dict())
     assert again.payload == payload and again.digest == plan.digest
     for name, broken in (("shapes", {"a": {"layer": "a"}}), ("dropped", 1)):
         with pytest.raises(CorruptFile, match="extra of this plan"):
-            Plan.from_dict({**plan.to_dict(), "extra": {**plan.extra, name: broken}})
+            Plan.from_dict({**plan.to_dict(), "extra": {**stored, name: broken}})
     with pytest.raises(CorruptFile, match="hyperparameters of this plan"):
         Plan.from_dict({**plan.to_dict(), "hyperparameters": {**plan.hyperparameters, "multiple": 0}})
 
@@ -55,13 +54,13 @@ def test_what_the_file_holds_is_the_payload(made):
 def test_what_is_said_of_a_plan(made):
     plan = made[2]
     summary = DECISION.describe(plan)
-    assert "fewer flops for" in summary.title and summary.passes == plan.extra["forward_passes"]
-    assert "to be expected on other text" in summary.verdict and f"{plan.extra['predicted']:.3g} nats" in summary.expected
+    assert "fewer flops for" in summary.title and summary.passes == plan.payload.forward_passes
+    assert "to be expected on other text" in summary.verdict and f"{plan.payload.predicted:.3g} nats" in summary.expected
     assert "saves" in summary.sentences[0] and any("reached step by step. Of the last step" in s for s in summary.sentences)
     assert summary.comparison is not None and "before anything was cut" in summary.comparison.title
     assert DECISION.charts(plan, None)["water"]["uniform"] > 0 and DECISION.charts(None, None) == {}
     assert DECISION.runs().startswith("What you have: heads, MLP width or whole blocks removed.")
-    early = dataclasses.replace(plan, extra={name: plan.extra[name] for name in ("shapes", "dropped")})
+    early = dataclasses.replace(plan, payload=ShapesPayload(shapes=plan.payload.shapes, dropped=plan.payload.dropped))
     assert "unknown damage" in DECISION.describe(early).verdict  # before the search has measured it
 
 
@@ -69,7 +68,7 @@ def test_the_receipt_says_whose_plan_it_is_and_its_file_has_the_counts(made, tmp
     _, data, plan = made
     model = zoo.build("llama")
     receipt = apply_shapes(model, plan, data)
-    assert receipt.plan_digest == plan.digest and receipt.model["digest"] == plan.model["digest"]
+    assert receipt.plan_digest == plan.digest and receipt.identity["digest"] == plan.model["digest"]
     save_smaller(model, None, tmp_path / "out", plan=plan, record=receipt)
     written = json.loads((tmp_path / "out" / "receipt.json").read_text())
     counted = {"unit", "before", "after", "saved", "planned", "parameters", "layers", "dropped"}

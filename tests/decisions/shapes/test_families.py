@@ -112,7 +112,7 @@ def test_a_width_that_routed_experts_have_too_is_refused_and_heads_are_written(n
         with pytest.raises(UnknownStructure, match="cannot say width .* without another shape of .*experts.*--parts heads"):
             evenly(model, data)
     plan = evenly(model, data, kinds=("heads", "mlp"), compensate="refit")
-    assert not any(s["removed"] for s in plan.extra["shapes"].values() if s["kind"] == "mlp")
+    assert not any(s.removed for s in plan.payload.shapes.values() if s.kind == "mlp")
     apply_shapes(model, plan, data)
     save_smaller(model, None, tmp_path / "out", plan=plan)
     back = load_model(str(tmp_path / "out"))

@@ -47,7 +47,7 @@ def test_planned_flops_are_the_recounted_flops(name):
     assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items())
     assert plan.budget["base"] == before and plan.budget["spent"] >= plan.budget["limit"] == pytest.approx(0.2 * before)
     done = apply_shapes(model, again(plan), data)
-    assert before - base_amount(partition(model), "flops") == plan.budget["spent"] == done["saved"]
+    assert before - base_amount(partition(model), "flops") == plan.budget["spent"] == done.saved
     assert sum(b.numel for b in partition(model)) == sum(b.numel - b.count for b in plan.blocks)
     with torch.no_grad():
         assert torch.isfinite(model(**next(data.batches(2))).logits).all()
@@ -81,9 +81,9 @@ def test_idle_heads_and_units_are_what_goes():
         before = model(data.input_ids).logits
     saved = 2 * (16 * 32 * 2 + 2 * 8 * 32 + 3 * 24 * 32)
     plan = plan_shapes(model, data, f"{saved} flops", by="groups", **{**QUICK, "multiple": 8})
-    removed = {n: s["removed"] for n, s in plan.extra["shapes"].items() if s["removed"]}
+    removed = {n: s.removed for n, s in plan.payload.shapes.items() if s.removed}
     assert removed == {"model.layers.0.heads": 1, "model.layers.2.mlp": 3}
-    assert abs(plan.extra["predicted"]) < 1e-6
+    assert abs(plan.payload.predicted) < 1e-6
     apply_shapes(model, plan, data)
     with torch.no_grad():
         torch.testing.assert_close(model(data.input_ids).logits, before, rtol=1e-4, atol=1e-4)
@@ -97,8 +97,8 @@ def test_layers_go_with_heads_and_widths_and_the_rest_loads_in_plain_transformer
         for part in find_parts(model, multiple=4)[2:4]:
             model.get_submodule(part.modules[-1]).weight.mul_(1e-3)
     plan = plan_shapes(model, data, "38% flops", by="groups", depth=2, even=True, **QUICK)
-    assert plan.extra["dropped"] == [layers(model)[1][0]] and plan.hyperparameters["even"] is True
-    assert any(s["removed"] for s in plan.extra["shapes"].values())
+    assert plan.payload.dropped == [layers(model)[1][0]] and plan.hyperparameters["even"] is True
+    assert any(s.removed for s in plan.payload.shapes.values())
     assert plan.budget["limit"] <= plan.budget["spent"] < plan.budget["base"]
     before = sum(p.flops for p in find_parts(model))
     receipt = apply_shapes(model, again(plan), data)
@@ -119,7 +119,7 @@ def test_even_plans_keep_the_heads_that_a_config_cannot_lose():
     data = zoo.tokens()
     model = zoo.build("gpt2")
     plan = plan_shapes(model, data, "15% flops", even=True, **QUICK)
-    assert not any(s["removed"] for s in plan.extra["shapes"].values() if s["kind"] == "heads")
+    assert not any(s.removed for s in plan.payload.shapes.values() if s.kind == "heads")
     apply_shapes(model, plan, data)
     check_exportable(model)
     for name in ("gpt2", "bert"):
@@ -156,7 +156,7 @@ def test_an_interrupted_run_continues_to_the_same_plan(tmp_path, monkeypatch, na
     most = 0
     calls.clear()
     again = plan_shapes(model, data, budget, resume=kept, **options)
-    assert len(calls) == needed - kept_then - 1 and again.digest == whole.digest and again.extra == whole.extra
+    assert len(calls) == needed - kept_then - 1 and again.digest == whole.digest and again.payload == whole.payload
     with pytest.raises(ModelMismatch):
         plan_shapes(model, data, "20% flops", resume=kept, **options)
 
@@ -166,7 +166,7 @@ def test_an_even_plan_removes_no_more_channels_than_it_has_to(budget, gone):
     """Widths between those that were looked at count: with the coarse ones alone 24 and 48 of 192 went."""
     model, kinds = zoo.build("llama", intermediate_size=192), ("mlp",)
     plan = plan_shapes(model, zoo.tokens(), f"{budget * 100:g}% flops", even=True, kinds=kinds, multiple=1, passes=20, draws=1)
-    removed = {s["removed"] for s in plan.extra["shapes"].values() if s["kind"] == "mlp"}
+    removed = {s.removed for s in plan.payload.shapes.values() if s.kind == "mlp"}
     least = math.ceil(plan.budget["limit"] / (2 * 3 * 32 * 3))
     assert removed == {gone} == {least}
 
@@ -177,21 +177,21 @@ def test_plans_are_applied_recounted_and_measured(name):
     before = frozen(model)
     plan = plan_shapes(model, data, "25% flops", multiple=4, passes=30, draws=1, batch_size=4)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    log = plan.extra["path"]
+    log = plan.payload.path
     assert [e["share"] for e in log[:2]] == [0.5, 1.0] and log[-1]["values"] == plan.values.tolist()
     assert all(a["divergence"] > b["divergence"] for a, b in itertools.pairwise(log[1:]))
-    assert plan.rule == "directional" and plan.extra["forward_passes"] <= 30 and plan.budget["spent"] >= plan.budget["limit"]
-    assert plan.extra["measured"] == pytest.approx(measure_plan(model, plan, data, batch_size=4))
+    assert plan.rule == "directional" and plan.payload.forward_passes <= 30 and plan.budget["spent"] >= plan.budget["limit"]
+    assert plan.payload.measured == pytest.approx(measure_plan(model, plan, data, batch_size=4))
     with torch.no_grad():
         clean = torch.log_softmax(model(input_ids=data.input_ids).logits.float(), -1)
         receipt = apply_shapes(model, plan, data)
         total, tokens = kl_sum(model(input_ids=data.input_ids).logits, clean, data.attention_mask)
-    assert receipt.saved == plan.budget["spent"] and total / tokens == pytest.approx(plan.extra["measured"], rel=1e-3)
+    assert receipt.saved == plan.budget["spent"] and total / tokens == pytest.approx(plan.payload.measured, rel=1e-3)
 
 
 def test_every_part_of_the_text_that_judges_has_answers():
     plan = plan_shapes(zoo.build("llama"), zoo.half_answered(10, 12), "10% flops", **QUICK)
-    assert plan.extra["crossed"] and math.isfinite(plan.extra["measured"]) and math.isfinite(plan.extra["predicted"])
+    assert plan.payload.crossed and math.isfinite(plan.payload.measured) and math.isfinite(plan.payload.predicted)
 
 
 def test_plans_are_applied_with_the_damping_that_they_were_measured_with():
@@ -199,9 +199,9 @@ def test_plans_are_applied_with_the_damping_that_they_were_measured_with():
         zoo.tokens(),
         [plan_shapes(zoo.build("llama"), zoo.tokens(), "25% flops", **QUICK, damping=d) for d in (0.01, 3.0)],
     )
-    assert plans[0].extra["measured"] != plans[1].extra["measured"]
+    assert plans[0].payload.measured != plans[1].payload.measured
     for plan in plans:
-        assert measure_plan(zoo.build("llama"), again(plan), data, batch_size=4) == pytest.approx(plan.extra["measured"])
+        assert measure_plan(zoo.build("llama"), again(plan), data, batch_size=4) == pytest.approx(plan.payload.measured)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -215,21 +215,21 @@ def test_plans_that_drop_an_end_of_the_stack_are_measured_against_the_dense_mode
     model.save_pretrained(tmp_path / "model")
     model = load_model(str(tmp_path / "model"), stream=stream)
     plan = plan_shapes(model, data, "33% flops", depth=1, compensate="refit", **QUICK)
-    assert plan.extra["dropped"] == [f"model.layers.{gone}"]
+    assert plan.payload.dropped == [f"model.layers.{gone}"]
     with torch.no_grad():
         clean = torch.log_softmax(model(input_ids=data.input_ids).logits, -1)
         apply_shapes(model, plan, data)
         total, tokens = kl_sum(model(input_ids=data.input_ids).logits, clean, data.attention_mask)
-    assert total / tokens == pytest.approx(plan.extra["measured"], rel=1e-4)
+    assert total / tokens == pytest.approx(plan.payload.measured, rel=1e-4)
 
 
 def test_auto_takes_the_units_that_promise_less():
     model, data = zoo.build("llama"), zoo.tokens(samples=8)
     plans = {by: plan_shapes(model, data, "30% flops", by=by, **QUICK) for by in ("auto", "groups", "queries")}
-    promised = {by: plans[by].extra["path"][0]["predicted"] for by in plans}
+    promised = {by: plans[by].payload.path[0]["predicted"] for by in plans}
     best = min(("groups", "queries"), key=promised.__getitem__)
     assert plans["auto"].hyperparameters["by"] == best and promised["auto"] == promised[best]
-    assert plans["auto"].extra["path"][0]["passes"] == plans[best].extra["path"][0]["passes"] + 4.0  # the other was looked at
+    assert plans["auto"].payload.path[0]["passes"] == plans[best].payload.path[0]["passes"] + 4.0  # the other was looked at
 
 
 def test_mixtures_lose_heads_and_keep_their_experts():
@@ -263,9 +263,9 @@ def test_refusals():
         with pytest.raises(error, match=match):
             plan_shapes(model, data, budget, **options)
     plan = plan_shapes(model, data, "20% flops", **QUICK)
-    shapes = {n: {**s, "removed": min(s["removed"] + 1, s["units"] - 1)} for n, s in plan.extra["shapes"].items()}
+    shapes = {n: dataclasses.replace(s, removed=min(s.removed + 1, s.units - 1)) for n, s in plan.payload.shapes.items()}
     with pytest.raises(CoverageError, match="were planned"):
-        apply_shapes(copy.deepcopy(model), dataclasses.replace(plan, extra={**plan.extra, "shapes": shapes}), data)
+        apply_shapes(copy.deepcopy(model), zoo.saying(plan, shapes=shapes), data)
     with pytest.raises(InvalidInput, match="holds no shapes"):
         apply_shapes(model, zoo.plan(model), data)
     with pytest.raises(ModelMismatch):

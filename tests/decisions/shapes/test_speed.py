@@ -65,7 +65,7 @@ def test_plans_save_measured_time_and_the_recount_agrees():
     done = apply_shapes(model, again, data)
     assert plan.budget["unit"] == "nanoseconds" and done.saved == plan.budget["spent"] >= 0.3 * plan.budget["base"]
     after = [by_hand(model, rate) for rate in (READ, WRITTEN)]
-    for told, b, a in zip(plan.extra["tokens_per_second"].values(), before, after, strict=True):
+    for told, b, a in zip(plan.payload.tokens_per_second.values(), before, after, strict=True):
         assert told == pytest.approx({"before": 1 / b, "after": 1 / a})
     spared = sum(n * (b - a) for n, b, a in zip((256, 64), before, after, strict=True))
     assert done.saved == pytest.approx(1e9 * spared, rel=1e-3)  # prices are whole nanoseconds
@@ -76,7 +76,7 @@ def test_what_takes_the_time_is_what_goes():
     model, data = zoo.build("llama"), zoo.tokens(4, 12)
     for free, kind in (({"attention": 0.0, "layer": 0.0}, "mlp"), ({"channel": 0.0, "layer": 0.0}, "heads")):
         plan = plan_shapes(model, data, "20% latency", runtime="llama.cpp", speed=table(**free), **QUICK)
-        units = [(s["removed"], s["units"]) for s in plan.extra["shapes"].values() if s["kind"] == kind]
+        units = [(s.removed, s.units) for s in plan.payload.shapes.values() if s.kind == kind]
         assert sum(gone for gone, _ in units) >= 0.2 * sum(there for _, there in units)
 
 

@@ -56,13 +56,13 @@ def test_a_plan_is_better_than_uniform_and_does_what_it_says(by, method):
     pruned, even = copy.deepcopy(model), copy.deepcopy(model)
     receipt = prune(pruned, plan, data, method, 4)
     assert receipt.sparsity == pytest.approx(0.5, abs=1e-4)
-    assert kl(model, pruned, data) == pytest.approx(plan.extra["measured"], rel=1e-3)
+    assert kl(model, pruned, data) == pytest.approx(plan.payload.measured, rel=1e-3)
     prune(even, zoo.plan(model, spread=0), data, method, 4)
     assert kl(model, pruned, data) < kl(model, even, data)
-    log = plan.extra["path"]
-    assert plan.extra["forward_passes"] <= 20 and len(log) > 2  # two more where the last step is refused
+    log = plan.payload.path
+    assert plan.payload.forward_passes <= 20 and len(log) > 2  # two more where the last step is refused
     assert all(b["divergence"] < a["divergence"] for a, b in zip(log, log[1:], strict=False))
-    assert plan.extra["predicted"] == pytest.approx(log[-2]["divergence"] + log[-1]["predicted"])
+    assert plan.payload.predicted == pytest.approx(log[-2]["divergence"] + log[-1]["predicted"])
     assert (plan.rows is None) == (not by.startswith("rows"))
 
 
@@ -72,7 +72,7 @@ def test_transposed_weights_and_experts_are_decided_too(name):
     plan = plan_sparsity(model, data, sparsity=0.5, by="linear", passes=12, batch_size=4)
     pruned = copy.deepcopy(model)
     assert prune(pruned, plan, data, "wanda", 1).sparsity == pytest.approx(0.5, abs=1e-4)
-    assert kl(model, pruned, data) == pytest.approx(plan.extra["measured"], rel=2e-3)
+    assert kl(model, pruned, data) == pytest.approx(plan.payload.measured, rel=2e-3)
     assert len({b.value for b in plan.blocks}) > 1
 
 
@@ -110,7 +110,7 @@ def test_padding_and_batches_change_nothing():
     model, data = uneven(), zoo.tokens(samples=6, padded=True)
     plans = [plan_sparsity(model, data, by="linear", passes=15, batch_size=b) for b in (6, 2)]
     assert np.abs(plans[0].values - plans[1].values).max() < 0.01
-    assert plans[0].extra["measured"] == pytest.approx(plans[1].extra["measured"], rel=1e-2)
+    assert plans[0].payload.measured == pytest.approx(plans[1].payload.measured, rel=1e-2)
 
 
 @pytest.mark.parametrize(("method", "by"), [("wanda", "rows:4"), ("sparsegpt", "linear")])

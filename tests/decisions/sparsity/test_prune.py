@@ -13,7 +13,7 @@ from tests import zoo
 from tests.cards import card_of
 
 from layerbudget.decisions.sparsity.apply import prune
-from layerbudget.decisions.sparsity.receipt import Receipt, recount
+from layerbudget.decisions.sparsity.receipt import PruningReceipt, recount
 from layerbudget.decisions.sparsity.save import save_pruned
 from layerbudget.errors import AlreadyExists, InvalidInput, ModelMismatch
 from layerbudget.execution.walk import Walk
@@ -170,7 +170,7 @@ def test_saved_checkpoint_is_plain(tmp_path):
     assert same(state(model), state(loaded))
     assert recount(loaded, plan.blocks)["sparsity"] == plan.sparsity
     assert Plan.load(out / "plan.json").digest == plan.digest
-    assert Receipt.load(out / "receipt.json").sparsity == receipt.sparsity
+    assert PruningReceipt.load(out / "receipt.json").sparsity == receipt.sparsity
     assert "| zeros | 50.0000% of" in card_of(out).text and card_of(out).data.tags == ["pruned"]
     config = json.loads((out / "config.json").read_text())
     assert "sparsity_config" not in json.dumps(config) and "quantization_config" not in config

@@ -56,7 +56,7 @@ def test_a_streamed_model_gets_the_plan_of_the_one_in_memory(tmp_path, monkeypat
         there = lb.load_model(str(tmp_path / "model"), stream=stream)
         plans.append(plan_sparsity(there, data, sparsity=0.5, by="linear", method="sparsegpt", passes=9))
         assert bool(spilled) == stream
-    assert plans[0].counts.tolist() == plans[1].counts.tolist() and plans[0].extra["measured"] == plans[1].extra["measured"]
+    assert plans[0].counts.tolist() == plans[1].counts.tolist() and plans[0].payload.measured == plans[1].payload.measured
     monkeypatch.setattr("layerbudget.storage.writing.shutil.disk_usage", lambda where: type("Disk", (), {"free": 10})())
     with pytest.raises(InvalidInput, match="will take about"):
         plan_sparsity(there, data, sparsity=0.5, by="linear", method="sparsegpt", passes=9)

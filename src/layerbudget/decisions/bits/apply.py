@@ -12,7 +12,7 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from ...models.machine import computation, versions
 from ...models.offload import mapped
 from ...plan import Plan, payload_of
 from ...progress import Progress, Steps
-from ...records import Record, stacks, write_text
+from ...records import Receipt, stacks, write_text
 from ...storage.folders import check_folder, new_folder
 from ...storage.parts import Parts
 from ...storage.source import complete, write_readers
@@ -54,22 +54,17 @@ _Writer = PackedWriter | GgufWriter | PlacedRows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QuantisationReceipt(Record):
+class QuantisationReceipt(Receipt):
     """The record of one written model, counted again from its files.
 
     ``modules`` is ``{name: {format, bytes}}``, ``bytes`` of all planned matrices and ``planned`` what the plan says (equal, or
     nothing is written). ``tensors`` are the bytes of all tensors, ``file`` the size of the files, ``bits`` the bits per weight
-    of the planned matrices. ``model`` is ``{id, revision, digest}`` before rounding. ``llama_cpp`` says what llama.cpp makes of
+    of the planned matrices. ``llama_cpp`` says what llama.cpp makes of
     a GGUF file.
     """
 
-    what: ClassVar[str] = "receipt"
-    command: ClassVar[str] = "apply"
-
     method: str
     family: str
-    plan_digest: str
-    model: Mapping[str, Any]
     modules: Mapping[str, Mapping[str, Any]]
     bytes: int
     planned: int
@@ -77,7 +72,6 @@ class QuantisationReceipt(Record):
     file: int
     bits: float
     llama_cpp: str = ""
-    notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     made_by: str = ""
 
@@ -106,16 +100,17 @@ def apply_bits(
     batch_size: int = 8,
     progress: Progress | None = None,
     **own: Any,
-) -> list[str]:
+) -> Receipt:
     """Round a model by a plan of bits, in place: afterwards it computes what a runtime computes from the written file.
 
-    Arguments and errors are those of :func:`write_bits`; returns notes.
+    Arguments and errors are those of :func:`write_bits`.
     """
     formats = formats_of_plan(plan)
     plan.validate(describe(model))
     check_finite(model)
     method = method or payload_of(plan, BitsPayload).method
-    return round_matrices(model, formats, data, method=method, batch_size=batch_size, progress=progress, **own)
+    notes = round_matrices(model, formats, data, method=method, batch_size=batch_size, progress=progress, **own)
+    return Receipt(plan_digest=plan.digest, identity=plan.model, notes=tuple(notes), model=model)
 
 
 def round_matrices(
@@ -442,7 +437,8 @@ def _finish(
         method=rounding.quantiser.name,
         family=payload_of(plan, BitsPayload).family,
         plan_digest=plan.digest,
-        model=dict(plan.model),
+        identity=plan.model,
+        model=rounding.model,
         modules={n: {"format": f, "bytes": counted[n]} for n, f in formats.items()},
         bytes=total,
         planned=int(plan.counts.sum()),

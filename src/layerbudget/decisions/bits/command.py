@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 from ...compressors.base import QUANTISERS
 from ...compressors.formats import GGUF, PACKED, RUNTIMES, find_format, find_runtime
 from ...errors import InvalidInput
-from ...plan import Plan
+from ...plan import Plan, payload_of
 from ...requests import READING
 from ..files import need_scores, text_of_plan
+from ..formats.payload import FormatsPayload
 from ..formats.program import formats_of_plan
 from ..formats.request import need_samples, on_check
+from .payload import BitsPayload
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -69,8 +71,8 @@ def has_no_file(model: Any, plan: Plan) -> bool:
     """Return whether a plan of bits gives few bits to matrices which no file of its runtime holds so."""
     from .blocks import unwritable
 
-    small = [name for name, form in plan.extra["formats"].items() if not find_format(form).plain]
-    return bool(unwritable(model, small, find_runtime(plan.extra["runtime"], plan.extra["family"])))
+    small = [name for name, form in payload_of(plan, BitsPayload).formats.items() if not find_format(form).plain]
+    return bool(unwritable(model, small, find_runtime(plan.payload.runtime, plan.payload.family)))
 
 
 def follow(session: Session, plan: Plan, weights: Plan) -> str:
@@ -83,20 +85,20 @@ def follow(session: Session, plan: Plan, weights: Plan) -> str:
     """
     request = session.request
     model = str(request.source if request.measures else plan.model.get("id") or "MODEL")
-    imatrix, method = plan.hyperparameters.get("imatrix"), plan.extra["method"]
+    imatrix, method = plan.hyperparameters.get("imatrix"), plan.payload.method
     options = ["--imatrix", imatrix] if imatrix else []
     if session.facts.get("no file"):
         session.say("apply writes no file of this plan: another tool has to.")
         return session.follow("export", request.out, "--to", _tool_of(weights))
-    if plan.extra["family"] == GGUF:
+    if plan.payload.family == GGUF:
         inputs = options or ["--inputs", model] * (method != "rtn")
         requantises = ("apply", "model-f16.gguf", request.out, *inputs, "-o", "planned.gguf")
-        if not plan.extra.get("head_bytes"):
+        if not plan.payload.head_bytes:
             session.say("apply does not write this architecture as GGUF; llama.cpp's convert_hf_to_gguf.py --outtype f16 does.")
             return session.follow(*requantises)
         if plan is weights:
             session.say(f"A GGUF file that you have gets these types by {shlex.join(['layerbudget', *requantises])}")
-    if plan.extra["runtime"] == "vllm" and method == "rtn":
+    if plan.payload.runtime == "vllm" and method == "rtn":
         session.say("The plan was measured with weights that are rounded to nearest (rtn). gptq loses less, and takes longer.")
         options += ["--method", "gptq"]
     return session.follow("apply", model, request.out, "-o", "DIR", *options)
@@ -162,7 +164,7 @@ def _quantise(session: Session, plan: Plan, weights: Plan, beside: Mapping[str, 
 
     request: BitsWrite = session.request
     request.refuse(("inputs",), "a model that is no GGUF file")
-    method = request.method or str(weights.extra["method"])
+    method = request.method or str(weights.payload.method)
     quantiser = QUANTISERS.find(method)
     blind = quantiser.statistic == "none" or request.imatrix is not None
     if blind:
@@ -175,7 +177,7 @@ def _quantise(session: Session, plan: Plan, weights: Plan, beside: Mapping[str, 
     size = BESIDE + int(weights.counts.sum()) + 2 * others  # what the plan counted, the rest in two bytes each, a tokenizer
     check_space(dict.fromkeys(filter(None, (request.out, request.resume)), size))
     text = session.size(data)
-    parts: Sequence[Any] = [Part("ggml", text)] if weights.extra["family"] == GGUF else []
+    parts: Sequence[Any] = [Part("ggml", text)] if weights.payload.family == GGUF else []
     session.expect(f"{method}{session.on_text(data)}", model, [*treating(method, text), *parts])
     options = {**request.more, **request.given("imatrix", "resume"), "method": method, "overwrite": request.overwrite}
     options |= {} if request.verify is None else {"check": request.verify}
@@ -201,7 +203,7 @@ def _requantise(session: Session, plan: Plan, weights: Plan) -> Any:
         request.model, request.dtype = request.inputs, "float32"
         model, _, data = session.load_apart(plan, _checked(plan))
         options |= {"inputs": model, "data": data, "batch_size": session.batch(model, data)}
-        method, text = request.method or str(weights.extra["method"]), session.size(data)
+        method, text = request.method or str(weights.payload.method), session.size(data)
         session.expect(f"{method}{session.on_text(data)}", model, [*treating(method, text), Part("ggml", text)])
         request.model, request.dtype = file, None
     with session.progress("requantise, tensors") as progress:
@@ -216,7 +218,8 @@ def _use_text_of(session: Session, plan: Plan) -> None:
 
 def _checked(plan: Plan) -> int:
     """Sequences that checked a plan."""
-    return int(plan.extra.get("check", {}).get("data", {}).get("samples", 0))
+    check = payload_of(plan, FormatsPayload).check
+    return 0 if check is None else int(check.data.get("samples", 0))
 
 
 def _end(session: Session, plan: Plan, cache: str) -> dict[str, Any]:
@@ -224,7 +227,7 @@ def _end(session: Session, plan: Plan, cache: str) -> dict[str, Any]:
     from ...models.gguf_file import is_read
 
     request: BitsWrite = session.request
-    if not request.out.endswith(".gguf") and plan.extra["family"] != GGUF:
+    if not request.out.endswith(".gguf") and plan.payload.family != GGUF:
         return session.end(plan)
     file = request.out if request.out.endswith(".gguf") else f"{request.out}/model.gguf"
     dense = request.model if request.model.endswith(".gguf") else "model-f16.gguf"

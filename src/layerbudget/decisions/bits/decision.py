@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...decision import Decision, Session, Summary
 from ...errors import InvalidInput
 from ...plan import Plan, payload_of
+from ...records import Receipt
 from ...scores import Scores
 from . import command
 from .export import EXPORTS
 from .payload import BitsPayload
 from .request import BitsRequest, BitsWrite
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ...data.calibration import CalibrationSet
 
 
 class Bits(Decision):
@@ -47,11 +53,11 @@ class Bits(Decision):
 
         return plan_bits
 
-    def applier(self) -> Callable[..., Any]:
-        """Return :func:`~layerbudget.decisions.bits.apply.apply_bits`."""
+    def apply(self, model: nn.Module, plan: Plan, data: CalibrationSet | None = None, **options: Any) -> Receipt:
+        """Round the model in place, see :func:`~layerbudget.decisions.bits.apply.apply_bits`."""
         from .apply import apply_bits
 
-        return apply_bits
+        return apply_bits(model, plan, data, **options)
 
     # --- what is said ---
 

@@ -99,7 +99,7 @@ def _on_mix(plan: Plan, payload: BitsPayload) -> str:
 def charts_of(plan: Plan) -> dict[str, Any]:
     """Return the slider over the budgets whose best plans are kept, ``forecast`` and ``water``."""
     payload = payload_of(plan, BitsPayload)
-    rows = [row for row in payload.curve if "values" in row]
+    rows = [row for row in payload.curve or () if "values" in row]
     labels = (f"{row['predicted']:.3g} nats per token predicted" for row in rows)
     grid = curved_grid(plan, rows, [row["bits"] for row in rows], "bits per weight", payload.bits, labels)
     forecast = forecast_of(plan, payload, names_of(payload, payload.mix))

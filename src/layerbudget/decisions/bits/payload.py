@@ -15,8 +15,8 @@ class BitsPayload(WeightsPayload):
 
     Attributes:
         mix: The mix of llama.cpp that the plan is compared with.
-        curve: The best plans of other budgets.
+        curve: The best plans of other budgets, in a plan that is no part of another.
     """
 
     mix: str | None = None
-    curve: Sequence[Mapping[str, Any]] = ()
+    curve: Sequence[Mapping[str, Any]] | None = None

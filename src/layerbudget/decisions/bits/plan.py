@@ -22,7 +22,7 @@ from ...gguf.imatrix import imatrix_digest
 from ...gguf.names import is_written
 from ...gguf.writer import head_bytes
 from ...models.blocks import config_of, text_config
-from ...plan import Plan
+from ...plan import Plan, payload_of
 from ...progress import Progress, say
 from ...records import check_output, digest, to_jsonable
 from ...registry import options_of
@@ -30,11 +30,13 @@ from ...scores import Scores
 from ...sensitivity.sequences import per_token
 from ...storage.parts import Parts
 from ...verdicts import CONVENTION, SAME, outcome, plus_minus
+from ..formats.payload import Check, CheckRow
 from ..formats.program import PEER, Limits, formats_of_rules, is_allowed, other_plan, plan_from_table, types_like
 from ..formats.table import Table
 from .apply import request_of
 from .blocks import formats_table, in_formats
 from .packed import header_bytes
+from .payload import BitsPayload
 from .sensitivity import DenseOutput, rounding_damage
 
 if TYPE_CHECKING:
@@ -89,7 +91,7 @@ def plan_bits(
         progress: Called with (steps done, steps).
         **options: Other options of :func:`~layerbudget.decisions.bits.sensitivity.rounding_damage`.
 
-    Its ``extra`` has the format of every matrix, the predicted damage with its error, near ties, what the rules without a
+    Its payload has the format of every matrix, the predicted damage with its error, near ties, what the rules without a
     program would have given at the same budget, and the check.
 
     Raises:
@@ -119,10 +121,10 @@ def plan_bits(
     if save_scores is not None:
         scores.save(save_scores, overwrite=overwrite)
     plan = plan_from_table(scores, limits, rule)
-    plan = dataclasses.replace(plan, extra={**plan.extra, "passes": scores.extra["formats"]["passes"]})
+    plan = plan.with_payload(passes=scores.extra["formats"]["passes"])
     if alone:  # the program would have chosen among all formats
-        others = {name: row for name, row in plan.extra["baselines"].items() if name != "exact"}
-        plan = dataclasses.replace(plan, extra={**plan.extra, "baselines": others, "curve": []})
+        others = {name: row for name, row in payload_of(plan, BitsPayload).baselines.items() if name != "exact"}
+        plan = plan.with_payload(baselines=others, curve=[])
     if check is None:
         return plan
     return check_plan(source, plan, scores, data, check, batch_size, parts, progress)
@@ -198,11 +200,10 @@ def check_plan(
     progress: Progress | None = None,
 ) -> Plan:
     """Return a plan with the check of it as a whole on held-out tokens, or the baseline that beat it, which then says so."""
-    parts = parts or Parts(None)
-    plans = {plan.rule: plan} | {
-        n: other_plan(plan, scores, n) for n in BESIDE if n in plan.extra["baselines"] and n != plan.rule
-    }
-    dense, method = DenseOutput(model, check, batch_size, progress), str(plan.extra["method"])
+    parts, payload = parts or Parts(None), payload_of(plan, BitsPayload)
+    plans = {plan.rule: plan} | {n: other_plan(plan, scores, n) for n in BESIDE if n in payload.baselines and n != plan.rule}
+    dense, method = DenseOutput(model, check, batch_size, progress), payload.method
+    formats = {name: payload_of(each, BitsPayload).formats for name, each in plans.items()}
     imatrix = plan.hyperparameters.get("imatrix")
     text, own = (data, {}) if imatrix is None else (None, {"imatrix": imatrix})
     measured: dict[str, np.ndarray] = {}  # plans that are the same are measured once
@@ -215,15 +216,16 @@ def check_plan(
             measured[key] = np.array(found, dtype=np.float64)
         return measured[key]
 
-    rows = {name: measure(each.extra["formats"]) for name, each in plans.items()}
+    rows = {name: measure(each) for name, each in formats.items()}
     beside = [n for n, each in plans.items() if not is_allowed(each, scores)]
-    spent = {n: int((plan.extra["baselines"][n] if n in beside else p.budget)["spent"]) for n, p in plans.items()}
+    spent = {n: int((payload.baselines[n] if n in beside else p.budget)["spent"]) for n, p in plans.items()}
     if "mix" in plans and method == "gptq":
-        rows[PEER], spent[PEER] = measure(plans["mix"].extra["formats"], "weighted"), spent["mix"]
-    same = [n for n, each in plans.items() if each.extra["formats"] == plan.extra["formats"]]
+        rows[PEER], spent[PEER] = measure(formats["mix"], "weighted"), spent["mix"]
+    same = [n for n, each in formats.items() if each == payload.formats]
     record = check_record(dense, plan.rule, rows, spent, same, beside)
-    chosen = plans[record["taken"]]
-    return dataclasses.replace(chosen, extra={**plan.extra, **chosen.extra, "check": record, "asked": plan.rule})
+    chosen = plans[record.taken]
+    kept = {"passes": payload.passes, "curve": payload.curve, "check": record, "asked": plan.rule}
+    return chosen.with_payload(**kept)
 
 
 def check_record(
@@ -233,7 +235,7 @@ def check_record(
     spent: Mapping[str, int],
     same: Sequence[str],
     beside: Sequence[str] = (),
-) -> dict[str, Any]:
+) -> Check:
     """Return the record of whole plans on held-out text: ``rows``, the one that is ``taken``, and the ``verdict``.
 
     The differences of the rows are from the one that is taken, paired by sequences.
@@ -252,8 +254,8 @@ def check_record(
     for name, row in table.items():
         row |= {"bytes": spent[name], "same": name != rule and name in same}
     perplexity = float(describe_rows(dense.own)["perplexity"])
-    record = {"data": dense.text, "dense_perplexity": perplexity, "rows": table, "taken": best}
-    return {**record, "verdict": verdict(rule, best, table)}
+    typed = {name: CheckRow(**row) for name, row in table.items()}
+    return Check(data=dense.text, dense_perplexity=perplexity, rows=typed, taken=best, verdict=verdict(rule, best, table))
 
 
 def describe_rows(rows: np.ndarray, beside: np.ndarray | None = None) -> dict[str, Any]:

@@ -406,7 +406,7 @@ class _Work:
             method=method,
             family="gguf",
             plan_digest=plan.digest,
-            model=dict(plan.model),
+            identity=plan.model,
             modules={
                 m: {"format": f, "bytes": sum(found[t] // shares[t] for t in self.stored[m])} for m, f in self.formats.items()
             },

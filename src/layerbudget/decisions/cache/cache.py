@@ -168,7 +168,7 @@ def layer_formats(model: nn.Module, plan: Plan) -> dict[int, tuple[CacheFormat, 
     tensors, payload = kept(model), payload_of(plan, CachePayload)
     names = sorted(set(payload.formats.values()))
     channels = [tensor.channels for tensor in tensors]
-    formats = find_cache(payload.runtime).formats(channels, names, payload.group, payload.rotated)
-    known = {f.name: dataclasses.replace(f, interleaved=payload.interleaved) for f in formats}
+    formats = find_cache(payload.runtime).formats(channels, names, payload.group, bool(payload.rotated))
+    known = {f.name: dataclasses.replace(f, interleaved=bool(payload.interleaved)) for f in formats}
     chosen = {(tensor.layer, tensor.part): known[payload.formats[tensor.module]] for tensor in tensors}
     return {tensor.layer: (chosen[tensor.layer, 0], chosen[tensor.layer, 1]) for tensor in tensors}

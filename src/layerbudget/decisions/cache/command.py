@@ -33,9 +33,9 @@ def plan(session: Session) -> Plan:
 
 def follow(session: Session, plan: Plan) -> str | None:
     """Say and return the command that gives a plan to its runtime; transformers takes it in Python."""
-    out, runtime = session.request.out, plan.extra["runtime"]
+    out, runtime = session.request.out, plan.payload.runtime
     if runtime == "transformers":
-        made = f"layerbudget.apply_plan(model, layerbudget.Plan.load({out!r}))"
+        made = f"layerbudget.apply_plan(model, layerbudget.Plan.load({out!r})).cache"
         session.say(f"Next, in Python: {made} is a cache for generate; packed=True saves its memory.")
         return None
     return session.follow("export", out, *_EXPORTS[runtime])

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from ...decision import Decision, Session, Summary
+from ...decision import Decision, Session, Summary, check_no_text
 from ...plan import Plan, payload_of
+from ...records import Receipt
 from ...scores import Scores
 from . import command
 from .export import EXPORTS
 from .payload import CachePayload
 from .request import CacheRequest
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ...data.calibration import CalibrationSet
 
 
 class Cache(Decision):
@@ -34,11 +40,13 @@ class Cache(Decision):
         """Say and return the command that gives the plan to its runtime."""
         return command.follow(session, plan)
 
-    def applier(self) -> Callable[..., Any]:
-        """Return :func:`~layerbudget.decisions.cache.cache.planned_cache`."""
+    def apply(self, model: nn.Module, plan: Plan, data: CalibrationSet | None = None, **options: Any) -> Receipt:
+        """Return a receipt with an empty cache, see :func:`~layerbudget.decisions.cache.cache.planned_cache`."""
         from .cache import planned_cache
 
-        return planned_cache
+        check_no_text(self.name, data)
+        cache = planned_cache(model, plan, **options)
+        return Receipt(plan_digest=plan.digest, identity=plan.model, model=model, cache=cache)
 
     # --- what is said ---
 

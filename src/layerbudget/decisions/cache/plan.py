@@ -30,6 +30,7 @@ from ..bits import DenseOutput, check_record
 from ..formats.program import BASELINES, Decision, Limits, plan_blocks
 from .cache import caching, kept, rounding
 from .formats import RULES
+from .payload import CachePayload
 from .sensitivity import cache_damage
 from .space import CacheSpace
 
@@ -132,13 +133,13 @@ def plan_cache(
         hyperparameters={"bits": bits, "budget": budget, "rule": rule, "draws": draws, "seed": seed, "formats": formats},
         budget={"unit": "bytes", "limit": limit, "spent": found.totals[taken]["spent"]},
         certificate=found.certificate(taken),
-        extra={
-            "formats": table.formats_of(chosen),
+        payload=CachePayload(
+            formats=table.formats_of(chosen),
+            passes=passes,
             **space.terms(group),
-            "passes": passes,
             **found.record(taken),
             **record,
-        },
+        ),
     )
 
 
@@ -164,4 +165,4 @@ def _checked(
     spent = {n: t["spent"] for n, t in found.totals.items()}
     same = [n for n, c in found.choices.items() if np.array_equal(c, found.choices[rule])]
     record = check_record(dense, rule, rows, spent, same)
-    return {"check": record, "asked": rule}, record["taken"]
+    return {"check": record, "asked": rule}, record.taken

@@ -18,7 +18,7 @@ from ...records import Receipt
 from .payload import ExpertPruningPayload
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertReceipt(Receipt):
     """Recount of a model that lost experts."""
 
@@ -62,7 +62,8 @@ def keep_experts(model: nn.Module, plan: Plan, *, progress: Progress | None = No
     even = not hasattr(model.config, EXPERTS_KEPT)
     return ExpertReceipt(
         plan_digest=plan.digest,
-        model=identity,
+        identity=identity,
+        model=model,
         **sizes,
         layers=layers,
         even=even,

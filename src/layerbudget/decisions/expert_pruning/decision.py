@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ...decision import Decision, Session, Summary, Table
+from ...decision import Decision, Session, Summary, Table, check_no_text
 from ...plan import Plan, payload_of
+from ...records import Receipt
 from ...requests import READING
 from ...scores import Scores
 from ...verdicts import named, plus_minus
@@ -14,6 +14,11 @@ from ..describe import compared_with_even, damage_figures, expected_damage, on_b
 from .payload import ExpertPruningPayload
 from .program import bend
 from .request import ExpertPruningRequest
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ...data.calibration import CalibrationSet
 
 
 class ExpertPruning(Decision):
@@ -24,11 +29,12 @@ class ExpertPruning(Decision):
     predicts, writes, told_by_verdict, command = True, True, True, "apply"
     Payload, Request = ExpertPruningPayload, ExpertPruningRequest
 
-    def applier(self) -> Callable[..., Any]:
-        """Return :func:`~layerbudget.decisions.expert_pruning.apply.keep_experts`."""
+    def apply(self, model: nn.Module, plan: Plan, data: CalibrationSet | None = None, **options: Any) -> Receipt:
+        """Remove experts in place, see :func:`~layerbudget.decisions.expert_pruning.apply.keep_experts`."""
         from .apply import keep_experts
 
-        return keep_experts
+        check_no_text(self.name, data)
+        return keep_experts(model, plan, **options)
 
     def plan(self, session: Session) -> Plan:
         """Plan by the damage of masked experts to a model."""

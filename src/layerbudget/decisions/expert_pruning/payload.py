@@ -35,7 +35,7 @@ class ExpertPruningPayload:
     measured_error: float
     measured_here: float
     crossed: bool
-    forecast: Sequence[Mapping[str, float]]
+    forecast: Sequence[Mapping[str, int | float]]
     forward_passes: float
-    beside: EvenUneven | None = None
-    curve: Sequence[Mapping[str, Any]] = ()
+    beside: EvenUneven | None
+    curve: Sequence[Mapping[str, Any]]

@@ -17,6 +17,7 @@ from ...plan import Plan, PlanBlock
 from ...progress import Progress
 from ...records import to_jsonable
 from .masks import Masked, folds_for
+from .payload import ExpertPruningPayload
 from .program import DRAWS, RIVAL, RULES, Fold, KeptProgram, beside, crossed, forecast
 from .sensitivity import expert_removals
 
@@ -55,7 +56,7 @@ def plan_expert_pruning(
         progress: Called with (sequences done, sequences).
 
     Returns:
-        A plan of kind ``expert-pruning``; ``count`` is the number of experts that a layer keeps. ``extra`` has their indices
+        A plan of kind ``expert-pruning``; ``count`` is the number of experts that a layer keeps. Its payload has their indices
         (``kept``), the damage on other text of this kind, ``predicted`` and ``measured`` with the others masked, with standard
         errors, the same at other shares (``forecast``), and what is ``measured_here``, on the text that chose.
 
@@ -89,16 +90,17 @@ def plan_expert_pruning(
     spending |= {"spent": own.measure(kept)} if limit is None else {}
     folds, parts = folds_for(model, found, data, batch_size, others)
     folds = folds or [Fold(program=program, measure=own.measure, judge=own.judge)]
-    extra: dict[str, Any] = {
-        "kept": kept,
-        "measured_here": own.measure(kept),
-        "crossed": len(folds) > 1,
+    shares = forecast(folds)
+    payload = ExpertPruningPayload(
+        kept=to_jsonable(kept),
+        measured_here=own.measure(kept),
+        crossed=len(folds) > 1,
         **crossed(folds, most, price),
-        "beside": beside(folds, most, price),
-        "forecast": forecast(folds),
-        "forward_passes": passes + sum(part.passes for part in (own, *parts)),
-    }
-    extra["curve"] = _curve(program, extra["forecast"])
+        beside=beside(folds, most, price),
+        forecast=to_jsonable(shares),
+        forward_passes=float(passes + sum(part.passes for part in (own, *parts))),
+        curve=to_jsonable(_curve(program, shares)),
+    )
     blocks = [_block(e, kept[e.name]) for e in found]
     return Plan(
         kind="expert-pruning",
@@ -106,7 +108,7 @@ def plan_expert_pruning(
         model=describe(model),
         blocks=tuple(blocks),
         budget=spending,
-        extra=to_jsonable(extra),
+        payload=payload,
         hyperparameters={**given, "even": even},
         certificate={} if choice is None else choice.certificate(),
     )

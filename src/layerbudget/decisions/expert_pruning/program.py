@@ -20,6 +20,7 @@ import numpy as np
 
 from ...sensitivity.sequences import per_token
 from ...solvers.choices import Choice, choose
+from ..describe import EvenUneven
 
 RULES = ("directional", "reap", "frequency", "norm", "random")
 DRAWS = 4  # of labels
@@ -193,13 +194,10 @@ def crossed(folds: Sequence[Fold], most: int, price: np.ndarray) -> dict[str, fl
     return found
 
 
-def beside(folds: Sequence[Fold], most: int, price: np.ndarray) -> dict[str, float] | None:
+def beside(folds: Sequence[Fold], most: int, price: np.ndarray) -> EvenUneven | None:
     """Predicted damage of a budget, on text that did not choose: with the same number in every layer, and with any numbers.
 
     Both are of the predictions alone, without what masks told; None where no number that all layers can keep is cheap enough.
-
-    Returns:
-        ``even`` and ``uneven``, nats per token, and the standard error of their difference, ``error``.
     """
     even, uneven = list[tuple[np.ndarray, np.ndarray]](), list[tuple[np.ndarray, np.ndarray]]()
     for fold in folds:
@@ -210,8 +208,8 @@ def beside(folds: Sequence[Fold], most: int, price: np.ndarray) -> dict[str, flo
         for programs, found in ((KeptProgram(removals, even=True), even), (KeptProgram(removals), uneven)):
             found.append(programs.predicted(programs.within(most, price)[0]))
     (first, counts), (second, _) = ([np.concatenate(part) for part in zip(*found, strict=True)] for found in (even, uneven))
-    known = {"even": per_token(first, counts)[0], "uneven": per_token(second, counts)[0]}
-    return known | {"error": per_token(first - second, counts)[1]}
+    error = per_token(first - second, counts)[1]
+    return EvenUneven(even=per_token(first, counts)[0], uneven=per_token(second, counts)[0], error=error)
 
 
 def forecast(folds: Sequence[Fold]) -> list[dict[str, float]]:

@@ -14,13 +14,13 @@ from .payload import FormatsPayload, WeightsPayload, Whole
 from .program import PEER
 from .reasons import types_of_blocks
 
-Damages = dict[str, tuple[float, float]]  #: by choice: nats per token, and the standard error of the difference to the plan
+Damages = dict[str, tuple[float, float]]  #: nats per token and the standard error of the difference to the plan, by choice
 
 
 def damages_of(plan: Plan, payload: FormatsPayload) -> Damages:
     """Return the damage of the plan and of other formats in as many bytes: on held-out text where a check measured it."""
     if payload.check is not None:
-        return {n: (row.kl, row.difference_error) for n, row in payload.check.rows.items() if not row.same}
+        return {n: (row.kl, row.difference_error or 0.0) for n, row in payload.check.rows.items() if not row.same}
     others = {n: row for n, row in payload.baselines.items() if row["predicted"] != payload.predicted}
     damages = {n: (row["predicted"], row["difference_error"]) for n, row in others.items()}
     return {**damages, plan.rule: (payload.predicted, 0.0)}

@@ -8,7 +8,8 @@ from typing import Any
 
 from ...storage import reading
 
-Step = tuple[str, int, float]  #: another format: its name, its bytes, its damage
+Number = int | float  #: what is whole in a file stays whole
+Step = tuple[str, int, float]  #: the name, the bytes and the damage of another format
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,14 +19,22 @@ class CheckRow:
     Attributes:
         kl: Damage, nats per token.
         kl_error: Its standard error.
-        difference_error: Standard error of the difference to the plan that was taken.
+        perplexity: On the same text.
+        perplexity_error: Its standard error.
+        bytes: Of the planned matrices.
         same: Whether it has the formats of the plan that was asked for.
+        difference: Its damage less that of the plan that was taken; None of that plan itself.
+        difference_error: The standard error of the difference.
     """
 
     kl: float
-    kl_error: float = 0.0
-    difference_error: float = 0.0
-    same: bool = False
+    kl_error: float
+    perplexity: float
+    perplexity_error: float
+    bytes: int
+    same: bool
+    difference: float | None = None
+    difference_error: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,8 +45,12 @@ class Check:
         rows: By rule.
         taken: The rule whose plan was taken.
         verdict: A sentence on all of them.
+        data: ``{source, samples, length, ...}`` of the text.
+        dense_perplexity: Of the dense model on it.
     """
 
+    data: Mapping[str, Any]
+    dense_perplexity: float
     rows: Mapping[str, CheckRow]
     taken: str
     verdict: str
@@ -47,8 +60,8 @@ class Check:
 class Whole:
     """The damage of the plan of memory that a plan is a part of, nats per token."""
 
-    predicted: float | None = None
-    measured: float | None = None
+    predicted: float | None
+    measured: float | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +103,7 @@ class FormatsPayload:
     bits: float
     predicted: float
     predicted_error: float
-    baselines: Mapping[str, Mapping[str, float]]
+    baselines: Mapping[str, Mapping[str, Number]]
     near_ties: Sequence[Mapping[str, Any]]
     check: Check | None = None
     asked: str | None = None
@@ -116,7 +129,7 @@ class WeightsPayload(FormatsPayload):
     family: str
     method: str
     fixed_bytes: reading.Count
-    head_bytes: reading.Count = 0
+    head_bytes: reading.Count
     few_tokens: Mapping[str, reading.Count] | None = None
     unwritten: Mapping[str, str] | None = None
     signature: Sequence[Any] = ()
@@ -130,14 +143,14 @@ class CachedPayload(FormatsPayload):
         context: Tokens of a sequence.
         batch: Sequences at a time.
         group: Channels that share a scale, where the formats do not say it.
-        rotated: Whether llama.cpp rotates keys and values before it rounds them.
-        interleaved: Whether neighbouring channels are rotated by position together.
+        rotated: Whether llama.cpp rotates keys and values before it rounds them; None of other runtimes.
+        interleaved: Whether neighbouring channels are rotated by position together; None of other runtimes.
         utilization: Share of the memory that the runtime takes, where it is not all.
     """
 
     context: reading.Size
     batch: reading.Size
-    group: reading.Size | None = None
-    rotated: bool = False
-    interleaved: bool = False
+    group: reading.Size | None
+    rotated: bool | None = None
+    interleaved: bool | None = None
     utilization: float | None = None

@@ -20,10 +20,11 @@ from ...decision import DECISIONS, check_kind
 from ...errors import InfeasibleBudget, InvalidInput, UnknownUnit
 from ...gguf.mixes import MIXES, Tensor, find_mix, needs_matrix, types_of
 from ...gguf.names import split_stacks
-from ...plan import Plan, PlanBlock
+from ...plan import Plan, PlanBlock, payload_of
 from ...records import Block, to_jsonable
 from ...scores import Scores
 from ...solvers.choices import Choice, choose
+from .payload import WeightsPayload
 from .table import CACHE, HUGE, Table
 
 _LARGEST = 16.0  # bits per weight: sixteen bits are always among the formats
@@ -176,7 +177,7 @@ def plan_from_table(scores: Scores, limits: Limits, rule: str = "exact") -> Plan
     given = {**limits.record(), "rule": rule, "method": table.method, "runtime": table.runtime}
     given |= imatrix_of(scores)
     plan = _plan(scores, limits, limit, given, free=rule != "mix")
-    return dataclasses.replace(plan, extra={**plan.extra, "curve": curve(limits.restrict(table))})
+    return plan.with_payload(curve=curve(limits.restrict(table)))
 
 
 def curve(table: Table, count: int = CURVE) -> list[dict[str, Any]]:
@@ -215,7 +216,7 @@ def other_plan(plan: Plan, scores: Scores, rule: str) -> Plan:
 
 def is_allowed(plan: Plan, scores: Scores) -> bool:
     """Return whether a plan keeps to the limits that it was asked for with: a mix has formats of its own."""
-    table, formats = Limits.of(plan).restrict(Table.of(scores)), plan.extra["formats"]
+    table, formats = Limits.of(plan).restrict(Table.of(scores)), payload_of(plan, WeightsPayload).formats
     wanted = [table.formats.index(formats[b.modules[0].name]) for b in table.blocks]
     return bool(table.has[np.arange(len(wanted)), wanted].all()) and plan.budget["spent"] <= plan.budget["limit"]
 
@@ -246,13 +247,13 @@ def _plan(scores: Scores, limits: Limits, limit: int, given: Mapping[str, Any], 
         certificate=found.certificate(given["rule"]),
         scores_digest=scores.digest,
         data=scores.data,
-        extra={
-            **extra_of(table, chosen),
+        payload=DECISIONS.find("bits").Payload(
+            **of_weights(table, chosen),
             **found.record(given["rule"]),
-            **({} if mix is None else {"mix": mix}),
             **few_tokens(table, scores),
-            "reasons": table.reasons(chosen),
-        },
+            mix=mix,
+            reasons=table.reasons(chosen),
+        ),
     )
 
 
@@ -314,10 +315,10 @@ class Decision:
 
 def file_of(plan: Plan) -> dict[str, Any]:
     """Return bits per weight and bytes of the file of a plan, and the mix of llama.cpp that it is to be compared with."""
-    e, mix = plan.extra, plan.extra["baselines"].get("mix", {})
-    beside = e["fixed_bytes"] + e.get("head_bytes", 0)
-    own = {"bits": e["bits"], "bytes": plan.budget["spent"] + beside, "mix": e.get("mix"), "mix_value": mix.get("predicted")}
-    return own | {"mix_bytes": mix["spent"] + beside if mix else None}
+    payload = payload_of(plan, WeightsPayload)
+    mix, rest = payload.baselines.get("mix", {}), payload.fixed_bytes + payload.head_bytes
+    row = {"bits": payload.bits, "bytes": plan.budget["spent"] + rest, "mix": getattr(payload, "mix", None)}
+    return row | {"mix_value": mix.get("predicted"), "mix_bytes": mix["spent"] + rest if mix else None}
 
 
 def mixes_within(scores: Scores) -> list[str]:
@@ -336,22 +337,21 @@ def plan_blocks(table: Table, chosen: np.ndarray) -> tuple[PlanBlock, ...]:
     return tuple(PlanBlock.of(b, 8 * s / b.numel, s) for b, s in zip(table.blocks, size, strict=True))
 
 
-def extra_of(table: Table, chosen: np.ndarray) -> dict[str, Any]:
-    """Return what every plan with formats carries beside its blocks."""
-    own = {k: getattr(table, k) for k in ("family", "runtime", "method")}
-    error = {"fixed_bytes": table.fixed, "head_bytes": table.head, "predicted_error": table.error_of(chosen)}
-    return {"formats": table.formats_of(chosen), **own, **error, **table.kept}
+def of_weights(table: Table, chosen: np.ndarray) -> dict[str, Any]:
+    """Return the fields of a :class:`WeightsPayload` that follow from a table and a choice, ``(K,)``."""
+    fields = {name: getattr(table, name) for name in ("family", "runtime", "method")}
+    return {"formats": table.formats_of(chosen), "fixed_bytes": table.fixed, "head_bytes": table.head, **fields, **table.kept}
 
 
 def formats_of_plan(plan: Plan) -> Mapping[str, str]:
     """Return the format of every matrix."""
-    formats = plan.extra.get("formats")
     check_kind(plan.kind, ("bits",), "gives no formats")
-    if not isinstance(formats, Mapping) or set(formats) != set(plan.by_module()):
+    formats = payload_of(plan, WeightsPayload).formats
+    if set(formats) != set(plan.by_module()):
         raise InvalidInput(
             "The plan of bits does not name the format of every matrix.", "", "Make it again: layerbudget plan bits."
         )
-    return {str(k): str(v) for k, v in formats.items()}
+    return dict(formats)
 
 
 # ---- formats without a program: one for all, first and last layers protected, llama.cpp's mixes

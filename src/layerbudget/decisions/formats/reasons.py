@@ -66,4 +66,4 @@ def _measured(plan: Plan, scores: Scores, kinds: list[str]) -> dict[str, Any]:
     table = Limits.of(plan).restrict(Table.of(scores))
     chosen = np.array([table.formats.index(kind) for kind in kinds])
     error = table.error[np.arange(len(chosen)), chosen]
-    return {**table.reasons(chosen), "error": [float(f"{e:.3g}") for e in error]}
+    return {**vars(table.reasons(chosen)), "error": [float(f"{e:.3g}") for e in error]}

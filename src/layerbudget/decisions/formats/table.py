@@ -14,6 +14,7 @@ from ...models.memory import Cache
 from ...records import Block
 from ...scores import Scores
 from ...solvers.choices import Choice, near_ties
+from .payload import Reasons, Step
 
 ESTIMATOR, CACHE = "rounding", "cache"
 HUGE = np.iinfo(np.int64).max
@@ -154,13 +155,11 @@ class Table:
             for i, j, e, n in near_ties(found, self.error)[:_TIES]
         ]
 
-    def reasons(self, chosen: np.ndarray) -> dict[str, Any]:
-        """Return what speaks for the formats of a choice, ``(K,)``: a list by block of each of these.
+    def reasons(self, chosen: np.ndarray) -> Reasons:
+        """Return what speaks for the formats of a choice, ``(K,)``.
 
-        Returns:
-            ``damage`` in the format chosen; ``smaller``, the format of fewer bytes with the least damage; and ``larger``, the
-            format of the fewest bytes among those with less damage. Each of these two is ``[format, bytes, damage]``, or None
-            where there is none.
+        ``smaller`` is the format of fewer bytes with the least damage, ``larger`` that of the fewest bytes among those with
+        less damage.
         """
         k = np.arange(len(self.blocks))
         size, damage = (values[k, chosen][:, None] for values in (self.size, self.damage))
@@ -168,18 +167,18 @@ class Table:
         above = np.where(self.has & (self.size > size) & (self.damage < damage), self.size, HUGE)
         near = np.where(above == above.min(axis=1, keepdims=True), self.damage, np.inf)
 
-        def told(places: np.ndarray, known: np.ndarray) -> list[list[Any] | None]:
+        def steps(places: np.ndarray, known: np.ndarray) -> list[Step | None]:
             """Format, bytes and damage at these places."""
             return [
-                [self.formats[j], int(self.size[i, j]), _short(self.damage[i, j])] if held else None
-                for i, (j, held) in enumerate(zip(places.tolist(), known.tolist(), strict=True))
+                (self.formats[j], int(self.size[i, j]), _short(self.damage[i, j])) if is_known else None
+                for i, (j, is_known) in enumerate(zip(places.tolist(), known.tolist(), strict=True))
             ]
 
-        return {
-            "damage": [_short(d) for d in damage[:, 0]],
-            "smaller": told(below.argmin(axis=1), np.isfinite(below.min(axis=1))),
-            "larger": told(near.argmin(axis=1), above.min(axis=1) < HUGE),
-        }
+        return Reasons(
+            damage=[_short(d) for d in damage[:, 0]],
+            smaller=steps(below.argmin(axis=1), np.isfinite(below.min(axis=1))),
+            larger=steps(near.argmin(axis=1), above.min(axis=1) < HUGE),
+        )
 
     def formats_of(self, chosen: np.ndarray) -> dict[str, str]:
         """Return the format of every matrix in a choice."""

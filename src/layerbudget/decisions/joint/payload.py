@@ -17,7 +17,7 @@ class Capacity:
     values: Mapping[str, float]  #: By block, before rounding.
     counts: Mapping[str, reading.Count]  #: Whole ranks or experts by block.
     bytes: float  #: What it takes in all.
-    expert_rank: int | None = None  #: Rank of one expert.
+    expert_rank: int | None  #: Rank of one expert.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ...budget import parse_budget, unit_cost
+from ...decision import DECISIONS
 from ...errors import InvalidInput, UnknownUnit
-from ...plan import Plan
+from ...plan import Plan, payload_of
 from ...scores import Scores
 from ...solvers.inputs import Vector, bound_vector, choice
 from ...solvers.joint import JointSolution, solve_joint
@@ -18,6 +19,7 @@ from ...solvers.programs import allocate
 from ...solvers.rounding import Rounded, round_capacity, round_parameters
 from ..capacity import Terms, make_plan, smallest_sides
 from ..rules import RuleResult
+from .payload import Capacity, JointPayload
 
 
 def plan_joint(
@@ -58,7 +60,7 @@ def plan_joint(
         bytes_per_parameter: 2 for bf16, for weights and adapters.
 
     Returns:
-        A plan of kind ``joint``: values and counts are sparsities and pruned parameters; ``extra["capacity"]`` holds ``{kind,
+        A plan of kind ``joint``: values and counts are sparsities and pruned parameters; ``payload.capacity`` holds ``{kind,
         expert_rank, values, counts}`` by block. :func:`split_joint` gives the two plans.
 
     Raises:
@@ -97,10 +99,12 @@ def plan_joint(
     hyper = {**constants, "eta": eta, "spend": spend, **options, "max_sparsity": max_sparsity, "damping": damping}
     hyper |= {"min_capacity": min_capacity, "max_capacity": max_capacity}
     values, counts = (dict(zip(scores.names, v.tolist(), strict=True)) for v in (solution.capacity, rounded.counts))
-    adapters = {"kind": capacity, "expert_rank": options.get("expert_rank"), "values": values, "counts": counts}
+    adapters = Capacity(
+        kind=capacity, values=values, counts=counts, bytes=rounded.spent, expert_rank=options.get("expert_rank")
+    )
     record = {"unit": "bytes", "limit": limit, "spent": rounded.spent - freed, "text": wanted.text}
-    extra = {"capacity": {**adapters, "bytes": rounded.spent}, "rounding": rounded.to_dict()}
-    decision = RuleResult(value=solution.sparsity, solution=solution, extra=extra)
+    payload = {"capacity": adapters, "rounding": rounded.to_dict()}
+    decision = RuleResult(value=solution.sparsity, solution=solution, payload=payload)
     return make_plan(scores, "joint", "mdl", decision, pruned, record, hyper)
 
 
@@ -115,15 +119,13 @@ def _whole(q: Vector, cost: Vector, solution: JointSolution, left: float, spend:
 
 def split_joint(plan: Plan) -> tuple[Plan, Plan]:
     """The sparsity plan and the ranks (or experts) plan of a joint plan, ready to be applied one after the other."""
-    adapters, held, pruned = plan.extra["capacity"], plan.hyperparameters, int(plan.counts.sum())
-    prune = dataclasses.replace(plan, kind="sparsity", budget={"unit": "parameters", "limit": pruned, "spent": pruned})
-    blocks = tuple(
-        dataclasses.replace(b, value=float(adapters["values"][b.name]), count=int(adapters["counts"][b.name]))
-        for b in plan.blocks
-    )
-    money = {"unit": "bytes", "limit": adapters["bytes"], "spent": adapters["bytes"]}
+    payload, held, pruned = payload_of(plan, JointPayload), plan.hyperparameters, int(plan.counts.sum())
+    adapters, zeros = payload.capacity, {"unit": "parameters", "limit": pruned, "spent": pruned}
+    prune = dataclasses.replace(plan, kind="sparsity", budget=zeros, payload=None)
+    blocks = tuple(dataclasses.replace(b, value=adapters.values[b.name], count=adapters.counts[b.name]) for b in plan.blocks)
+    money = {"unit": "bytes", "limit": adapters.bytes, "spent": adapters.bytes}
     terms = Terms(  # as a plan of adapters alone records them
-        kind=adapters["kind"],
+        kind=adapters.kind,
         floor=held["min_capacity"],
         cap=held["max_capacity"],
         expert_rank=held.get("expert_rank", 8),
@@ -131,4 +133,6 @@ def split_joint(plan: Plan) -> tuple[Plan, Plan]:
     )
     options = ("exponent", "exponent_on", "spend", "alpha", "gamma", "damping")
     hyper = terms.record() | {name: held[name] for name in options if name in held}
-    return prune, dataclasses.replace(plan, kind=adapters["kind"], blocks=blocks, budget=money, hyperparameters=hyper)
+    rounding = DECISIONS.find(adapters.kind).Payload(rounding=payload.rounding)
+    changed: dict[str, Any] = {"blocks": blocks, "budget": money, "hyperparameters": hyper, "payload": rounding}
+    return prune, dataclasses.replace(plan, kind=adapters.kind, **changed)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ...decision import Decision, Session, Summary
+from ...decision import Decision, Session, Summary, check_no_text
 from ...plan import Plan, payload_of
+from ...records import Receipt
 from ...scores import Scores
 from ..capacity import counted_options
 from ..describe import expected_damage, on_budget, on_flat_scores, on_price, on_program, on_published, on_rounding
 from ..files import load_scores
 from .payload import LoraExpertsPayload
 from .request import LoraExpertsRequest
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ...data.calibration import CalibrationSet
 
 
 class LoraExperts(Decision):
@@ -31,11 +37,13 @@ class LoraExperts(Decision):
 
         return plan_lora_experts
 
-    def applier(self) -> Callable[..., Any]:
-        """Return :func:`~layerbudget.decisions.lora_experts.method.add_lora_experts`."""
-        from .method import add_lora_experts
+    def apply(self, model: nn.Module, plan: Plan, data: CalibrationSet | None = None, **options: Any) -> Receipt:
+        """Adapt the model; the receipt has the ``PeftModel``. See :func:`layerbudget.add_lora_experts`."""
+        from ..adapters import AdapterReceipt
+        from .method import adapted_experts, add_lora_experts
 
-        return add_lora_experts
+        check_no_text(self.name, data)
+        return AdapterReceipt.of(plan, add_lora_experts(model, plan, **options), adapted_experts, options)
 
     def plan(self, session: Session) -> Plan:
         """Plan experts from scores."""

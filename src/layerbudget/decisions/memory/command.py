@@ -64,12 +64,12 @@ def show_curve(session: Session, plan: Plan) -> None:
     unit, name = unit_of(plan.budget["limit"])
     head = ("memory", "weights", "cache", "bits per weight", "per cached number", "predicted KL", f"KL less per {name}")
     rows = []
-    *_, last = plan.extra["curve"]
-    for row in plan.extra["curve"]:
+    *_, last = plan.payload.curve
+    for row in plan.payload.curve:
         saves = "-" if row is last else row["price"] * unit / 2**30
         sizes = [rounded_up(row["memory"] / unit), *(f"{row[n] / unit:.2f}" for n in ("weights_bytes", "cache_bytes"))]
         rows.append((*sizes, row["weights_bits"], row["cache_bits"], row["predicted"], saves))
-    title = f"best plans over memory ({name}) at {plan.extra['context']} tokens x {plan.extra['batch']}"
+    title = f"best plans over memory ({name}) at {plan.payload.context} tokens x {plan.payload.batch}"
     more = f"last column: by how much each further {name} lowers the predicted KL, up to the next row"
     session.show(f"{title}; {more}", head, rows)
 
@@ -81,7 +81,7 @@ def write(session: Session, plan: Plan) -> dict[str, Any]:
 
     parts, request = parts_of(plan), session.request
     types = ""
-    if plan.extra["runtime"] == "llama.cpp":
+    if plan.payload.runtime == "llama.cpp":
         types = llama_cache(parts["cache"]).partition(" --ctx-size")[0]
     result = bits.write(session, plan, parts["bits"], beside=files_of(parts["cache"]), cache=types)
     if request.model.endswith(".gguf"):

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ...decision import Decision, Session, Summary
 from ...errors import CorruptFile
 from ...plan import Plan, payload_of
+from ...records import Receipt
 from ...scores import Scores
 from ..bits import BitsWrite
 from . import command
 from .payload import MemoryPayload
 from .request import MemoryRequest
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ...data.calibration import CalibrationSet
 
 
 class Memory(Decision):
@@ -47,11 +53,11 @@ class Memory(Decision):
         """Say and return the command that writes the files, or gives the plan of the weights to the tool that does."""
         return command.follow(session, plan)
 
-    def applier(self) -> Callable[..., Any]:
-        """Return :func:`~layerbudget.decisions.memory.plan.apply_memory`."""
+    def apply(self, model: nn.Module, plan: Plan, data: CalibrationSet | None = None, **options: Any) -> Receipt:
+        """Round the model in place; the receipt has a cache, see :func:`~layerbudget.decisions.memory.plan.apply_memory`."""
         from .plan import apply_memory
 
-        return apply_memory
+        return apply_memory(model, plan, data, **options)
 
     # --- what is said ---
 

@@ -4,41 +4,47 @@ from __future__ import annotations
 
 import dataclasses
 
+from ...decision import DECISIONS
 from ...errors import InvalidInput
-from ...plan import Plan
+from ...plan import Plan, payload_of
+from ..formats.payload import Whole
+from .payload import MemoryPayload
 from .program import KIND
+
+_OF_WEIGHTS = ("runtime", "family", "method", "fixed_bytes", "head_bytes", "signature")
+_OF_CACHE = ("runtime", "context", "batch", "group", "rotated", "interleaved", "utilization")
 
 
 def split_fit(plan: Plan) -> tuple[Plan, Plan]:
     """The plan of bits and the plan of the cache in a plan of memory, each as if it had been made alone."""
     if plan.kind != KIND:
         raise InvalidInput(f"A plan of kind {plan.kind} decides no memory.", "", "Make one: layerbudget plan memory MODEL.")
-    e = plan.extra
-    kept = set(e["cache_formats"])
-    measured = e["check"]["rows"][plan.rule]["kl"] if "check" in e else None
+    payload = payload_of(plan, MemoryPayload)
+    measured = payload.check.rows[plan.rule].kl if payload.check is not None else None
+    whole = Whole(predicted=payload.predicted, measured=measured)
     parts = []
-    for name, own in (("weights", False), ("cache", True)):
-        blocks = tuple(b for b in plan.blocks if (b.modules[0] in kept) == own)
-        formats = {m: e["formats"][m] for b in blocks for m in b.modules}
+    for name, kind, names in (("weights", "bits", _OF_WEIGHTS), ("cache", "cache", _OF_CACHE)):
+        blocks = tuple(b for b in plan.blocks if (b.modules[0] in payload.cache_formats) == (kind == "cache"))
         spent = int(sum(b.count for b in blocks))
-        file = {} if own else {"file": spent + e["fixed_bytes"]}
-        said = {"formats": formats, "predicted_error": e["part_errors"][name], "baselines": {}, "near_ties": []}
-        said |= {k: e["parts"][name][k] for k in ("bits", "predicted")}
-        said |= {"whole": {"predicted": e["predicted"], "measured": measured}}
-        names = (
-            ("runtime", "context", "batch", "group", *(n for n in ("rotated", "interleaved", "utilization") if n in e))
-            if own
-            else ("runtime", "family", "method", "fixed_bytes", "head_bytes", "signature")
-        )
+        file = {"file": spent + payload.fixed_bytes} if kind == "bits" else {}
         parts.append(
             dataclasses.replace(
                 plan,
-                kind="cache" if own else "bits",
+                kind=kind,
                 blocks=blocks,
                 budget={"unit": "bytes", "limit": spent, "spent": spent, **file},
                 hyperparameters={"bits": None, "budget": f"{file.get('file', spent)} bytes", "rule": plan.rule, "part": True},
                 certificate={},
-                extra={**said, **{k: e[k] for k in ("runtime", *names) if k in e}},
+                payload=DECISIONS.find(kind).Payload(
+                    formats={m: payload.formats[m] for b in blocks for m in b.modules},
+                    bits=payload.parts[name]["bits"],
+                    predicted=payload.parts[name]["predicted"],
+                    predicted_error=getattr(payload.part_errors, name),
+                    baselines={},
+                    near_ties=[],
+                    whole=whole,
+                    **{field: getattr(payload, field) for field in names},
+                ),
             )
         )
     return parts[0], parts[1]

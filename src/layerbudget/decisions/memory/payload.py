@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..formats.payload import CachedPayload, WeightsPayload
+from ..formats.payload import CachedPayload, Number, WeightsPayload
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,9 +27,9 @@ class More:
         near: The same with a few ``share`` more: ``share``, ``memory`` and ``predicted``.
     """
 
-    bytes: float
+    bytes: int
     predicted: float
-    near: Sequence[Mapping[str, float]] = ()
+    near: Sequence[Mapping[str, Number]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,10 +46,10 @@ class MemoryPayload(WeightsPayload, CachedPayload):
         uniform_caches: Damage of one format for the whole cache, by format.
     """
 
-    parts: Mapping[str, Mapping[str, float]]
+    parts: Mapping[str, Mapping[str, Number]]
     part_errors: PartErrors
     cache_formats: Mapping[str, str]
     named: Mapping[str, str]
     more: More
     curve: Sequence[Mapping[str, Any]]
-    uniform_caches: Any = None
+    uniform_caches: Mapping[str, Mapping[str, Number]]

@@ -23,9 +23,9 @@ from ...data.calibration import CalibrationSet
 from ...decision import check_kind
 from ...errors import CoverageError, InvalidInput, LayerbudgetError
 from ...models.offload import mapped
-from ...plan import Plan
+from ...plan import Plan, payload_of
 from ...progress import Progress, say
-from ...records import check_output, digest, dumps, rounded_up, to_jsonable, unit_of
+from ...records import Receipt, check_output, digest, dumps, rounded_up, to_jsonable, unit_of
 from ...scores import Scores
 from ...sensitivity.sequences import per_token
 from ...storage.parts import Parts
@@ -40,12 +40,12 @@ from ..bits import (
     write_bits,
 )
 from ..cache import cache_damage, cache_space, caching, find_cache, llama_cache, planned_cache, rounding, vllm_options
+from ..formats.payload import CachedPayload
 from .parts import parts_of
 from .program import KIND, Fit, Fitted, Pick, Terms
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import DynamicCache
 
     from ..cache import CacheSpace
 
@@ -104,7 +104,7 @@ def plan_memory(
         progress: Called with (steps done, steps).
         **options: Other options of :func:`~layerbudget.decisions.bits.sensitivity.rounding_damage`.
 
-    Its ``extra`` has what each part got, what more memory would bring, and the curve over memory.
+    Its payload has what each part got, what more memory would bring, and the curve over memory.
 
     Raises:
         InfeasibleBudget: A memory below the smallest plan; said before anything is measured.
@@ -245,8 +245,7 @@ def _checked(
     spent = {n: p.spent for n, p in picks.items()}
     same = [n for n, p in picks.items() if p.same(asked)]
     record = check_record(dense, rule, rows, spent, same)
-    plan = found.plan(record["taken"])
-    return dataclasses.replace(plan, extra={**plan.extra, "check": record, "asked": rule})
+    return found.plan(record.taken).with_payload(check=record, asked=rule)
 
 
 def settled(
@@ -307,18 +306,18 @@ def apply_memory(
     packed: bool = False,
     residual: int = 128,
     **options: Any,
-) -> DynamicCache:
-    """Round a model by a plan of memory, in place, and return an empty cache that rounds as it says.
+) -> Receipt:
+    """Round a model by a plan of memory, in place; the receipt has an empty cache that rounds as it says.
 
-    The cache is for ``model.generate(past_key_values=...)``; ``packed`` and ``residual`` are those of
+    ``receipt.cache`` is for ``model.generate(past_key_values=...)``; ``packed`` and ``residual`` are those of
     :func:`~layerbudget.decisions.cache.cache.planned_cache`. Further arguments are those of
     :func:`~layerbudget.decisions.bits.apply.apply_bits`.
     """
     check_kind(plan.kind, (KIND,), "decides no memory")
     parts = parts_of(plan)
-    held = planned_cache(model, parts["cache"], packed=packed, residual=residual)
-    apply_bits(model, parts["bits"], data, **options)
-    return held
+    cache = planned_cache(model, parts["cache"], packed=packed, residual=residual)
+    rounded = apply_bits(model, parts["bits"], data, **options)
+    return dataclasses.replace(rounded, plan_digest=plan.digest, cache=cache)
 
 
 def write_memory(
@@ -335,6 +334,6 @@ def write_memory(
 
 def files_of(cache: Plan) -> dict[str, str]:
     """Return the files beside the weights of a plan of memory, by name, from the plan of its cache."""
-    options = {"llama.cpp": llama_cache, "vllm": vllm_options}.get(cache.extra["runtime"])
+    options = {"llama.cpp": llama_cache, "vllm": vllm_options}.get(payload_of(cache, CachedPayload).runtime)
     more = {"cache.txt": options(cache)} if options else {}
     return {"cache.json": dumps(cache.to_dict()), **more}

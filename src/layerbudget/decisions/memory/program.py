@@ -34,14 +34,15 @@ from ..formats.program import (
     Decision,
     Limits,
     bits_of,
-    extra_of,
     few_tokens,
     imatrix_of,
     mix_of,
+    of_weights,
     plan_blocks,
     read_bytes,
 )
 from ..formats.table import Table
+from .payload import MemoryPayload, More, PartErrors
 
 KIND = "memory"
 UNIFORM, MIX = "uniform-cache", "mix"
@@ -292,12 +293,12 @@ def curve(fit: Fit, count: int = CURVE) -> list[dict[str, Any]]:
     return rows
 
 
-def with_more(fit: Fit, memory: int) -> dict[str, Any]:
-    """Return what the best plan loses with one unit of memory more (``bytes``), and with a few shares more (``near``)."""
+def with_more(fit: Fit, memory: int) -> More:
+    """Return what the best plan loses with one unit of memory more, and with a few shares more."""
     unit, _ = unit_of(memory)
     near = [{"share": share, "memory": math.floor(memory * (1 + share))} for share in _SHARES]
     near = [{**row, "predicted": point(fit, int(row["memory"]))["predicted"]} for row in near]
-    return {"bytes": unit, "predicted": point(fit, memory + unit)["predicted"], "near": near}
+    return More(bytes=unit, predicted=point(fit, memory + unit)["predicted"], near=near)
 
 
 def point(fit: Fit, memory: int) -> dict[str, Any]:
@@ -406,24 +407,21 @@ class Fitted:
         fit, chosen = self.fit, pick.chosen
         weights, cache = fit.apart(chosen)
         formats = {m: f for t, c in fit.shown(chosen) for m, f in t.formats_of(c).items()}
-        extra = {
-            **extra_of(fit.weights, weights),
-            **self.decision.record(rule),
-            **few_tokens(fit.weights, self.scores),
-            "formats": formats,
-            **fit.space.terms(self.scores.extra["cache"]["group"]),
-            **({"utilization": self.terms.utilization} if self.terms.utilization < 1 else {}),
-            "parts": fit.parts(chosen),
-            "part_errors": {"weights": fit.weights.error_of(weights), "cache": fit.cache.error_of(cache)},
-            "cache_formats": fit.cache.formats_of(cache),
-            "named": {name: each.name for name, each in self.picks.items() if each.name},
-            "uniform_caches": dict(self.caches),
-            "more": with_more(fit, self.terms.bytes),
-            "curve": curve(fit),
-            "asked": rule,
-        }
-        if passes := [held["passes"] for name in _PASSES if "passes" in (held := self.scores.extra.get(name) or {})]:
-            extra["passes"] = sum(passes)
+        passes = [measured["passes"] for name in _PASSES if "passes" in (measured := self.scores.extra.get(name) or {})]
+        fields = of_weights(fit.weights, weights) | fit.space.terms(self.scores.extra["cache"]["group"])
+        payload = MemoryPayload(
+            **{**fields, **self.decision.record(rule), **few_tokens(fit.weights, self.scores), "formats": formats},
+            utilization=self.terms.utilization if self.terms.utilization < 1 else None,
+            parts=fit.parts(chosen),
+            part_errors=PartErrors(weights=fit.weights.error_of(weights), cache=fit.cache.error_of(cache)),
+            cache_formats=fit.cache.formats_of(cache),
+            named={name: each.name for name, each in self.picks.items() if each.name},
+            uniform_caches=dict(self.caches),
+            more=with_more(fit, self.terms.bytes),
+            curve=curve(fit),
+            asked=rule,
+            passes=sum(passes) if passes else None,
+        )
         terms = {k: v for k, v in dataclasses.asdict(self.terms).items() if v} | imatrix_of(self.scores)
         return Plan(
             kind=KIND,
@@ -435,7 +433,7 @@ class Fitted:
             certificate=self.decision.certificate(rule),
             scores_digest=self.scores.digest,
             data=self.scores.data,
-            extra=extra,
+            payload=payload,
         )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...budget import rank_parameters
-from ...decision import Decision, ScoresAdvice, Session, Summary
+from ...decision import Decision, ScoresAdvice, Session, Summary, check_no_text
 from ...plan import Plan, payload_of
+from ...records import Receipt
 from ...scores import Scores
 from ..capacity import blocks_of, counted_options
 from ..files import load_scores
@@ -16,6 +17,11 @@ from .export import EXPORTS
 from .payload import RanksPayload
 from .rank_table import RankTable, by_rule_of_thumb, how_much_rank
 from .request import RanksRequest
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ...data.calibration import CalibrationSet
 
 
 class Ranks(Decision):
@@ -34,11 +40,13 @@ class Ranks(Decision):
 
         return plan_ranks
 
-    def applier(self) -> Callable[..., Any]:
-        """Return :func:`~layerbudget.decisions.ranks.apply.add_ranks`."""
-        from .apply import add_ranks
+    def apply(self, model: nn.Module, plan: Plan, data: CalibrationSet | None = None, **options: Any) -> Receipt:
+        """Adapt the model; the receipt has the ``PeftModel``. See :func:`layerbudget.add_ranks`."""
+        from ..adapters import AdapterReceipt
+        from .apply import adapted_ranks, add_ranks
 
-        return add_ranks
+        check_no_text(self.name, data)
+        return AdapterReceipt.of(plan, add_ranks(model, plan, **options), adapted_ranks, options)
 
     def plan(self, session: Session) -> Plan:
         """Plan ranks from scores."""

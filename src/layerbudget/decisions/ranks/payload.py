@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
+from ...records import fields_in_file
 from ...storage import reading
 from ..capacity import Rounding
 
@@ -39,3 +41,10 @@ class RanksPayload:
     at_measured: Mapping[str, reading.Count] = dataclasses.field(default_factory=dict)
     scored_rows: reading.Count | None = None
     flat_scores: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what stands in a file; a plan by the gain of every rank has what such gains say, as null where they do not."""
+        by_rank = self.rounding is not None and self.rounding["method"] == "increments"
+        kept = ("uniform_share", "noise_share", "smaller_reserve") if by_rank else ()
+        fields = {name: fields_in_file(value) for name, value in vars(self).items()}
+        return {name: value for name, value in fields.items() if name in kept or value not in (None, {})}

@@ -18,6 +18,7 @@ from ...solvers.rounding import Rounded, allocate_increments
 from ...storage import reading
 from ..capacity import Terms, blocks_of, decide, one_budget
 from ..rules import Problem, RuleResult, rule
+from .payload import SmallerReserve
 
 SERVED_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM accepts as max_lora_rank
 KEEPS = 0.95  # of the gain, under a lower cap that is named
@@ -122,16 +123,14 @@ def _by_rank(problem: Problem, *, damping: float | None = None) -> RuleResult:
         rows = [rows[int(i)] for i in problem.order]
     rounded = _allocated(problem, rows, problem.high)
     ends = _at_their_end(problem, rows, rounded)
-    extra: dict[str, Any] = {"rounding": rounded.to_dict()}
-    extra["uniform_share"] = _uniform_share(problem, rows, rounded.value, problem.high) if problem.order is None else None
-    known = None if problem.order is not None else problem.need_scores()
-    extra["noise_share"] = None if known is None else noise_share(known, rounded.counts, rounded.value, damping)
-    extra["smaller_reserve"] = _smaller_reserve(problem, rows, rounded) if problem.order is None else None
-    if ends:
-        extra["at_measured"] = ends
+    payload: dict[str, Any] = {"rounding": rounded.to_dict(), "at_measured": ends}
+    if problem.order is None:
+        payload["uniform_share"] = _uniform_share(problem, rows, rounded.value, problem.high)
+        payload["noise_share"] = noise_share(problem.need_scores(), rounded.counts, rounded.value, damping)
+        payload["smaller_reserve"] = _smaller_reserve(problem, rows, rounded)
     if (scored := problem.need_scores().data.get("samples", FEW)) < FEW:
-        extra["scored_rows"] = scored
-    return RuleResult(value=rounded.counts.astype(float), counts=rounded.counts, extra=extra)
+        payload["scored_rows"] = scored
+    return RuleResult(value=rounded.counts.astype(float), counts=rounded.counts, payload=payload)
 
 
 def _at_their_end(problem: Problem, rows: Sequence[Sequence[float]], plan: Rounded) -> dict[str, int]:
@@ -178,7 +177,7 @@ def _uniform_share(problem: Problem, rows: Sequence[Sequence[float]], value: flo
     return worth / value if value > 0 else None
 
 
-def _smaller_reserve(problem: Problem, rows: Sequence[Sequence[float]], plan: Rounded) -> dict[str, float] | None:
+def _smaller_reserve(problem: Problem, rows: Sequence[Sequence[float]], plan: Rounded) -> SmallerReserve | None:
     """The lowest cap at which a server reserves less for the adapter, :data:`KEEPS` of the gain stays, and uniform has less.
 
     Under a low cap little may be left above uniform: a cap whose plan would be advised against is none.
@@ -192,7 +191,7 @@ def _smaller_reserve(problem: Problem, rows: Sequence[Sequence[float]], plan: Ro
         capped = _allocated(problem, rows, high)
         share = _uniform_share(problem, rows, capped.value, high)
         if capped.value >= KEEPS * plan.value and share is not None and share < TAKE_UNIFORM:
-            return {"max_rank": cap, "share": capped.value / plan.value, "reserved": reserved}
+            return SmallerReserve(max_rank=cap, share=capped.value / plan.value, reserved=reserved)
     return None
 
 

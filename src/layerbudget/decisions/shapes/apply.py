@@ -30,7 +30,7 @@ from .save import follow, shorten
 from .units import Remake, cut, find_parts, refitted, where_is
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ShapeReceipt(Receipt):
     """Recount of a model that became smaller."""
 
@@ -91,7 +91,8 @@ def apply_shapes(
         )
     return ShapeReceipt(
         plan_digest=plan.digest,
-        model=identity,
+        identity=identity,
+        model=model,
         unit=unit,
         before=before[0],
         after=after[0],

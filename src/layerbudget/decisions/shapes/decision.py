@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...compressors.formats import GGUF, NEMOTRON
 from ...decision import Decision, Session, Summary
-from ...errors import LayerbudgetError
+from ...errors import InvalidInput, LayerbudgetError
 from ...plan import Plan, payload_of
+from ...records import Receipt
 from ...scores import Scores
 from ...solvers.inputs import spoken_amount
 from ..describe import (
@@ -29,6 +29,11 @@ from .payload import ShapesPayload, ShapesSettings
 from .program import layers_differ
 from .request import ShapesRequest, ShapesWrite
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ...data.calibration import CalibrationSet
+
 _SEARCH = ("passes", "strides", "trust", "draws", "damping", "threads", "seed", "resume")
 _ALLOWED = ("by", "multiple", "max_removed", "depth", "even", "runtime", "compensate")
 
@@ -41,11 +46,13 @@ class Shapes(Decision):
     harms, writes, told_by_verdict, command = True, True, True, "apply"
     Payload, Settings, Request, Write = ShapesPayload, ShapesSettings, ShapesRequest, ShapesWrite
 
-    def applier(self) -> Callable[..., Any]:
-        """Return :func:`~layerbudget.decisions.shapes.apply.apply_shapes`."""
+    def apply(self, model: nn.Module, plan: Plan, data: CalibrationSet | None = None, **options: Any) -> Receipt:
+        """Make the model smaller in place, see :func:`~layerbudget.decisions.shapes.apply.apply_shapes`."""
         from .apply import apply_shapes
 
-        return apply_shapes
+        if data is None:
+            raise InvalidInput("Smaller shapes need calibration tokens.", "They say which units go.", "Pass data.")
+        return apply_shapes(model, plan, data, **options)
 
     def plan(self, session: Session) -> Plan:
         """Plan by the damage of smaller shapes to a model."""

@@ -39,7 +39,8 @@ class ShapesPayload:
         predicted: Damage that is expected; on other text where it was ``crossed``.
         gap: How far the last step's program is from its bound.
         measured: Damage of the model that was really cut, on the text that decided; not known while a search goes on.
-        crossed: Whether parts of the text judged refits to the others, so that the predicted damage is that of other text.
+        crossed: Whether parts of the text judged refits to the others, so that the predicted damage is that of other text;
+            not known while a search goes on.
         path: Every accepted point: ``divergence``, ``passes``, ``predicted``, ``measured``, ``share`` and ``values``.
         forward_passes: Forward equivalents that planning took.
         beside: Damage of the budget as the dense model predicts it, with equal layers and with any; None where unknown.
@@ -54,7 +55,7 @@ class ShapesPayload:
     predicted: float | None = None
     gap: float | None = None
     measured: float | None = None
-    crossed: bool = False
+    crossed: bool | None = None
     path: Sequence[Mapping[str, Any]] = ()
     forward_passes: float | None = None
     beside: EvenUneven | None = None

@@ -9,7 +9,6 @@ steps within a trust region go on while the measured divergence falls. Every one
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -34,6 +33,7 @@ from ...sensitivity.directional.terms import QuadraticTerms
 from ...solvers.choices import Choice
 from ...solvers.steps import Proposal, descend
 from ...storage.parts import Parts
+from ..describe import EvenUneven
 from .apply import measure_plan
 from .compensation import ways_of
 from .nemotron import check_config
@@ -111,7 +111,7 @@ def plan_shapes(
         progress: Called with (forward equivalents spent, most).
 
     Returns:
-        A plan of kind ``shapes`` and rule ``directional``; ``extra`` has the ``path``, ``forward_passes``, ``predicted``
+        A plan of kind ``shapes`` and rule ``directional``; its payload has the ``path``, ``forward_passes``, ``predicted``
         damage and what was ``measured`` on the model that was really cut, on all of the text, in nats per token. Where
         ``crossed``, of four or more samples, the predicted damage is that of parts of the text that the others refit: expect
         it on other text. Under a budget of latency there are also the ``speed`` that was measured and the
@@ -164,16 +164,18 @@ def plan_shapes(
     hyper |= {} if damping == DAMPING else {"damping": damping}
     hyper |= {"by": next((p.by for p in path.space.parts if p.kind == "heads"), by), "seed": seed}
     plan = path.space.plan(here.state, here.divergence, solution, hyper, identity)
-    extra: dict[str, Any] = {"beside": others, "path": path.log, "forward_passes": path.point.passes + last}
-    if hasattr(config_of(model), EXPERTS_KEPT):
-        extra["experts_differ"] = True
     if speed is not None:
-        plan = dataclasses.replace(plan, extra={**plan.extra, "prices": speed.prices()})
-        extra |= {"speed": dict(speed), "tokens_per_second": _rates(model, plan, speed)}
+        plan = plan.with_payload(prices=speed.prices())
+        plan = plan.with_payload(speed=to_jsonable(dict(speed)), tokens_per_second=_rates(model, plan, speed))
     say(progress, "cut and refitted, layers")
-    extra["crossed"] = len(path.point.references) > 1  # the predicted damage is on text that did not refit
-    extra["measured"] = measure_plan(model, plan, data, batch_size=batch_size, progress=progress)
-    return dataclasses.replace(plan, extra={**plan.extra, **to_jsonable(extra)})
+    return plan.with_payload(
+        beside=others,
+        path=to_jsonable(path.log),
+        forward_passes=float(path.point.passes + last),
+        experts_differ=hasattr(config_of(model), EXPERTS_KEPT),
+        crossed=len(path.point.references) > 1,  # the predicted damage is on text that did not refit
+        measured=measure_plan(model, plan, data, batch_size=batch_size, progress=progress),
+    )
 
 
 def _every_width(space: ShapeSpace, around: np.ndarray, seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -325,7 +327,7 @@ class _Path:
         """Damage of the budget as the dense model sees it."""
         return self.space.step(*_every_width(self.space, self.here.around, self.here.forms.total))[1].damage
 
-    def beside(self) -> dict[str, float] | None:
+    def beside(self) -> EvenUneven | None:
         """Damage of the budget as the dense model sees it, with layers that stay alike and with any; None where they cannot."""
         found = dict[str, float]()
         for even in (True, False):
@@ -335,7 +337,7 @@ class _Path:
             except InfeasibleBudget:
                 return None
             found["even" if even else "uneven"] = float(damage)
-        return found
+        return EvenUneven(**found)
 
     def run(self, passes: float) -> tuple[Evaluation, Choice]:
         """Reach the budget, a part of it at a time, and go on down while that can be paid; the end, and the program there."""

@@ -23,7 +23,7 @@ from ...plan import Plan, PlanBlock, payload_of
 from ...records import check_fraction, to_jsonable
 from ...solvers.choices import Choice
 from ...solvers.counted import choose_few
-from .payload import ShapesPayload
+from .payload import ShapedPart, ShapesPayload
 
 KINDS = ("heads", "mlp")
 UNITS = ("auto", "groups", "queries")  # of heads
@@ -274,11 +274,10 @@ class ShapeSpace:
             p.size(self.unit, self.hyper["bytes_per_parameter"], counts[p.name]) for p in self.parts if p.layer not in dropped
         )
         shapes = {
-            p.name: {"layer": p.layer, "kind": p.kind, "by": p.by, "units": p.units, "removed": counts[p.name]}
+            p.name: ShapedPart(layer=p.layer, kind=p.kind, by=p.by, units=p.units, removed=int(counts[p.name]))
             for p in self.parts
             if p.kind != "rest"
         }
-        extra = {"shapes": shapes, "dropped": dropped, "predicted": damage, "gap": solution.gap}
         blocks = tuple(
             PlanBlock(name=p.name, value=gone / p.parameters, count=gone, numel=p.parameters, modules=p.modules)
             for p, gone in zip(self.parts, self.removed(state).tolist(), strict=True)
@@ -291,7 +290,7 @@ class ShapeSpace:
             budget={"unit": self.unit, "base": self.base, "limit": self.target, "spent": self.base - sum(sizes)},
             hyperparameters=to_jsonable({**self.hyper, **hyper}),
             certificate=to_jsonable(solution.certificate()),
-            extra=to_jsonable(extra),
+            payload=ShapesPayload(shapes=shapes, dropped=list(dropped), predicted=float(damage), gap=float(solution.gap)),
         )
 
 

@@ -30,7 +30,7 @@ from ...plan import Plan, members
 from ...progress import Progress, Steps
 from ...records import Module
 from ...storage.parts import Parts
-from .receipt import Receipt, check_recount, recount, recount_rows
+from .receipt import PruningReceipt, check_recount, recount, recount_rows
 
 
 def prune(
@@ -47,7 +47,7 @@ def prune(
     resume: Path | str | None = None,
     autocast: str | None = None,
     **own: Any,
-) -> Receipt:
+) -> PruningReceipt:
     """Prune a model in place under a plan, and return the receipt.
 
     Every block loses exactly the planned number of weights, unless ``pattern`` is given, split over its matrices in proportion
@@ -109,11 +109,12 @@ def prune(
     found = recount(model, plan.blocks)
     notes += check_recount(found, {name: job.level.zeros for name, job in jobs.items()})
     planned = {b.name: sum(jobs[m].level.zeros for m in b.modules) for b in plan.blocks}
-    return Receipt(
+    return PruningReceipt(
         method=treatment.name,
         settings={**settings, "store": store or "device"},
         plan_digest=plan.digest,
-        model=identity,
+        identity=identity,
+        model=model,
         data={} if blind or data is None else data.describe(),
         blocks={name: {**block, "planned": planned[name]} for name, block in found.blocks.items()},
         modules=found.modules,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...decision import Decision, Session, Summary
 from ...errors import InvalidInput
 from ...plan import Plan, PlanBlock, payload_of
-from ...records import check_fraction
+from ...records import Receipt, check_fraction
 from ...registry import options_of
 from ...requests import READING
 from ...scores import Scores
@@ -30,6 +30,11 @@ from ..files import load_scores, read_curves, read_fixed
 from .export import EXPORTS
 from .payload import SparsityPayload
 from .request import SparsityRequest, SparsityWrite
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ...data.calibration import CalibrationSet
 
 RUNS = "What you have: {}. What it changes: file and memory: unchanged; time: unchanged {}."  #: What zeros do for speed.
 
@@ -54,11 +59,11 @@ class Sparsity(Decision):
 
         return plan_by_scores
 
-    def applier(self) -> Callable[..., Any]:
-        """Return :func:`~layerbudget.decisions.sparsity.apply.prune`."""
+    def apply(self, model: nn.Module, plan: Plan, data: CalibrationSet | None = None, **options: Any) -> Receipt:
+        """Prune the model in place, see :func:`~layerbudget.decisions.sparsity.apply.prune`."""
         from .apply import prune
 
-        return prune
+        return prune(model, plan, data, **options)
 
     def plan(self, session: Session) -> Plan:
         """Plan by the damage to a model, or from scores."""

@@ -33,6 +33,7 @@ from ...solvers import steps as loop
 from ...solvers.rounding import round_parameters
 from ...solvers.separable import Solution
 from ...storage.parts import Parts
+from .payload import SparsityPayload
 from .treated import Point, TreatedModel, Units
 
 PASSES = 24.0
@@ -74,7 +75,7 @@ def plan_by_damage(
         progress: Called with (steps done, most steps).
         **own: Options of the method.
 
-    ``extra`` has the ``path``, ``forward_passes``, ``predicted`` and ``measured`` damage in nats per token (by the pruner
+    Its payload has the ``path``, ``forward_passes``, ``predicted`` and ``measured`` damage in nats per token (by the pruner
     itself).
     """
     check_fraction(sparsity, "sparsity")
@@ -228,7 +229,7 @@ def _plan(identity: dict[str, Any], treated: TreatedModel, path: _Path, settings
     if rows is None and len(blocks) <= KEPT:
         steps = [[round(b.value, 4) for b in treated.units.planned(c)[0]] for c in path.counts]
         log = [{**entry, "values": values} for entry, values in zip(log, steps, strict=True)]
-    extra = {"forward_passes": treated.passes, "predicted": predicted, "path": log, "measured": measured}
+    damages = {"predicted": predicted, "measured": measured}
     return Plan(
         kind="sparsity",
         rule="directional",
@@ -237,5 +238,5 @@ def _plan(identity: dict[str, Any], treated: TreatedModel, path: _Path, settings
         hyperparameters=dict(settings),
         budget={"unit": "parameters", "limit": total, "spent": total},
         certificate=path.solution.certificate() if path.solution is not None else {},
-        extra=extra if rows is None else {**extra, "rows": rows},
+        payload=SparsityPayload(forward_passes=treated.passes, path=log, rows=rows, **damages),
     )

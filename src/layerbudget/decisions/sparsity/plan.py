@@ -94,7 +94,7 @@ def plan_by_scores(
             problem that returns one value per block.
         penalty: Penalty of the program, see :func:`layerbudget.solvers.sparsify`; or measured curves
             ``{block name: (ratios, losses)}``, which replace the scores and cap every block at its last ratio: the rule is then
-            ``calibrated``. How far they were from convex is in ``plan.extra["convexified"]``.
+            ``calibrated``. How far they were from convex is in ``plan.payload.convexified``.
         fixed: Sparsity of some blocks, by name or regular expression.
         exclude: Regular expression: blocks that must stay dense.
         **options: Of the rule, see :doc:`/options`; what the rule does not read is refused.
@@ -227,4 +227,4 @@ def _by_curves(
     penalty = CalibratedPenalty.from_curves(curves, names)
     decision = _solve(problem, np.ones(len(names)), spend, penalty=penalty, **constants_of(bits=bits, eta=eta, units=units))
     bent = {name: float(v) for name, v in zip(names, penalty.change, strict=True) if v > 0}
-    return dataclasses.replace(decision, extra={"convexified": bent})
+    return dataclasses.replace(decision, payload={"convexified": bent})

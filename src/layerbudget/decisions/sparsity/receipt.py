@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,20 +14,15 @@ from ...compressors.treating import matrices
 from ...errors import CoverageError
 from ...models.blocks import weight_of
 from ...plan import Plan, PlanBlock
-from ...records import Block, Record, Result
+from ...records import Block, Receipt, Result
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Receipt(Record):
+class PruningReceipt(Receipt):
     """The record of one pruning run. Prunable weights are the matrices of the layers: no embeddings, head, norms or biases."""
-
-    what: ClassVar[str] = "receipt"
-    command: ClassVar[str] = "apply"
 
     method: str
     settings: Mapping[str, Any]  # pattern, batch size and whatever else decided the masks
-    plan_digest: str
-    model: Mapping[str, Any]  # id, revision, digest, before pruning
     data: Mapping[str, Any]  # calibration provenance; empty for magnitude
     blocks: Mapping[str, Mapping[str, Any]]  # {name: {numel, planned, zeros, sparsity}}
     modules: Mapping[str, Mapping[str, Any]]  # {name: {numel, zeros, sparsity}}
@@ -35,7 +30,6 @@ class Receipt(Record):
     planned: float  # the plan's own total
     forwards: int  # of one block on one batch
     seconds: float
-    notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     rows: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # see recount_rows
     made_by: str = ""  # the command that made it; empty where Python did

@@ -20,7 +20,7 @@ from ...plan import Plan
 from ...records import stacks, write_text
 from ...storage.folders import write_model
 from ...storage.writing import check_space
-from .receipt import Receipt
+from .receipt import PruningReceipt
 
 BESIDE = 1 << 22  # bytes of tokenizer, plan and receipt
 
@@ -37,7 +37,7 @@ def check_room(model: nn.Module, out: Path | str, *, resume: Path | str | None =
 
 
 def save_pruned(
-    model: nn.Module, tokenizer: Any, plan: Plan, receipt: Receipt, out_dir: Path | str, *, overwrite: bool = False
+    model: nn.Module, tokenizer: Any, plan: Plan, receipt: PruningReceipt, out_dir: Path | str, *, overwrite: bool = False
 ) -> Path:
     """Write checkpoint, tokenizer (where it is not None), plan, receipt and a model card (README.md); return the folder.
 
