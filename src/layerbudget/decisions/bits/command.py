@@ -45,7 +45,6 @@ def _from_scores(session: Session) -> Plan:
 
 def _by_damage(session: Session) -> Plan:
     from ...cost import choosing
-    from ...models.offload import mapped
     from .blocks import narrow_rows
     from .plan import plan_bits
 
@@ -53,12 +52,7 @@ def _by_damage(session: Session) -> Plan:
     family = request.family or (RUNTIMES[request.runtime].family if request.runtime else PACKED if not request.like else GGUF)
     request.check_formats(request.runtime, family)
     need_samples(session)
-    model, tokenizer, data, check = session.load_checked(16 if request.checked is None else request.checked)
-    if check is not None and mapped(model) is not None and request.checked is None:
-        check = None
-        session.announce(
-            "The weights stay in their files: the plan is not checked as a whole. Check the written file by evaluate."
-        )
+    model, tokenizer, data, check = session.load_checked(16 if request.checked is None else request.checked, lean=True)
     if family == GGUF and (narrow := narrow_rows(model)):
         session.announce(narrow)
     checked, draws = None if check is None else session.size(check), request.draws or 4

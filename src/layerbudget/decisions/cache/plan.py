@@ -164,5 +164,5 @@ def _checked(
     rows = {n: measured[c.tobytes()] for n, c in found.choices.items()}
     spent = {n: t["spent"] for n, t in found.totals.items()}
     same = [n for n, c in found.choices.items() if np.array_equal(c, found.choices[rule])]
-    record = check_record(model, dense, rule, rows, spent, same)
+    record = check_record(dense, rule, rows, spent, same)
     return {"check": record, "asked": rule}, record.taken
