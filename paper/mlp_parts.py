@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from layerbudget.solvers import allocate, sparsify
-from layerbudget.solvers.rules import apportion
+from layerbudget.solvers.published import apportion
 
 from .mlp_released import SeedRun, accuracy, linears
 from .mlp_scores import EPSILON

@@ -5,12 +5,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import types
 import typing
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from tests import zoo
+
+import layerbudget as lb
 from layerbudget.cli.commands import QUESTIONS, VERBS, requests_of_all
 from layerbudget.cli.parser import say_option
 from layerbudget.compressors.base import TREATMENTS
@@ -121,6 +127,47 @@ def options_page() -> str:
     lines += ["| option | value | what it does |", "|---|---|---|", *(_row(Request, name) for name in every), ""]
     for command, request in requests_of_all().items():
         lines += _section(command, request)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+RULES_HEAD = """# Every rule
+
+A rule says which block gets how much, once it knows the scores, the bounds and the budget. It is named by `--rule`, or by
+`rule=` in Python. [How to choose](how-to-choose.md) says which one to take, and [theory](theory.md) derives the program of
+`mdl`. [Contributing](contributing.md) shows how to add one. `layerbudget plan ranks SCORES --rule NAME --help` says what its
+options mean, as does [every option](options.md). `tests/pages.py` makes this page from the rules themselves.
+"""
+_EXAMPLES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "sparsity": (lb.plan_sparsity, {"sparsity": 0.3}),
+    "lora-experts": (lb.plan_lora_experts, {"total": 12}),
+    "ranks": (lb.plan_ranks, {"mean_rank": 4}),
+}
+
+
+def reads_of(kind: str, name: str) -> str:
+    """What a rule must be given, as plans of four blocks show."""
+    plain, (plan, budget) = zoo.scores([1.0, 2.0, 3.0, 4.0]), _EXAMPLES[kind]
+    gains = dataclasses.replace(plain, extra={"increments": [[[1.0] * 16] * 4]})
+    curves = {"curves": {name: ([0.0, 0.5, 1.0], [0.0, 0.1, 0.4]) for name in plain.names}}
+    sources: list[tuple[str, Any, dict[str, Any]]] = [("shapes alone", plain.blocks, {}), ("one score per block", plain, {})]
+    sources += [("the gain of every rank", gains, {}), ("damage by sparsity", plain.blocks, curves)]
+    for said, source, options in sources:
+        with contextlib.suppress(InvalidInput):
+            plan(source, rule=name, **budget, **options)
+            return said
+    raise AssertionError(f"No source makes a plan of {kind} by {name}.")
+
+
+def rules_page() -> str:
+    """The page of every rule."""
+    lines = [RULES_HEAD]
+    for kind, (plan, _) in _EXAMPLES.items():
+        lines += [f"## `{kind}`", "", f"Of `layerbudget plan {kind}` and `lb.{plan.__name__}`.", ""]
+        lines += ["| rule | what it does | it reads | options |", "|---|---|---|---|"]
+        for name, rule in rules_of(kind).items():
+            options = ", ".join(f"`{option}`" for option in rule.options if option not in ("rule", "curves"))
+            lines.append(f"| `{name}` | {_cell(rule.summary)} | {reads_of(kind, name)} | {options} |")
+        lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
 

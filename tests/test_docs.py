@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import subprocess
@@ -27,8 +28,12 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture
 def registries():
     """Tables that are afterwards as they were."""
-    rules_of("sparsity")
-    with ESTIMATORS.kept(), RULES["sparsity"].kept(), TREATMENTS.kept(), DECISIONS.kept(), QUANTISERS.kept():
+    with contextlib.ExitStack() as stack:
+        for kind in ("sparsity", "ranks"):
+            assert rules_of(kind)
+            stack.enter_context(RULES[kind].kept())
+        for table in (ESTIMATORS, TREATMENTS, DECISIONS, QUANTISERS):
+            stack.enter_context(table.kept())
         yield
 
 

@@ -15,6 +15,7 @@ from tests.cli.helpers import parsed
 from layerbudget.cli.commands import VERBS
 from layerbudget.cli.parser import WrongCommand
 from layerbudget.decision import DECISIONS, EXPORTS
+from layerbudget.decisions.rules import RULES, rules_of
 from layerbudget.errors import LayerbudgetError
 from layerbudget.sensitivity.estimators import ESTIMATORS
 
@@ -72,7 +73,8 @@ def test_the_notebook_stores_what_it_prints_and_a_figure_for_every_step(monkeypa
 def test_the_gallery_runs(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    with ESTIMATORS.kept(), DECISIONS.kept(), EXPORTS.kept():
+    assert rules_of("ranks")
+    with ESTIMATORS.kept(), DECISIONS.kept(), EXPORTS.kept(), RULES["ranks"].kept():
         runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
     assert capsys.readouterr().out.strip()
     assert f"examples/{name}" in (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")

@@ -55,7 +55,7 @@ from layerbudget.decisions.ranks.start import initialise_from_gradients
 from layerbudget.decisions.rules import shuffled as order_of
 from layerbudget.models.blocks import describe, partition
 from layerbudget.plan import Plan, PlanBlock
-from layerbudget.solvers import allocate, round_capacity, rules
+from layerbudget.solvers import allocate, published, round_capacity
 
 UNIFORM = ("eva", "adalora", "gain-init", "gain-init-unit")  # these begin with uniform ranks
 
@@ -145,12 +145,12 @@ def expert_counts(bench, rule: str, seed: int, layers: int, total: int, cache: d
     if rule == "uniform":
         return np.full(layers, total // layers)
     if rule in ("2468", "8642"):
-        return rules.mola_experts(layers, rule, total)
+        return published.mola_experts(layers, rule, total)
     scores = scores_for(bench, "lora-experts", rule, cache)
     if rule == "alphalora":
-        return rules.alphalora_experts(scores.values(), total)
+        return published.alphalora_experts(scores.values(), total)
     if rule == "layerif":
-        return rules.layerif_experts(scores.values(), total)
+        return published.layerif_experts(scores.values(), total)
     weights = scores.weights()
     weights = weights[order_of(weights.size, seed)] if rule.startswith("permuted") else weights
     return round_capacity(allocate(weights, np.ones(layers), total, base=1.0, spend="exactly")).counts

@@ -113,7 +113,7 @@ class Scores(BlockRecord):
         if not s.sum() > 0:
             remedy = "Use more samples, another damping or another estimator."
             if "file" in self.extra or self.estimator == "imported":
-                remedy = "Add a constant to all, or use --rule owl, which reads only how scores differ."
+                remedy = "Add a constant to all. Of sparsity, --rule owl reads only how scores differ."
             raise DegenerateScores(
                 f"All {len(s)} scores of {self.estimator} are zero or negative.", "At least one must be positive.", remedy
             )

@@ -1,5 +1,6 @@
 """The command line end to end, on folders holding tiny models of several architectures."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -11,8 +12,11 @@ from tests import zoo
 from layerbudget.cli import main
 from layerbudget.cli.commands import QUESTIONS, VERBS, requests_of_all
 from layerbudget.decision import DECISIONS
+from layerbudget.decisions.rules import RULES, rules_of
 from layerbudget.errors import InvalidInput
+from layerbudget.registry import run_file
 from layerbudget.requests import EVERY
+from layerbudget.solvers.utilities import PENALTIES, UTILITIES
 
 SMALL = ("--samples", "6", "--length", "24", "--quiet")
 
@@ -194,6 +198,50 @@ def test_help_all_lists_the_options_of_what_is_named(words, shown, tmp_path, mon
     said = " ".join(capsys.readouterr().out.split())
     assert all(word in said for word in [*shown, "--dry-run"]) and "--progress" not in said
     assert [f.name for f in tmp_path.iterdir()] == ["ranks.json"]
+
+
+OWN_RULE = """
+from layerbudget.decisions.rules import rule
+
+@rule("ranks", "flat-top")
+def flat_top(problem, *, plateau: float = 2.0):
+    return problem.weights() ** (1 / plateau)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("plan ranks s.json --rule rule.py:flat-top", "--plateau"), ("plan ranks s.json --rule mdl", "--exponent-on"),
+        ("plan sparsity s.json --rule owl", "--width"), ("score demo --estimator outlier-ratio", "--multiple"),
+        ("explain sweep s.json --kind ranks --rule rule.py:flat-top", "--plateau"),
+        ("export r.json --to lora", "--alpha-policy"),
+        ("compare demo --ranks 4 --rules rule.py:flat-top", "--plateau"), ("apply demo p.json --method sparsegpt", "--damping"),
+    ],
+)  # fmt: skip
+def test_help_lists_the_options_of_what_is_named(words, shown, tmp_path, monkeypatch, capsys):
+    """Only --help-all and --plugin did."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rule.py").write_text(OWN_RULE)
+    run_file.cache_clear()
+    with contextlib.ExitStack() as stack:
+        rules_of("ranks")
+        stack.enter_context(RULES["ranks"].kept())
+        assert main([*words.split(), "--help"]) == 0
+        said = capsys.readouterr().out
+        assert shown in said and "--dry-run" not in said and "Request(" not in said
+        assert main([*words.split()[:2], "--help"]) == 0
+        assert shown not in capsys.readouterr().out, "without a name the help stays short"
+
+
+def test_help_offers_the_functions_that_there_are(capsys):
+    """The help of transfer offered a utility sqrt, which no program has."""
+    assert main(["explain", "transfer", "--help-all"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "sqrt" not in said and all(name in said for name in (*UTILITIES, *PENALTIES))
+    assert main(["explain", "transfer", "a.json", "b.json", "--utility", "sqrt"]) == 2
+    refused = capsys.readouterr().err
+    assert all(name in refused for name in UTILITIES)
 
 
 @pytest.mark.parametrize(("words", "listed"), [("", VERBS), ("plan", DECISIONS.names()), ("explain", QUESTIONS)])

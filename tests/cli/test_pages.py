@@ -3,13 +3,14 @@
 import os
 
 import pytest
-from tests.pages import DOCS, START, commands_list, commands_sentence, options_page, with_commands
+from tests.pages import DOCS, START, commands_list, commands_sentence, options_page, rules_page, with_commands
 
 from layerbudget.cli.commands import VERBS, requests_of_all
 from layerbudget.requests import flag_of, positional
 
 MADE = {
     "options.md": lambda _: options_page(),
+    "rules.md": lambda _: rules_page(),
     "llms.txt": lambda text: with_commands(text, commands_list()),
     "skill.md": lambda text: with_commands(text, commands_sentence()),
 }
@@ -40,3 +41,12 @@ def test_the_page_has_every_option_of_every_command():
 def test_the_list_has_every_verb():
     assert all(START in (DOCS / name).read_text(encoding="utf-8") for name in ("llms.txt", "skill.md"))
     assert [line.split("`")[1] for line in commands_list().splitlines()] == list(VERBS)
+
+
+def test_the_page_of_rules_has_every_rule_of_every_kind_that_has_some():
+    from layerbudget.decisions.rules import RULES, rules_of
+
+    page = rules_page()
+    assert all(f"| `{name}` |" in page.split(f"## `{kind}`")[1].split("## ")[0] for kind in RULES for name in rules_of(kind))
+    assert "| `uniform` | the same rank everywhere, as far as the bounds allow | shapes alone | `method` |" in page
+    assert page.count("| the gain of every rank |") == 2 and page.count("| damage by sparsity |") == 2

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 import layerbudget as lb
+from layerbudget.decisions.rules import rules_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.reference_pruning import prune_as_reference  # noqa: E402
@@ -36,9 +37,9 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
     "ggn": {"steps": 4}, "hessian": {"steps": 4}, "layerif": {}, "fisher-trace": {},
     "outlier-ratio": {}, "spectral-tail": {}, "ablation": {}, "block-influence": {},
 }  # fmt: skip
+KINDS = ("sparsity", "lora-experts", "ranks")
 QUICK = ("fisher-gram", "kfac", "gradient-norm", "layerif", "outlier-ratio", "spectral-tail")  # on the embedded model
-SPARSITY = ("mdl", "permuted", "uniform", "size", "layerif", "alphapruning", "owl")
-EXPERTS = ("mdl", "permuted", "uniform", "size", "layerif", "alphalora", "mola-2468")
+MEASURED = ("calibrated", "calibrated-permuted", "by-rank", "by-rank-permuted")  # rules that need more than one number a block
 
 
 def tiny(kind: str) -> torch.nn.Module:
@@ -128,13 +129,13 @@ def scores_of(model: torch.nn.Module, data: lb.CalibrationSet, names: Any) -> It
 
 def plans_of(scores: lb.Scores) -> Iterator[tuple[str, Any]]:
     """Plans of every kind and rule from one score record."""
-    k = len(scores.names)
-    for rule in SPARSITY:
+    k, rules = len(scores.names), {kind: [n for n in rules_of(kind) if n not in MEASURED] for kind in KINDS}
+    for rule in rules["sparsity"]:
         yield f"sparsity {rule}", plan_entry(lb.plan_sparsity(scores, sparsity=0.45, rule=rule))
-    for rule in EXPERTS:
+    for rule in rules["lora-experts"]:
         for budget in ({"total": 6 * k}, {"budget": "45% flops"}):
             yield f"experts {rule} {budget}", plan_entry(lb.plan_lora_experts(scores, rule=rule, expert_rank=2, **budget))
-    for rule in ("mdl", "permuted", "uniform", "size"):
+    for rule in rules["ranks"]:
         yield f"ranks {rule}", plan_entry(lb.plan_ranks(scores, rule=rule, mean_rank=5, multiple=2))
     joint = lb.plan_joint(scores, budget=f"{-0.2 * float(scores.numel.sum()):.0f} B")
     yield "joint", {**plan_entry(joint), "capacity": list(joint.payload.capacity.counts.values())}

@@ -90,7 +90,8 @@ def write_request() -> type[WriteRequest]:
         found = {name: option for request in requests for name, option in request.more_options(typed).items()}
         return {name: option for name, option in found.items() if name not in names}
 
-    space = {"more_options": classmethod(more_options), "__module__": __name__}
+    summary = "Give a model what a plan says, and write it."
+    space = {"more_options": classmethod(more_options), "__module__": __name__, "__doc__": summary}
     made = dataclasses.make_dataclass("ApplyRequest", fields, bases=(WriteRequest,), kw_only=True, namespace=space)
     return made  # type: ignore[return-value]
 

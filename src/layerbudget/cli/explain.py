@@ -31,6 +31,18 @@ def _swept() -> tuple[str, ...]:
     return swept()
 
 
+def _utilities() -> tuple[str, ...]:
+    from ..solvers.utilities import UTILITIES
+
+    return tuple(UTILITIES)
+
+
+def _penalties() -> tuple[str, ...]:
+    from ..solvers.utilities import PENALTIES
+
+    return tuple(PENALTIES)
+
+
 def _budget(text: str) -> float | str:
     """A number, or the name of a mix."""
     try:
@@ -126,10 +138,10 @@ class TransferQuestion(Request):
     program: str = option("sparsity", choices=lambda: ("sparsity", "lora-experts"), help="what is planned (default: sparsity)")
     sparsity: float | None = option(None, read=share, help="global sparsity of the sparsity program (default: 0.5)")
     max_sparsity: float | None = option(None, help="cap of every block in the sparsity program (default: 0.7)")
-    penalty: str | None = option(None, help="damage of a block by its sparsity: quadratic (default) or log-barrier")
+    penalty: str | None = option(None, choices=_penalties, help="damage of a block by its sparsity (default: quadratic)")
     budget: str | None = option(None, help="budget of the experts program (default: 160 experts)")
     max_experts: float | None = option(None, help="most experts of a block in the experts program (default: no limit)")
-    utility: str | None = option(None, help="worth of a block's experts: log (default), sqrt or power")
+    utility: str | None = option(None, choices=_utilities, help="worth of a block's experts (default: log)")
     exponent: float = option(1.0, help="power of the scores in the weights (default: 1)")
     exponent_on: str = option(
         "density",

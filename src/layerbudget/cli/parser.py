@@ -21,6 +21,8 @@ from ..registry import Option
 from ..requests import ADVANCED, EVERY, PLACE, TEXT, Request, flag_of, kind_of, positional
 
 _LATER = {TEXT: 5, PLACE: 6, ADVANCED: 7, EVERY: 8}  # groups of --help-all, in their order
+#: Options that name what has options of its own: those of what is named are in ``--help`` too.
+_NAMING = {"rule", "rules", "estimator", "method", "to", "import", "kind"}
 _METAVAR = "metavar" in inspect.signature(cyclopts.Parameter).parameters  # cyclopts 4, of Python 3.10, shows types instead
 
 
@@ -44,8 +46,10 @@ def parse(request: type[Request], words: Sequence[str], summary: str, *, console
     words = ["--help" if word == "--help-all" else word for word in words]
     typed = {"": words[0] if words else "", **dict(_pairs(words))}
     known = {*request.options(), *(f"no_{name}" for name in request.options()), "", "help"}
-    more = request.more_options(typed) if everything or not known.issuperset(typed) else {}
-    app = app_of(request, more, summary, everything=everything, asked="--help" in words or "-h" in words)
+    asked = "--help" in words or "-h" in words
+    named = asked and not _NAMING.isdisjoint(typed)
+    more = request.more_options(typed) if everything or named or not known.issuperset(typed) else {}
+    app = app_of(request, more, summary, everything=everything, asked=asked)
     try:
         command, bound, _ = app.parse_args(words, console=console, exit_on_error=False, print_error=False, help_on_error=False)
     except cyclopts.CycloptsError as error:

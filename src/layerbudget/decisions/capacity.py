@@ -19,6 +19,7 @@ from ..plan import Plan, PlanBlock
 from ..records import Block, to_jsonable
 from ..requests import Request, flag_of
 from ..scores import Scores
+from ..solvers.dual import piecewise_root
 from ..solvers.inputs import Vector, bound_vector, number, spoken_amount
 from ..solvers.programs import allocate
 from ..solvers.rounding import round_capacity
@@ -27,6 +28,7 @@ from .rules import Problem, RuleResult, find_rule, rule
 
 #: How the scale of an adapter follows its rank, see :mod:`layerbudget.decisions.ranks.apply`.
 ALPHA_POLICIES = ("constant-ratio", "constant-alpha", "rslora")
+_NEAR = 1e-9  # how far a bound that is no whole number is rounded
 FLAT = 0.1  # standard deviation over mean of scores below which costs decide
 # Constants of the programs, recorded where they were given.
 _CONSTANTS = ("alpha", "gamma", "bits", "eta", "units")
@@ -141,8 +143,18 @@ def make_plan(
         hyperparameters=to_jsonable(dict(hyperparameters)),
         certificate=to_jsonable(solution.certificate()) if solution is not None else {},
         scores_digest=record.digest if record is not None else None,
-        payload=DECISIONS.find(kind).Payload(**decision.payload),
+        payload=_payload(kind, rule, decision.payload),
     )
+
+
+def _payload(kind: str, rule: str, said: Mapping[str, Any]) -> Any:
+    """What a rule says beside its blocks, as the payload of its kind of plan; a field that there is not is refused."""
+    payload = DECISIONS.find(kind).Payload
+    known = [field.name for field in dataclasses.fields(payload)]
+    for name in said.keys() - set(known):
+        what = f"The rule {rule} gave a field {name}."
+        raise InvalidInput(what, f"A plan of {kind} has {', '.join(known)}.", "Leave it out of the payload.")
+    return payload(**said)
 
 
 def constants_of(**named: Any) -> dict[str, Any]:
@@ -265,11 +277,18 @@ def decide(
     rule: str | Callable[..., Any],
     given: Mapping[str, Any],
     record: Mapping[str, Any] | None = None,
+    beside: Callable[[Problem, np.ndarray, float | None], Mapping[str, Any]] | None = None,
 ) -> Plan:
     """Return the plan of experts or ranks that a rule makes under terms and a budget.
 
-    ``given`` are options for the rule, None where they are not given; ``record`` is what the plan shall record beside terms and
-    options.
+    Args:
+        scores: The scores, or blocks alone for a rule that reads none.
+        terms: What binds every rule.
+        wanted: The budget.
+        rule: A rule by its name, or a function.
+        given: Options for the rule, None where they are not given.
+        record: What the plan shall record beside terms and options.
+        beside: Gives what the scores say of the whole numbers of any rule but a control, at the damping that the rule read.
     """
     chosen = find_rule(terms.kind, rule)
     options = chosen.resolve_options(given)
@@ -277,11 +296,60 @@ def decide(
     _check_floors(problem, terms, wanted, record or {})
     decision = chosen.decide(problem, options)
     if decision.counts is None:
-        decision = _in_proportion(problem, decision.value)
-    counts = np.asarray(decision.counts)
+        decision = _whole(chosen.name, problem, decision)
+    counts = _checked(chosen.name, problem, decision, OWN_UNITS[terms.kind])
     budget = {"unit": wanted.unit, "limit": problem.target, "text": wanted.text, "spent": float(problem.amount @ counts)}
     hyper = {**(record or {}), **terms.record(), **recorded(options)}
+    if beside is not None and not chosen.control:
+        said = beside(problem, counts, options.get("damping"))
+        decision = dataclasses.replace(decision, payload={**said, **decision.payload})
     return make_plan(scores, terms.kind, chosen.name, decision, counts, budget, hyper)
+
+
+def _whole(name: str, problem: Problem, decision: RuleResult) -> RuleResult:
+    """The decision of a rule that left whole numbers to the package: of its program, else in proportion to its values."""
+    if decision.solution is None:
+        fitted = in_proportion(problem, decision.value, name=name)
+        return dataclasses.replace(decision, value=fitted.value, counts=fitted.counts)
+    rounded = round_capacity(decision.solution, multiple=problem.multiple)
+    return dataclasses.replace(decision, counts=rounded.counts, payload={"rounding": rounded.to_dict(), **decision.payload})
+
+
+def _checked(name: str, problem: Problem, decision: RuleResult, units: str) -> np.ndarray:
+    """Return the whole numbers of a rule, shape ``(K,)``; every rule keeps the budget and the bounds, also one of a user's own.
+
+    Raises:
+        InvalidInput: They are not whole, below zero, no multiples, outside of the bounds or above the budget.
+    """
+    if decision.target is not None:
+        what = f"The rule {name} gave a target, which rules of sparsity have."
+        raise InvalidInput(
+            what, f"The budget of {units} is {spoken_amount(problem.target)}.", "Leave target out of the result."
+        )
+    counts = np.asarray(decision.counts, dtype=np.float64)
+    expected = problem.amount.shape
+    if counts.shape != expected:
+        what = f"The rule {name} gave counts of shape {counts.shape}."
+        raise InvalidInput(what, f"It must give {expected[0]} {units}, one number per block.", "Correct it.")
+    step = problem.multiple
+    for wrong, feasible in (
+        (~(counts == np.round(counts)), "They are whole numbers"),
+        (counts < 0, "They are zero or more"),
+        (counts % step != 0, f"They are multiples of {step}"),
+        (counts < problem.low - _NEAR, "The smallest that it may have are {low:g}"),
+        (counts > problem.high + _NEAR, "The most that it may have are {high:g}"),
+    ):
+        if wrong.any():
+            k = int(np.argmax(wrong))
+            bounds = feasible.format(low=problem.low[k], high=problem.high[k])
+            what = f"The rule {name} gave {problem.blocks[k].name} {counts[k]:g} {units}."
+            raise InvalidInput(what, f"{bounds}.", "Correct the rule, or return values without counts: they are fitted.")
+    spent = float(problem.amount @ counts)
+    if spent > problem.target * (1 + 1e-12):
+        what = f"The counts of the rule {name} cost {spoken_amount(spent)}."
+        said = f"The budget is {spoken_amount(problem.target)}."
+        raise InvalidInput(what, said, "Correct the rule, or return values without counts: they are fitted.")
+    return counts.astype(np.int64)
 
 
 def _check_floors(problem: Problem, terms: Terms, wanted: Budget, record: Mapping[str, Any]) -> None:
@@ -324,13 +392,48 @@ def _allocated(
     return RuleResult(value=solution.value, counts=rounded.counts, solution=solution, payload={"rounding": rounded.to_dict()})
 
 
-def _in_proportion(problem: Problem, value: Vector, *, method: str = "auto") -> RuleResult:
-    """Whole capacities nearest to a wish that may cost more or less than the budget.
+def in_proportion(problem: Problem, value: ArrayLike, *, method: str = "auto", name: str = "in proportion") -> RuleResult:
+    """Return whole capacities in proportion to ``value``, as far as the bounds allow, that cost the budget or a little less.
 
-    With the log utility and weights ``w = c (1 + value)`` the optimum is ``t (1 + value) - 1``: the wish, scaled to the budget.
+    ``e_k = clip(t v_k, l_k, u_k)`` with the ``t`` at which it costs the budget: the unit of ``v`` changes nothing. All zeros
+    mean the same everywhere. Whole numbers follow by the program of the paper with the log utility and the weights
+    ``c_k (1 + t v_k)``, whose optimum these ``e_k`` are.
+
+    Args:
+        problem: The problem.
+        value: Zero or more, shape ``(K,)``.
+        method: ``auto`` (the best whole numbers) or ``floor`` (rounded down).
+        name: What the rule is called in an error.
+
+    Raises:
+        InvalidInput: A value below zero.
+        InfeasibleBudget: The caps cannot take the budget.
     """
-    decision = _allocated(problem, problem.amount * (1.0 + np.maximum(value, 0.0)), method=method)
-    return dataclasses.replace(decision, solution=None)
+    v, cost, low, high = np.asarray(value, dtype=np.float64), problem.amount, problem.low, problem.high
+    if (v < 0).any():
+        k = int(np.argmin(v))
+        what = f"The rule {name} gave {problem.blocks[k].name} the value {v[k]:g}."
+        raise InvalidInput(what, "Capacities are in proportion to values, which are zero or more.", "Correct it.")
+    _check_caps(problem)
+    v = np.maximum(v / v.max(), 1e-12) if v.any() else np.ones(v.size)
+    level, _, _ = piecewise_root(cost * v, np.zeros(v.size), cost * low, cost * high, problem.target)
+    wish = np.minimum(level * v, high.max())
+    ground = 1.0 + np.maximum(wish - (0.0 if problem.base is None else problem.base), 0.0)
+    decision = _allocated(problem, cost * (ground / ground.max()), method=method)
+    return RuleResult(value=decision.value, counts=decision.counts)
+
+
+def _check_caps(problem: Problem) -> None:
+    """Refuse a budget that blocks cannot take under their caps."""
+    most = float(problem.amount @ problem.high)
+    if problem.target > most * (1 + 1e-12):
+        sides = smallest_sides(problem.blocks) if problem.kind == "ranks" else np.inf
+        raised = f", or raise {_NAMES[problem.kind]['cap']}" if ((problem.high < sides) & ~problem.held).any() else ""
+        raise InfeasibleBudget(
+            f"The caps can take {spoken_amount(most)} and the budget is {spoken_amount(problem.target)}.",
+            f"All of it is spent in proportion, so it is at most {spoken_amount(most)}.",
+            f"Lower the budget{raised}.",
+        )
 
 
 @rule("lora-experts", "permuted", control=True, summary="the same on shuffled scores: a control")
@@ -359,15 +462,3 @@ def _by_scores(
     if len(q) < 2 or spread >= FLAT:
         return decision
     return dataclasses.replace(decision, payload={**decision.payload, "flat_scores": spread})
-
-
-@rule("ranks", "uniform", summary="the same rank everywhere, as far as the bounds allow")
-def _uniform(problem: Problem, *, method: str = "auto") -> RuleResult:
-    return _in_proportion(problem, np.zeros(len(problem.blocks)), method=method)
-
-
-@rule("ranks", "size", summary="ranks that grow with the size of the block")
-def _size(problem: Problem, *, method: str = "auto") -> RuleResult:
-    """Ranks in proportion to ``n``: with ``w = c n`` the water level is the same per parameter."""
-    numel = np.array([b.numel for b in problem.blocks], dtype=np.float64)
-    return dataclasses.replace(_allocated(problem, problem.amount * numel, method=method), solution=None)

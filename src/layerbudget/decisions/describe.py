@@ -130,7 +130,7 @@ def on_objective(plan: Plan) -> str:
 
 def on_rounding(plan: Plan, rounding: Mapping[str, object] | None) -> list[str]:
     """A sentence on how whole numbers were found."""
-    if not rounding or plan.rule == "uniform":
+    if not rounding:
         return []
     r: Mapping[str, float] = rounding  # type: ignore[assignment]  # numbers, but for what is compared here
     proof = "proven optimal" if r["exact"] else f"within {r['gap']:.1e} of the best integers"

@@ -116,8 +116,8 @@ class RuleResult:
 
     Attributes:
         value: Sparsity, experts or rank per block, shape ``(K,)``. Without counts it is made to fit the budget and the bounds:
-            sparsities are shifted by one number, capacities scaled.
-        counts: Whole numbers, where the rule makes them itself.
+            sparsities are shifted by one number; experts and ranks are in proportion to the values, whose unit changes nothing.
+        counts: Whole numbers, where the rule makes them itself. They keep the budget and the bounds, or the plan is refused.
         solution: The certified solution, for rules that solve a program.
         target: Parameters that go, where the program prunes more than was asked for.
         payload: Fields of the plan's payload: what it should say beside its blocks.

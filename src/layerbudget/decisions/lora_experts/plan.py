@@ -12,7 +12,7 @@ from ...errors import InfeasibleBudget
 from ...plan import Plan
 from ...records import Block
 from ...scores import Scores
-from ...solvers import rules as published
+from ...solvers import published
 from ...solvers.inputs import Vector
 from ..capacity import Terms, decide, one_budget
 from ..rules import Problem, RuleResult, rule

@@ -14,6 +14,7 @@ from ..capacity import blocks_of, counted_options
 from ..files import load_scores
 from .describe import MOSTLY_NOISE, advice_on, advises_uniform, noise_alone, summary_of
 from .export import EXPORTS
+from .gains import gain_of, increments_of, measured
 from .payload import RanksPayload
 from .rank_table import RankTable, by_rule_of_thumb, how_much_rank
 from .request import RanksRequest
@@ -83,23 +84,21 @@ class Ranks(Decision):
 
     def measured_by(self, scores: Scores) -> bool:
         """Return whether scores have the gain of every further rank."""
-        return "increments" in scores.extra
+        return measured(scores)
 
     def on_scores(self, scores: Scores) -> ScoresAdvice:
         """Return how much of the gain is noise, in a plan of the usual mean rank, which follows."""
         return advice_on(scores)
 
     def worth_of(self, plan: Plan, scores: Scores, damping: float | None) -> dict[str, Any] | None:
-        """Return the gain of the ranks that are bought, where the rule buys them one by one."""
-        if not plan.rule.startswith("by-rank"):
+        """Return the gain of the ranks, where that of every further rank was measured; its price by the rule that buys them."""
+        if not measured(scores):
             return None
-        from .plan import increments_of
-
-        payload, rows = payload_of(plan, RanksPayload), increments_of(scores, damping)
+        payload = payload_of(plan, RanksPayload)
         price = None if payload.rounding is None else payload.rounding.get("price")
         return {
-            "value": float(sum(sum(row[:n]) for row, n in zip(rows, plan.counts, strict=True))),
-            "status": "binding" if price else "slack",
+            "value": gain_of(increments_of(scores, damping), plan.counts),
+            "status": plan.certificate.get("status") or ("binding" if price else None if price is None else "slack"),
             "shadow_price": price,
             "uniform_share": payload.uniform_share,
             "noise_share": payload.noise_share,

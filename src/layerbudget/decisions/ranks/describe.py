@@ -7,8 +7,9 @@ from ...errors import LayerbudgetError
 from ...plan import Plan, payload_of
 from ...scores import Scores
 from ..describe import expected_damage, on_budget, on_flat_scores, on_price, on_program, on_rounding
+from .gains import FEW, TAKE_UNIFORM
 from .payload import RanksPayload
-from .plan import FEW, TAKE_UNIFORM, plan_ranks, serving_note
+from .plan import plan_ranks, serving_note
 
 USUAL_RANK = 8  # mean rank of the plan that follows scores
 MOSTLY_NOISE = 0.9  # share of a gain that noise alone gives, above which it decides nothing
@@ -108,6 +109,8 @@ def _verdict(plan: Plan, payload: RanksPayload) -> str:
     words = f"ranks from {low} to {high}"
     if plan.rule.endswith("permuted"):
         return f"{words}. This is a control on shuffled scores: train it and the plan, and pair them by finetune --against."
+    if plan.rule == "uniform":
+        return f"{words}: this is uniform, as far as bounds and whole numbers allow."
     if payload.uniform_share is None:
         return f"{words}. The scores do not say what uniform would gain: train both plans, and pair them by finetune --against."
     if payload.scored_rows:

@@ -14,8 +14,9 @@ from ...plan import Plan, payload_of
 from ...records import Result
 from ...scores import Scores, tokens_of
 from .describe import MOSTLY_NOISE, beside_uniform, share_of_uniform
+from .gains import FEW, TAKE_UNIFORM, increments_of
 from .payload import RanksPayload
-from .plan import FEW, TAKE_UNIFORM, increments_of, plan_ranks
+from .plan import plan_ranks
 
 _ENOUGH = 0.05  # of the gain without its noise: what the next row must add
 _FAR = 10.0  # parameters per completion token from which on they are far more than one

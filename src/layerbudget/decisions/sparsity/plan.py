@@ -126,6 +126,7 @@ def plan_by_scores(
         held=held,
     )
     decision = chosen.decide(problem, read)
+    _check_result(chosen.name, problem, decision)
     if decision.target is not None:
         total, high = decision.target, np.maximum(high, decision.value)
     elif decision.solution is None:
@@ -136,6 +137,30 @@ def plan_by_scores(
     hyper |= recorded({k: v for k, v in read.items() if (k, v) != ("spend", "exactly")})
     hyper |= {"fixed": dict(fixed or {}), "exclude": exclude}
     return make_plan(scores, "sparsity", chosen.name, decision, counts, budget, hyper)
+
+
+def _check_result(name: str, problem: Problem, decision: RuleResult) -> None:
+    """Refuse counts, which sparsities are not, and values that are to stand as they are and do not keep bounds and target.
+
+    Raises:
+        InvalidInput: The rule gave them.
+    """
+    remedy = "Correct the rule, or return values alone: they are fitted."
+    if decision.counts is not None:
+        what = f"The rule {name} gave counts, which rules of ranks and experts have."
+        raise InvalidInput(what, "A rule of sparsity gives one value per block.", remedy)
+    if decision.target is None and decision.solution is None:
+        return
+    wrong = (decision.value < problem.low - 1e-9) | (decision.value > problem.high + 1e-9)
+    if wrong.any():
+        k = int(np.argmax(wrong))
+        feasible = f"Its bounds are {problem.low[k]:g} and {problem.high[k]:g}."
+        raise InvalidInput(f"The rule {name} gave {problem.blocks[k].name} {decision.value[k]:g}.", feasible, remedy)
+    target = problem.target if decision.target is None else decision.target
+    pruned = float(np.dot(problem.amount, decision.value))
+    if abs(pruned - target) > 1.0 or target < problem.target - 1.0:
+        what = f"The values of the rule {name} prune {pruned:,.0f} parameters."
+        raise InvalidInput(what, f"They must prune {max(target, problem.target):,.0f}.", remedy)
 
 
 def _total(sparsity: float, numel: Vector, low: Vector, high: Vector) -> int:

@@ -5,7 +5,7 @@ import pytest
 from paper.released import released
 
 from layerbudget.errors import DegenerateScores, InfeasibleBudget, InvalidInput
-from layerbudget.solvers import rules
+from layerbudget.solvers import published
 
 ORDER_LAYERIF = {
     ("mrpc", 2): "2 6 8 5 6 9 9 9 9 9 8 8 6 7 6 5 6 5 4 2 5 5 2 1 5 3 2 3 1 2 1 1",
@@ -23,33 +23,39 @@ ALPHAS = [
 def test_layerif_lists_are_the_published_ones(case):
     task, power = case
     influence = -np.array(released()["tasks"][task]["influence_scores"])
-    assert rules.layerif_experts(influence, 160, exponent=power).tolist() == [int(x) for x in ORDER_LAYERIF[case].split()]
+    assert published.layerif_experts(influence, 160, exponent=power).tolist() == [int(x) for x in ORDER_LAYERIF[case].split()]
 
 
 def test_layerif_edges():
-    assert rules.layerif_experts([3.0, 3.0, 3.0], 9).tolist() == [3, 3, 3]
-    assert rules.layerif_experts([0.0, 0.0, -1.0], 5).tolist() == [1, 1, 3]
+    assert published.layerif_experts([3.0, 3.0, 3.0], 9).tolist() == [3, 3, 3]
+    assert published.layerif_experts([0.0, 0.0, -1.0], 5).tolist() == [1, 1, 3]
     with pytest.raises(InfeasibleBudget):
-        rules.layerif_experts([1.0, 2.0], 1)
+        published.layerif_experts([1.0, 2.0], 1)
 
 
 def test_every_block_gets_one_expert_of_alphalora():
-    counts = rules.alphalora_experts(ALPHAS, 160)
+    counts = published.alphalora_experts(ALPHAS, 160)
     assert counts.sum() == 160 and counts.min() >= 1 and np.argmax(counts) == np.argmax(ALPHAS)
-    assert rules.alphalora_experts([0.1, 9.0, 9.0], 4).min() == 1
+    assert published.alphalora_experts([0.1, 9.0, 9.0], 4).min() == 1
 
 
 def test_mola_shapes():
-    assert rules.mola_experts(32, "2468").tolist() == [2] * 8 + [4] * 8 + [6] * 8 + [8] * 8
-    assert rules.mola_experts(28, "3578", 160).sum() == 160
-    assert rules.mola_experts(6, "5555").tolist() == [5] * 6 and rules.mola_experts(5, (1, 2)).tolist() == [1, 1, 1, 2, 2]
+    assert published.mola_experts(32, "2468").tolist() == [2] * 8 + [4] * 8 + [6] * 8 + [8] * 8
+    assert published.mola_experts(28, "3578", 160).sum() == 160
+    assert published.mola_experts(6, "5555").tolist() == [5] * 6 and published.mola_experts(5, (1, 2)).tolist() == [
+        1,
+        1,
+        1,
+        2,
+        2,
+    ]
     for shape, layers in (("abc", 8), ("20", 8), ("2468", 3)):
         with pytest.raises(InvalidInput):
-            rules.mola_experts(layers, shape)
+            published.mola_experts(layers, shape)
 
 
 def test_apportion():
-    assert rules.apportion([0.0, 1.0], 5).tolist() == [1, 4]
-    assert rules.apportion(np.ones(3), 8).tolist() == [3, 3, 2]
+    assert published.apportion([0.0, 1.0], 5).tolist() == [1, 4]
+    assert published.apportion(np.ones(3), 8).tolist() == [3, 3, 2]
     with pytest.raises(DegenerateScores):
-        rules.apportion([0.0, 0.0], 5)
+        published.apportion([0.0, 0.0], 5)
