@@ -232,7 +232,7 @@ def _plan(scores: Scores, limits: Limits, limit: int, given: Mapping[str, Any], 
             "It has to fit, in types that were measured and are allowed, for a GGUF file.",
             "Raise the budget, or use --rule exact.",
         )
-    found = Decision.of(table, limit, others, whole)
+    found = FormatDecision.of(table, limit, others, whole)
     chosen, spent = found.choices[given["rule"]], found.totals[given["rule"]]["spent"]
     if free and mix is not None:
         found.totals["mix"]["spent"] -= _spared(whole, mix)
@@ -268,7 +268,7 @@ def few_tokens(table: Table, scores: Scores) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Decision:
+class FormatDecision:
     """Choices of the exact program and of the rules without one within a budget of bytes.
 
     Attributes:
@@ -283,7 +283,7 @@ class Decision:
     found: Choice
 
     @classmethod
-    def of(cls, table: Table, limit: int, others: Mapping[str, np.ndarray], whole: Table | None = None) -> Decision:
+    def of(cls, table: Table, limit: int, others: Mapping[str, np.ndarray], whole: Table | None = None) -> FormatDecision:
         """Return the decision within so many bytes, beside other rules' choices, whose formats may be any of ``whole``."""
         what = DECISIONS.find("cache" if table.family == CACHE else "bits").bytes_of
         found = dataclasses.replace(choose(table.damage, table.size, limit), among=f" of {what}")
