@@ -22,7 +22,20 @@ from typing import Any
 from ..errors import AlreadyExists
 from . import reading
 from .source import complete, save_weights
-from .writing import SUFFIX, check_writable, left_behind, locked, new_temporary, real, release, sweep, sync, usual_mode, whole, write_text
+from .writing import (
+    SUFFIX,
+    check_writable,
+    left_behind,
+    locked,
+    new_temporary,
+    real,
+    release,
+    sweep,
+    sync,
+    usual_mode,
+    whole,
+    write_text,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -142,7 +142,7 @@ def new_file(parent: Path, stem: str, place: Callable[[Path], Path]) -> Iterator
 
 
 def usual_mode(folder: Path) -> int:
-    """The mode that a new file gets in a folder, as the umask wants it. Temporary files, and those of safetensors, have less."""
+    """The mode that a new file gets in a folder, by the umask. Temporary files, and those of safetensors, have less."""
     descriptor, probe = -1, folder / ".mode"
     try:
         descriptor = os.open(probe, os.O_CREAT | os.O_EXCL, 0o666)

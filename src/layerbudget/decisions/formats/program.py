@@ -242,7 +242,7 @@ def _plan(scores: Scores, limits: Limits, limit: int, given: Mapping[str, Any], 
         model=scores.model,
         blocks=plan_blocks(table, chosen),
         hyperparameters=dict(given),
-        budget={"unit": "bytes", "limit": limit, "spent": spent, "file": spent + table.fixed},
+        budget={"unit": "bytes", "limit": limit, "spent": spent, **sizes_of(spent, table.family, table.fixed, table.head)},
         certificate=found.certificate(given["rule"]),
         scores_digest=scores.digest,
         data=scores.data,
@@ -254,6 +254,19 @@ def _plan(scores: Scores, limits: Limits, limit: int, given: Mapping[str, Any], 
             "reasons": table.reasons(chosen),
         },
     )
+
+
+def sizes_of(spent: int, family: str, fixed: int, head: int) -> dict[str, int]:
+    """Return the bytes of all tensors of a file, and of the whole file where they are known exactly.
+
+    Args:
+        spent: Bytes of the planned matrices.
+        family: ``gguf``, whose metadata are counted exactly, or another one.
+        fixed: Bytes of other tensors.
+        head: Bytes that are no tensors; 0 where they are not counted.
+    """
+    tensors = spent + fixed
+    return {"tensors": tensors, **({"file": tensors + head} if family == GGUF and head else {})}
 
 
 def few_tokens(table: Table, scores: Scores) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import dataclasses
 
 from ...errors import InvalidInput
 from ...plan import Plan
+from ..formats.program import sizes_of
 from .program import KIND
 
 
@@ -21,22 +22,23 @@ def split_fit(plan: Plan) -> tuple[Plan, Plan]:
         blocks = tuple(b for b in plan.blocks if (b.modules[0] in kept) == own)
         formats = {m: e["formats"][m] for b in blocks for m in b.modules}
         spent = int(sum(b.count for b in blocks))
-        file = {} if own else {"file": spent + e["fixed_bytes"]}
+        size = spent if own else spent + e["fixed_bytes"]
+        sizes = {} if own else sizes_of(spent, e["family"], e["fixed_bytes"], e["head_bytes"])
         said = {"formats": formats, "predicted_error": e["part_errors"][name], "baselines": {}, "near_ties": []}
         said |= {k: e["parts"][name][k] for k in ("bits", "predicted")}
         said |= {"whole": {"predicted": e["predicted"], "measured": measured}}
         names = (
             ("runtime", "context", "batch", "group", *(n for n in ("rotated", "interleaved", "utilization") if n in e))
             if own
-            else ("runtime", "family", "method", "fixed_bytes", "head_bytes", "signature")
+            else ("runtime", "family", "method", "fixed_bytes", "fixed_terms", "head_bytes", "signature")
         )
         parts.append(
             dataclasses.replace(
                 plan,
                 kind="cache" if own else "bits",
                 blocks=blocks,
-                budget={"unit": "bytes", "limit": spent, "spent": spent, **file},
-                hyperparameters={"bits": None, "budget": f"{file.get('file', spent)} bytes", "rule": plan.rule, "part": True},
+                budget={"unit": "bytes", "limit": spent, "spent": spent, **sizes},
+                hyperparameters={"bits": None, "budget": f"{size} bytes", "rule": plan.rule, "part": True},
                 certificate={},
                 extra={**said, **{k: e[k] for k in ("runtime", *names) if k in e}},
             )
