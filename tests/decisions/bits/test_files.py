@@ -21,6 +21,8 @@ from layerbudget.compressors.formats import find_runtime
 from layerbudget.decisions.bits import apply as A
 from layerbudget.decisions.bits import packed
 from layerbudget.decisions.bits.apply import QuantisationReceipt, apply_bits, write_bits
+from layerbudget.decisions.bits.blocks import blocks_of
+from layerbudget.decisions.bits.counted import header_bytes
 from layerbudget.decisions.bits.export import auto_round, llama_cpp, mlx
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.bits.sensitivity import rounding_damage
@@ -312,7 +314,9 @@ def test_streamed_interrupted_and_in_memory_write_the_same_bytes(folder, tmp_pat
     assert receipt.bytes == receipt.planned
     if family != "gguf":
         assert len(list((tmp_path / "memory").glob("*.safetensors"))) > 2
-        assert 0 < receipt.file - receipt.tensors <= plan.extra["head_bytes"]
+        blocks = blocks_of(whole, find_runtime("transformers"))
+        formats = {b.name: {plan.extra["formats"][m.name] for m in b.modules} for b in blocks}
+        assert 0 < receipt.file - receipt.tensors <= header_bytes(whole, blocks, formats, "transformers")
 
     streamed = lb.load_model(str(folder), dtype="float32", stream=True)
     assert mapped(streamed).converts
