@@ -117,7 +117,7 @@ def test_a_plan_is_the_program_and_its_parts_stand_alone():
         assert (weights.kind, cache.kind) == ("bits", "cache")
         assert weights.payload.bits == pytest.approx(8 * weights.budget["spent"] / weights.numel.sum())
         assert weights.budget["spent"] + cache.budget["spent"] == plan.counts.sum()
-        assert weights.budget["file"] == weights.budget["spent"] + 1000 and weights.payload.head_bytes == 24
+        assert weights.budget["tensors"] == weights.budget["spent"] + 1000 and weights.payload.head_bytes == 24
         assert {**weights.payload.formats, **cache.payload.formats} == plan.payload.formats
         table, chosen = found.decision.table, found.decision.choices[rule]
         rest = sum(table.rest[i, j] for i, j in enumerate(chosen))  # what the sequences add, for both parts on the same ones

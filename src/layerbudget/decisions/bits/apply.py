@@ -44,6 +44,7 @@ from ...storage.writing import check_space
 from ..formats.program import formats_of_plan
 from .blocks import check_writable, layers_of, modules_by_name, peaks
 from .card import model_card
+from .counted import Counted
 from .export import auto_round, llama_cpp
 from .packed import UNREAD, PackedWriter, check_loads, recount_safetensors
 from .payload import BitsPayload
@@ -158,7 +159,8 @@ def write_bits(
 ) -> QuantisationReceipt:
     """Round a model by a plan of bits and write it: the weights, ``plan.json``, ``receipt.json`` and recipes for other tools.
 
-    The folder appears complete or not at all, and only if the bytes counted from the written file are the planned ones.
+    The folder appears complete or not at all, and only if the bytes counted from the written file are the planned ones: of
+    every matrix, of all tensors, and of the file where a size was asked for.
 
     Args:
         model: A streamed one is afterwards as it was (but for what lies outside its layers); one in memory is rounded.
@@ -181,9 +183,9 @@ def write_bits(
         ModelMismatch: The plan belongs to another model, or ``resume`` to another run.
         AlreadyExists: The folder exists and is not empty.
         InvalidInput: A plan of another kind, an unknown method, missing data, an architecture or a matrix that the format has
-            no place for.
-        CoverageError: A matrix that reads back as other weights, or is not as large as planned; a GGUF file that llama.cpp
-            refuses, or computes otherwise.
+            no place for; a file that would be larger than the size in bytes that was planned for, with this tokenizer.
+        CoverageError: A matrix that reads back as other weights, or is not as large as planned; a file that is larger than was
+            asked for; a GGUF file that llama.cpp refuses, or computes otherwise.
         BadModel: Weights that are not finite.
         MissingDependency: The package of the format is not installed.
     """
@@ -192,6 +194,7 @@ def write_bits(
     check_folder(out_dir, overwrite=overwrite)
     check_finite(model)
     check_writable(model, formats, find_runtime(payload.runtime, payload.family))
+    counted = Counted.of(model, plan, tokenizer)
     rounding = _Rounding(model, formats, method or payload.method, data, own)
     with new_folder(out_dir, overwrite=overwrite) as folder:
         gguf = payload.family == GGUF
@@ -206,7 +209,7 @@ def write_bits(
         rounding.run(batch_size, progress)
         for name, text in (beside or {}).items():
             write_text(folder / name, text)
-        return _finish(folder, tokenizer, plan, rounding, rounding.writer, check=check)
+        return _finish(folder, tokenizer, plan, rounding, rounding.writer, counted, check=check)
 
 
 def _pieces(model: nn.Module, formats: Mapping[str, str]) -> dict[str, list[Job]]:
@@ -403,11 +406,18 @@ def request_of(model: nn.Module, *, computing: bool) -> dict[str, Any]:
 
 
 def _finish(
-    folder: Path, tokenizer: Any, plan: Plan, rounding: _Rounding, writer: PackedWriter | GgufWriter, *, check: bool
+    folder: Path,
+    tokenizer: Any,
+    plan: Plan,
+    rounding: _Rounding,
+    writer: PackedWriter | GgufWriter,
+    beside: Counted,
+    *,
+    check: bool,
 ) -> QuantisationReceipt:
     """Finish the files, count their bytes again, and write what lies beside the weights."""
     formats, gguf = formats_of_plan(plan), isinstance(writer, GgufWriter)
-    notes = [*rounding.notes, *writer.close(), *_kept(plan)]
+    notes = [*rounding.notes, *writer.close(), *_kept(plan), *beside.notes]
     if gguf:
         write_readers(rounding.model, tokenizer, folder)
     else:
@@ -420,6 +430,9 @@ def _finish(
         if spent != block.count:
             what = f"{block.name} takes {spent:,} bytes in the file, {block.count:,} were planned."
             raise CoverageError(what, "", "Report this; nothing is kept.")
+    tensors = sum(found.values())
+    file = sum(f.stat().st_size for f in (*folder.glob("*.safetensors"), *folder.glob(GGUF_FILE)))
+    notes += beside.check(plan, tensors, file)
     if gguf:
         write_text(folder / "tensor-types.txt", llama_cpp(plan))
         if rounding.sums and rounding.data is not None:
@@ -442,8 +455,8 @@ def _finish(
         modules={n: {"format": f, "bytes": counted[n]} for n, f in formats.items()},
         bytes=total,
         planned=int(plan.counts.sum()),
-        tensors=sum(found.values()),
-        file=sum(f.stat().st_size for f in (*folder.glob("*.safetensors"), *folder.glob(GGUF_FILE))),
+        tensors=tensors,
+        file=file,
         bits=8 * total / sum(b.numel for b in plan.blocks),
         llama_cpp=said,
         notes=tuple(notes),

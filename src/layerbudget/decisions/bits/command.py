@@ -16,6 +16,7 @@ from ..formats.payload import FormatsPayload
 from ..formats.program import formats_of_plan
 from ..formats.request import need_samples, on_check
 from .payload import BitsPayload
+from .terms import whole_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -173,8 +174,7 @@ def _quantise(session: Session, plan: Plan, weights: Plan, beside: Mapping[str, 
         _use_text_of(session, plan)
     request.dtype = request.dtype or "float32"  # grids of formats are finer than what checkpoints hold
     model, tokenizer, data = session.load(data=False) if blind else session.load_apart(plan, _checked(plan))
-    others = max(0, sum(p.numel() for p in model.parameters()) - int(weights.numel.sum()))
-    size = BESIDE + int(weights.counts.sum()) + 2 * others  # what the plan counted, the rest in two bytes each, a tokenizer
+    size = BESIDE + whole_bytes(weights)  # what the plan counted, and a tokenizer
     check_space(dict.fromkeys(filter(None, (request.out, request.resume)), size))
     text = session.size(data)
     parts: Sequence[Any] = [Part("ggml", text)] if weights.payload.family == GGUF else []

@@ -35,7 +35,7 @@ from ..formats.program import PEER, Limits, formats_of_rules, is_allowed, other_
 from ..formats.table import Table
 from .apply import request_of
 from .blocks import formats_table, in_formats
-from .packed import header_bytes
+from .counted import header_bytes
 from .payload import BitsPayload
 from .sensitivity import DenseOutput, rounding_damage
 
@@ -184,7 +184,9 @@ def empty_table(model: nn.Module, tokenizer: Any, options: Mapping[str, Any]) ->
         raise InvalidInput(f"The measurement of formats has no option {name}.", known, "Correct the name.")
     table = formats_table(model, **{k: v for k, v in options.items() if k in _OF_BYTES})
     if table.family == PACKED:
-        return dataclasses.replace(table, head=header_bytes(model, table.blocks, table.runtime))
+        names = np.array(table.formats)
+        formats = {block.name: names[has].tolist() for block, has in zip(table.blocks, table.has, strict=True)}
+        return dataclasses.replace(table, head=header_bytes(model, table.blocks, formats, table.runtime))
     written = table.llama is not None and is_written(text_config(config_of(model)))
     return dataclasses.replace(table, head=head_bytes(model, tokenizer) if written else 0)
 
