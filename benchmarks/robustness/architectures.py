@@ -338,16 +338,15 @@ def plain(text: str) -> str:
 
 def remedies(sentence: str) -> list[list[str]]:
     """The flags that a message names, as words of a command line."""
-    found = re.findall(r"(?:(--(?!set )[a-z][a-z-]*)[ =]|\b([a-z_]+)=)('[^']*'|\w[\w:.,/|%-]*\w|\w)", sentence)
+    found = re.findall(r"(?:(--[a-z][a-z-]*)[ =]|\b([a-z_]+)=)('[^']*'|\w[\w:.,/|%-]*\w|\w)", sentence)
     named = [[flag or f"--{name.replace('_', '-')}", value.strip("'")] for flag, name, value in found]
-    own = [["--set", setting] for setting in re.findall(r"--set (\w+=\w[\w:.,/|%-]*\w|\w+=\w)", sentence)]
-    return [*own, *([flag] if value == "True" else [flag, value] for flag, value in named)]
+    return [[flag] if value == "True" else [flag, value] for flag, value in named]
 
 
 @functools.cache
 def options(*verb: str) -> str:
     """The help page of a verb, which names every option that it knows."""
-    return run([*verb, "--help"])[1]
+    return run([*verb, "--help-all"])[1]
 
 
 def knows(argv: list[str], flag: str) -> bool:

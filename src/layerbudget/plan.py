@@ -55,7 +55,9 @@ class Plan(BlockRecord):
     rule: str  #: Name of the rule that made it (``mdl``, ``uniform``, ``owl``, ...).
     model: Mapping[str, Any]  #: ``{id, revision, digest}`` of the model that it belongs to.
     blocks: tuple[PlanBlock, ...]  #: What each block gets, in natural order.
-    budget: Mapping[str, Any]  #: ``{unit, limit, spent}``.
+    #: ``{unit, limit, spent}`` of what is decided. A plan of bits also has the bytes of all ``tensors`` of the file that it
+    #: makes, and those of the whole ``file`` where they are known exactly.
+    budget: Mapping[str, Any]
     hyperparameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)  #: Everything that the rule was given.
     #: ``{status, multiplier, gap, kkt_residual, inert[], ...}``; empty for rules without a program.
     certificate: Mapping[str, Any] = dataclasses.field(default_factory=dict)

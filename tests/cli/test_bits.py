@@ -65,7 +65,7 @@ def test_plan_write_count_and_measure(folder, plan, capsys):
     done = document(capsys, "apply", "demo", plan, "-o", folder / "written", "--quiet")
     made = json.loads(plan.read_text())
     assert done["bytes"] == done["planned"] == made["budget"]["spent"] <= made["budget"]["limit"]
-    assert done["tensors"] == made["budget"]["file"]
+    assert done["tensors"] == made["budget"]["tensors"]
     assert sum(f.stat().st_size for f in (folder / "written").glob("*.safetensors")) == done["file"]
     result = document(capsys, "evaluate", folder / "written", "--windows", 4, "--length", 64, "--quiet")
     assert result["perplexity"]["stdlib"]["value"] < 60

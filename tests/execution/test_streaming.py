@@ -282,17 +282,52 @@ def test_plans_of_bits_are_those_of_the_whole_model(demo_shards, tmp_path, dtype
     assert a["extra"]["formats"]["size"] == b["extra"]["formats"]["size"] and a["model"]["digest"] == b["model"]["digest"]
 
 
-def test_what_bits_can_do_with_streamed_weights_and_what_is_refused(demo_shards, tmp_path, capsys):
+def test_bits_of_streamed_weights_are_planned_checked_and_written(demo_shards, tmp_path):
     from layerbudget.cli import main
 
     pytest.importorskip("compressed_tensors")
     small = ["--samples", "4", "--length", "32", "--group", "32", "--quiet", "-o", str(tmp_path / "p.json")]
     given = ["plan", "bits", str(demo_shards), "--bits", "4.5", *small]
-    assert main([*given, "--check", "2", "--stream"]) == 2
-    assert "The check puts whole plans" in " ".join(capsys.readouterr().err.split())
-    assert main([*given, "--draws", "1", "--check", "0"]) == 0
+    assert main([*given, "--draws", "1", "--check", "2", "--stream"]) == 0
+    assert json.loads((tmp_path / "p.json").read_text())["extra"]["check"]["rows"]["exact"]["kl"] > 0
     assert main(["apply", str(demo_shards), str(tmp_path / "p.json"), "--stream", "-o", str(tmp_path / "out")]) == 0
     assert any((tmp_path / "out").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("method", ("rtn", "weighted", "gptq"))
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_a_check_of_a_streamed_model_holds_one_layer_and_gives_the_same_rows(demo_shards, dtype, method):
+    """Every layer is rounded, run on the text and dropped; the model is afterwards as it was."""
+    from layerbudget.compressors.formats import find_runtime
+    from layerbudget.decisions.bits.blocks import blocks_of
+    from layerbudget.decisions.bits.sensitivity import DenseOutput
+
+    pytest.importorskip("gguf")
+    text = lb.calibration("stdlib", lb.load_tokenizer("demo"), samples=5, length=24)
+    data, check = text.select(slice(0, 3)), text.select(slice(3, 5))
+    found, outputs = [], []
+    for stream in (False, True):
+        model = lb.load_model(str(demo_shards), dtype=dtype, stream=stream)
+        names = [m.name for b in blocks_of(model, find_runtime("llama.cpp", "gguf")) for m in b.modules]
+        formats = {name: ("Q4_0", "Q8_0", "Q5_1")[i % 3] for i, name in enumerate(names)}
+        dense = DenseOutput(model, check, 1)
+        found.append(dense.rows_of(model, formats, None if method == "rtn" else data, method))
+        outputs.append([dense.rows(model), dense.own])
+        found.append(dense.rows_of(model, formats, None if method == "rtn" else data, method))
+    assert all(np.array_equal(rows, found[0]) for rows in found) and found[0][:, 0].min() > 0
+    assert all(np.array_equal(after, own) for after, own in outputs)
+    assert dtype == "bfloat16" or not [n for n, p in model.named_parameters() if p.dtype == torch.float32 and p.ndim > 1]
+
+
+def test_a_large_model_is_streamed_where_a_copy_in_float32_would_be_made(demo_shards, monkeypatch):
+    from layerbudget.models import loading
+
+    given = {"dtype": "float32", "stream": None}
+    assert mapped(lb.load_model(str(demo_shards), lean=True, **given)) is None
+    monkeypatch.setattr(loading, "ROOM", 1 << 20)
+    assert mapped(lb.load_model(str(demo_shards), lean=True, **given)) is not None
+    assert mapped(lb.load_model(str(demo_shards), **given)) is None, "for work that does not take streamed models"
+    assert mapped(lb.load_model(str(demo_shards), dtype="bfloat16", stream=None, lean=True)) is None, "no copy is made"
 
 
 def test_a_plan_of_bits_continues_with_the_damages_that_it_had(tmp_path, monkeypatch):

@@ -169,7 +169,7 @@ def test_a_budget_is_of_the_whole_file_and_a_mix_is_the_mix(tmp_path):
     least = int(re.search(r"--budget (\d+)", str(refused.value)).group(1))
     for budget in (least, least + 20000):
         plan = plan_bits(model, data, budget=f"{budget} bytes", **own)
-        size = plan.budget["file"] + plan.payload.head_bytes
+        size = plan.budget["tensors"] + plan.payload.head_bytes
         assert least <= size <= budget and f"{size:,} bytes" in explain_plan(plan)["sentences"][-1]
         moved = copy.deepcopy(model)
         moved.config._name_or_path = f"/models/{'in-a-folder-of-a-longer-name-' * 3}"  # bytes that the plan does not count

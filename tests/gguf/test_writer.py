@@ -90,7 +90,7 @@ def planned(model, formats):
     chosen = np.array([j if has[j] else len(has) - 1 for j, has in zip(wanted, table.has, strict=True)])
     blocks = plan_blocks(table, chosen)
     spent = sum(b.count for b in blocks)
-    budget = {"unit": "bytes", "limit": spent, "spent": spent, "file": spent + table.fixed}
+    budget = {"unit": "bytes", "limit": spent, "spent": spent, "tensors": spent + table.fixed}
     nothing = {"predicted": 0.0, "predicted_error": 0.0, "baselines": {}, "near_ties": []}
     payload = BitsPayload(**of_weights(table, chosen), bits=8 * spent / table.numel, **nothing)
     return lb.Plan(kind="bits", rule="exact", model=describe(model), blocks=blocks, budget=budget, payload=payload)
@@ -147,7 +147,7 @@ def test_types_of_experts_and_the_size_of_the_whole_file(tmp_path, letters, kind
     model = build(kind, tie_word_embeddings=True)
     letters.chat_template = "{{ messages[0].content }}"
     plan = planned(model, ["Q8_0", "Q4_0", "Q5_1"])
-    known = file_bytes(model, plan.payload.formats, letters), head_bytes(model, letters) + plan.budget["file"]
+    known = file_bytes(model, plan.payload.formats, letters), head_bytes(model, letters) + plan.budget["tensors"]
     write_bits(model, plan, tmp_path / "out", tokenizer=letters)
     file = tmp_path / "out" / "model.gguf"
     assert known == (file.stat().st_size,) * 2

@@ -4,11 +4,13 @@ import json
 import os
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from tests.killing import killed_at
 
 from layerbudget.errors import AlreadyExists, InvalidInput
 from layerbudget.storage import folders
-from layerbudget.storage.writing import left_behind, new_temporary, release
+from layerbudget.storage.writing import left_behind, new_temporary, release, write_text
 
 OLD = {"config.json": "old", "old.bin": "gone", "sub/a": "1"}
 NEW = {"config.json": "new", "sub/b": "2", "notes.md": "ours"}
@@ -32,6 +34,22 @@ def test_a_folder_appears_whole_with_a_manifest_of_it(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     (tmp_path / "out" / "sub" / "b").write_text("x")
     assert folders.broken(tmp_path / "out") == ["sub/b"]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_all_files_have_the_mode_of_new_files_whoever_wrote_them(tmp_path, umask):
+    """safetensors, and temporary files, leave files that their owner alone reads."""
+    before = os.umask(umask)
+    try:
+        with folders.new_folder(tmp_path / "out") as temporary:
+            save_file({"a": torch.zeros(2)}, temporary / "model.safetensors")
+            (temporary / "sub").mkdir(mode=0o700)
+            (temporary / "sub" / "a").touch(0o600)
+        write_text(tmp_path / "text", "x")
+    finally:
+        os.umask(before)
+    modes = {path: path.stat().st_mode & 0o777 for path in (tmp_path / "out", *tmp_path.rglob("*"))}
+    assert len(modes) == 6 and all(m == (0o777 if p.is_dir() else 0o666) & ~umask for p, m in modes.items())
 
 
 def test_overwriting_removes_what_was_written_and_nothing_of_the_user(tmp_path):

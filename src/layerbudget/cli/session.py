@@ -73,7 +73,7 @@ class Session:
         checkpoint = loading.find_checkpoint(name, revision=revision, device="cpu", four_bit=False)
         return loading.held_dtype(checkpoint.config).itemsize
 
-    def load(self, *, data: bool = True) -> tuple[Any, Any, Any]:
+    def load(self, *, data: bool = True, **options: Any) -> tuple[Any, Any, Any]:
         """Return model, tokenizer and calibration tokens that the request names.
 
         What was not given is filled in, so that the command that repeats this one names it. Without ``data`` no text is read,
@@ -88,22 +88,31 @@ class Session:
                 raise
             tokenizer = None
         if not data:
-            return self.load_model(), tokenizer, None
+            return self.load_model(**options), tokenizer, None
         request: Any = self.request
         wanted = {**self.usual, **request.given(*self.usual)}
         for name, value in wanted.items():
             setattr(request, name, value)
         tokens = calibration(wanted.pop("data"), tokenizer, **wanted)
-        return self.load_model(), tokenizer, tokens
+        return self.load_model(**options), tokenizer, tokens
 
-    def load_checked(self, count: int) -> tuple[Any, Any, Any, Any]:
-        """Return model, tokenizer, the tokens that decide, and ``count`` further sequences that check; None where none do."""
+    def load_checked(self, count: int, *, lean: bool = False) -> tuple[Any, Any, Any, Any]:
+        """Return model, tokenizer, the tokens that decide, and ``count`` further sequences that check; None where none do.
+
+        If ``lean``, a large model whose layers run one at a time is streamed, so that no copy of it in float32 is made.
+        """
+        from ..execution.loss import unlabelled
+        from ..execution.replay import unwalkable
+        from ..models.offload import converting
+
         if count < 0:
             raise InvalidInput(f"check is {count}.", "It is a number of sequences; 0 checks nothing.", "Leave it out.")
         request: Any = self.request
         samples = self.usual["samples"] if request.samples is None else request.samples
         request.samples, request.dtype = samples + count, request.dtype or "float32"  # damages are below bfloat16's noise
-        model, tokenizer, text = self.load()
+        model, tokenizer, text = self.load(lean=lean)
+        if lean and request.stream is None and converting(model) and unwalkable(model, (), list(unlabelled(model, text, 1))):
+            model = self.load_model(stream=False)
         request.samples = samples  # the command that repeats this one adds those of the check again
         decides = max(1, text.samples * samples // (samples + count))  # of a short text both parts shrink alike
         check = text.select(slice(decides, None)) if decides < text.samples else None

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -139,7 +140,7 @@ def _best_grid(groups: torch.Tensor, form: Format, peak: float | None, importanc
     return grid_of(groups, form, peak, shrink)
 
 
-_PIECE = 1 << 25  # weights that get error feedback together: a few copies of them in float32 are held
+FED_BACK = 1 << 25  # weights that get error feedback together: a few copies of them in float32 are held
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -158,6 +159,19 @@ class Rounded:
     zero: torch.Tensor | None = None
     unit: float | None = None
     data: np.ndarray | None = None
+
+
+def joined(parts: Sequence[Rounded]) -> Rounded:
+    """Return a matrix from rounded rows of it, in their order."""
+
+    def below(name: str) -> Any:
+        """One field of all rows."""
+        values = [getattr(part, name) for part in parts]
+        if values[0] is None or len(values) == 1:
+            return values[0]
+        return np.concatenate(values) if name == "data" else torch.cat(values)
+
+    return dataclasses.replace(parts[0], **{name: below(name) for name in ("weight", "scale", "zero", "data")})
 
 
 class Quantiser(Treatment):
@@ -317,5 +331,5 @@ class GPTQ(Quantiser):
 
     def in_ggml(self, weight: torch.Tensor, prepared: Factors, form: Format) -> np.ndarray:
         """See :meth:`Quantiser.in_ggml`; rows do not depend on each other, so large matrices come in pieces."""
-        pieces = weight.split(max(1, _PIECE // weight.shape[1]))
+        pieces = weight.split(max(1, FED_BACK // weight.shape[1]))
         return np.concatenate([feed_back(rows, prepared, form.name, threads=torch.get_num_threads()) for rows in pieces])

@@ -96,7 +96,7 @@ class Treating:
                     notes.append(f"{name}[{i}] {self.lacks}; {self.treatment.unseen}.")
                 rows = level.rows and (level.rows[0], np.split(level.rows[1], len(views))[i])
                 count = count if rows is None else int(rows[1].sum())
-                view.copy_(self.become(name, view, prepared, dataclasses.replace(level, zeros=count, rows=rows)))
+                self.treat(name, view, prepared, dataclasses.replace(level, zeros=count, rows=rows))
         return notes
 
     def prepared(self, found: InputMoments | None, made: dict[InputMoments, Any]) -> Any:
@@ -107,6 +107,10 @@ class Treating:
             mean = self.treatment.changes == "format" and found.kind == "diagonal"  # as an importance matrix of llama.cpp
             made[found] = self.treatment.prepare(found.mean() if mean else found.value)
         return made[found]
+
+    def treat(self, name: str, view: torch.Tensor, prepared: Any, level: Level) -> None:
+        """Write one copy of a matrix, treated, over what it was."""
+        view.copy_(self.become(name, view, prepared, level))
 
     def become(self, name: str, weight: torch.Tensor, prepared: Any, level: Level) -> torch.Tensor:
         """Return one copy of a matrix, treated."""

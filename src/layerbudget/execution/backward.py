@@ -21,7 +21,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from ..models.blocks import transposed, weight_of
 from ..models.offload import converting
 from ..records import Block
 from .loss import Batch, Data, batches, logits_of, sampled_targets, summed_loss
-from .memory import Store, fits_whole, fitting, room_for
+from .memory import Store, fits_whole, fitting, pieces_of, room_for
 from .processes import ProcessGroup, process_group
 from .replay import Replay, unwalkable
 from .sites import Collector, Site
@@ -47,11 +47,15 @@ def data_loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     return summed_loss(logits, batch.targets)
 
 
+data_loss.by_position = True  # type: ignore[attr-defined]  # some positions of a batch after the other add up to it
+
+
 @dataclasses.dataclass(frozen=True)
 class SampledLoss:
     """``sum_i l_i`` with labels drawn from the model, ``y ~ p(. | x)``; the same seed draws the same labels."""
 
     seed: int
+    by_position: ClassVar[bool] = True
 
     def __call__(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Draw and sum."""
@@ -69,6 +73,7 @@ class Accumulator:
     """
 
     losses: Sequence[Loss] = (data_loss,)
+    by_position = False  #: Whether sites of the head may come some positions of a batch at a time, each as a batch of its own.
 
     def needs(self, loss: int) -> bool:
         """Whether the pass that is about to begin should deliver that loss (an index into ``losses``)."""
@@ -313,7 +318,7 @@ class _Layers(_Whole):
     def forward(self, j: int, batch: Batch) -> None:
         """See :meth:`_Whole.forward`: the layer that comes next, or the head."""
         if self.index == self.count:
-            with self.replay.begin(self.index, self.store.get((self.index, j))):
+            with self.replay.begin(self.index, self.store.get((self.index, j))), self.replay.end_at_head():
                 logits_of(self.model, batch)
             return
         with self.replay.begin(self.index, self.store.get((self.index, j))), self.replay.end(self.index):
@@ -342,23 +347,37 @@ class _Layers(_Whole):
         """Gradients of every loss at the last layer's output; the sum of the first loss."""
         total = 0.0
         for j, batch in enumerate(self.runs):
-            hidden = self.store.get((self.count, j)).detach().requires_grad_(True)
-            with self.replay.begin(self.count, hidden):
-                logits = logits_of(self.model, batch)
-            for i, function in enumerate(self.consumer.losses):
-                loss = function(logits, batch)
-                value = _checked(loss, batch)
-                total += value if i == 0 else 0.0
-                retain, hidden.grad = i < self.losses - 1, None
-                if self.collector.ends:
-                    self.hand_over(loss, batch, i, retain=retain)
-                else:
-                    torch.autograd.backward(loss, retain_graph=retain, inputs=[hidden])
-                self.store.put((self.count - 1, j, i), torch.zeros_like(hidden) if hidden.grad is None else hidden.grad)
+            hidden = self.store.get((self.count, j)).detach()
+            gradients = [torch.zeros_like(hidden) for _ in range(self.losses)]
+            for part, places in self._parts(batch):
+                piece = hidden[:, places].detach().requires_grad_(True)
+                with self.replay.begin(self.count, piece):
+                    logits = logits_of(self.model, part)
+                for i, function in enumerate(self.consumer.losses):
+                    loss = function(logits, part)
+                    value = _checked(loss, batch)
+                    total += value if i == 0 else 0.0
+                    retain, piece.grad = i < self.losses - 1, None
+                    if self.collector.ends:
+                        self.hand_over(loss, part, i, retain=retain)
+                    else:
+                        torch.autograd.backward(loss, retain_graph=retain, inputs=[piece])
+                    if piece.grad is not None:
+                        gradients[i][:, places] = piece.grad
+            for i, gradient in enumerate(gradients):
+                self.store.put((self.count - 1, j, i), gradient)
             self.store.drop((self.count, j))
         for j in range(len(self.runs), len(self.every)):
             self.store.drop((self.count, j))
         return total
+
+    def _parts(self, batch: Batch) -> Iterator[tuple[Batch, slice]]:
+        """The batch in pieces of positions whose logits take little memory, where losses and accumulator add them up."""
+        alone = all(getattr(loss, "by_position", False) for loss in self.consumer.losses)
+        if not alone or (self.collector.ends and not self.consumer.by_position):
+            yield batch, slice(None)
+            return
+        yield from pieces_of(self.model, batch)
 
     def _layer(self, index: int, names: Sequence[str], *, propagate: bool) -> None:
         """One layer's passes; the first of them leaves the gradients at its input."""

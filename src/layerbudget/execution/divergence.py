@@ -52,8 +52,13 @@ def kl_of_sequences(
 
 def sequence_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Sum the token losses of each sequence in nats, shape ``(B,)``, float64; targets of -100 have none."""
+    return token_losses(logits, targets).reshape(len(targets), -1).double().sum(1)
+
+
+def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the loss of every token in nats, shaped as ``targets``; zero where that is -100."""
     flat = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=IGNORE, reduction="none")
-    return flat.reshape(len(targets), -1).double().sum(1)
+    return flat.reshape(targets.shape)
 
 
 def next_tokens(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

@@ -79,6 +79,8 @@ class Batch:
         args, kwargs: Positional and keyword arguments of the model.
         targets: ``(B, T)`` next-token or token labels (-100: no loss), or ``(B,)`` class labels.
         keys: One content hash per sequence; random labels are drawn from it, so order and batch size do not matter.
+        piece: Of a batch that is some positions of another one: how many of its targets in every sequence come before these,
+            and how many there are in all, ``(B,)`` each.
     """
 
     rows: slice
@@ -86,6 +88,17 @@ class Batch:
     kwargs: dict[str, torch.Tensor]
     targets: torch.Tensor
     keys: tuple[int, ...]
+    piece: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def at(self, places: slice) -> Batch:
+        """Return the batch that is some positions of all sequences, for heads that look at every position by itself."""
+        counts = self.targets != IGNORE
+        return dataclasses.replace(
+            self,
+            kwargs={name: value[:, places] for name, value in self.kwargs.items()},
+            targets=self.targets[:, places],
+            piece=(counts[:, : places.start].sum(1), counts.sum(1)),
+        )
 
     @property
     def size(self) -> int:
@@ -279,8 +292,11 @@ def sampled_targets(logits: torch.Tensor, batch: Batch, seed: int) -> torch.Tens
     drawn = torch.full_like(flat, IGNORE)
     for i, key in enumerate(batch.keys):
         places = (flat[i] != IGNORE).nonzero()[:, 0]
+        if not len(places):
+            continue
+        first, total = (0, len(places)) if batch.piece is None else (int(counts[i]) for counts in batch.piece)
         generator = torch.Generator().manual_seed((key + 1_000_003 * seed) % (2**63))
-        u = torch.rand(len(places), 1, generator=generator, dtype=torch.float64).to(flat_logits.device)
+        u = torch.rand(total, 1, generator=generator, dtype=torch.float64)[first : first + len(places)].to(flat_logits.device)
         cumulative = flat_logits[i, places].softmax(-1).cumsum(-1)
         label = torch.searchsorted(cumulative, (u * cumulative[:, -1:]).to(cumulative.dtype))
         drawn[i, places] = label[:, 0].clamp_max(logits.shape[-1] - 1)

@@ -169,6 +169,22 @@ class Replay:
         finally:
             handle.remove()
 
+    @contextlib.contextmanager
+    def end_at_head(self) -> Iterator[None]:
+        """End the model's forward in front of its head, when all hooks of the head have seen what it is given."""
+        head = getattr(self.model, "get_output_embeddings", lambda: None)()
+
+        def leave(module: nn.Module, arguments: Any) -> None:
+            raise StopForward
+
+        handle = None if head is None else head.register_forward_pre_hook(leave)
+        try:
+            with contextlib.suppress(StopForward):
+                yield
+        finally:
+            if handle is not None:
+                handle.remove()
+
     def run(self, inputs: Inputs) -> Any:
         """What is handed on where :meth:`end` ends the forward, or what a hook ended it with."""
         try:

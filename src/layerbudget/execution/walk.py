@@ -108,6 +108,11 @@ class Walk:
         with self.replay.begin(index, hidden), self._precision():
             return self.model(**self.inputs(batch))
 
+    def meet_head(self, batch: int, hidden: torch.Tensor) -> None:
+        """Give the head what it reads of one batch, for those who listen, and end the forward in front of it."""
+        with self.replay.begin(len(self.layers), hidden), self.replay.end_at_head(), self._precision():
+            self.model(**self.inputs(batch))
+
     def finals(self, during: Callable[[int], AbstractContextManager[Any]] = contextlib.nullcontext) -> list[torch.Tensor]:
         """Hidden states behind the last layer, by batch; a batch runs through a layer in the context ``during(batch)``."""
         hidden = [self.store.get(batch) for batch in range(self.batches)]

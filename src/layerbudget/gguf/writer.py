@@ -200,7 +200,7 @@ def file_bytes(model: nn.Module, formats: Mapping[str, str], tokenizer: Any = No
 
     Metadata, vocabulary, names and shapes of tensors, padding and all tensors count: equal to the size of the file. What is not
     tensors does not depend on the formats. So the file of any plan takes ``file_bytes(model, {}, tokenizer)`` less the bytes of
-    its tensors in 16 bits, and the ``budget["file"]`` of the plan: see :func:`head_bytes`.
+    its tensors in 16 bits, and the ``budget["tensors"]`` of the plan: see :func:`head_bytes`.
 
     Args:
         model: Only its configuration and the shapes of its parameters are read; it may be streamed, or have no values.
@@ -213,23 +213,35 @@ def file_bytes(model: nn.Module, formats: Mapping[str, str], tokenizer: Any = No
     return sum(_sizes(model, formats, tokenizer))
 
 
-def head_bytes(model: nn.Module, tokenizer: Any = None) -> int:
-    """Return the bytes of what is not tensors in a GGUF file; with ``plan.budget["file"]`` they are :func:`file_bytes`."""
-    return _sizes(model, {}, tokenizer)[0]
+def head_bytes(model: nn.Module, tokenizer: Any = None, name: str | None = None) -> int:
+    """Return the bytes of what is not tensors in a GGUF file of a ``name`` (see :class:`GgufHead`).
+
+    With ``plan.budget["tensors"]`` they are :func:`file_bytes`.
+    """
+    return _sizes(model, {}, tokenizer, name)[0]
 
 
-def fixed_bytes(model: nn.Module, planned: Collection[str]) -> int:
-    """Return the bytes of the tensors that are no planned matrices, padding included; other architectures are refused."""
-    head, names = GgufHead(model, None, {}, Path(GGUF_FILE)), set(planned)
-    rest = [n for n in head.parameters if n not in names and n.removesuffix(".weight") not in names]
-    return sum(head.bytes_of(n) for n in rest) + sum(-(-t.nbytes // 32) * 32 for t in head.extra.values())
+def fixed_terms(model: nn.Module, planned: Collection[str]) -> dict[str, int]:
+    """Return the bytes of the tensors that are no planned matrices, padding included, by what they are.
+
+    Raises:
+        InvalidInput: An architecture that is not written.
+    """
+    head, names, terms = GgufHead(model, None, {}, Path(GGUF_FILE)), set(planned), dict[str, int]()
+    for name in (n for n in head.parameters if n not in names and n.removesuffix(".weight") not in names):
+        vector = head.parameters[name].ndim < 2
+        term = "norms and biases in F32" if vector else f"matrices that no plan changes, in {head.kind(name).name}"
+        terms[term] = terms.get(term, 0) + head.bytes_of(name)
+    for name, tensor in head.extra.items():
+        terms[f"{name} in F32"] = -(-tensor.nbytes // 32) * 32
+    return terms
 
 
-def _sizes(model: nn.Module, formats: Mapping[str, str], tokenizer: Any) -> tuple[int, int]:
+def _sizes(model: nn.Module, formats: Mapping[str, str], tokenizer: Any, name: str | None = None) -> tuple[int, int]:
     """Bytes in front of the tensors, and of the tensors."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / GGUF_FILE
-        head = GgufHead(model, tokenizer, formats, file)
+        head = GgufHead(model, tokenizer, formats, file, name)
         head.write()
         head.writer.close()
         pad = head.writer.data_alignment

@@ -371,6 +371,12 @@ def describe(model: nn.Module, identifier: str | None = None) -> dict[str, Any]:
 
 
 _FINITE: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_PIECE = 1 << 24  # numbers that are looked at together: what is made of them is as large
+
+
+def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """A tensor in parts of few rows."""
+    return tensor.split(max(1, _PIECE * len(tensor) // max(tensor.numel(), 1))) if tensor.ndim else [tensor]
 
 
 def check_finite(model: nn.Module, *, once: bool = False) -> None:
@@ -378,7 +384,7 @@ def check_finite(model: nn.Module, *, once: bool = False) -> None:
     if model in _FINITE:
         return
     for name, tensor in model.state_dict().items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if tensor.is_floating_point() and not all(bool(torch.isfinite(part).all()) for part in _pieces(tensor)):
             bad = int((~torch.isfinite(tensor)).sum())
             raise BadModel(
                 f"{name} holds {bad} values that are not finite.", "Weights must be finite.", "Reload or repair the checkpoint."

@@ -24,7 +24,7 @@ from ..storage.checkpoint import gguf_of, weight_files
 from ..storage.source import told
 from .blocks import check_finite, partition, pretrained, text_config
 from .experts import EXPERTS_KEPT, uneven
-from .machine import SHARE, free_bytes
+from .machine import ROOM, SHARE, free_bytes
 from .offload import load_mapped, mapped
 
 logger = logging.getLogger(__name__)
@@ -431,8 +431,13 @@ def find_checkpoint(name: str, *, revision: str | None, device: str, four_bit: b
     return Checkpoint(where=where, config=config, auto=auto, place=place)
 
 
-def _streams(stream: bool | None, where: str, config: Any, dtype: str, place: torch.device, four_bit: bool) -> bool:
-    """Whether weights stay in their files: as was asked, else where they would take more than half of what is free."""
+def _streams(
+    stream: bool | None, where: str, config: Any, dtype: str, place: torch.device, *, four_bit: bool, lean: bool
+) -> bool:
+    """Whether weights stay in their files: as was asked, else where they would take more than half of what is free.
+
+    If ``lean``, they also stay where the precision that was asked for would make a larger copy of them than ``ROOM``.
+    """
     size = sum(file.stat().st_size for file in Path(where).glob("*.safetensors"))
     if stream and (four_bit or not size):
         raise InvalidInput(
@@ -442,7 +447,8 @@ def _streams(stream: bool | None, where: str, config: Any, dtype: str, place: to
         )
     if stream is not None or four_bit or getattr(config, "quantization_config", None):
         return bool(stream)
-    return size * held_dtype(config, dtype).itemsize / held_dtype(config).itemsize > SHARE * free_bytes(place)
+    wanted = size * held_dtype(config, dtype).itemsize / held_dtype(config).itemsize
+    return wanted > SHARE * free_bytes(place) or (lean and place.type == "cpu" and wanted > max(size, ROOM))
 
 
 @silent()
@@ -454,6 +460,7 @@ def load_model(
     device: str = "cpu",
     four_bit: bool = False,
     stream: bool | None = False,
+    lean: bool = False,
     quiet: bool = False,
 ) -> nn.Module:
     """A model in evaluation mode with finite weights.
@@ -470,6 +477,7 @@ def load_model(
         four_bit: Hold its matrices in 4 bits, for scores that read activations and gradients, and for adapters.
         stream: Leave the weights in their files and bring one layer at a time; with None where they
             would take more than half of the free memory.
+        lean: With None, leave them there also where another precision would make a copy of more than 1 GiB.
         quiet: Do not say which tensors of the checkpoint are not loaded.
 
     Raises:
@@ -488,7 +496,7 @@ def load_model(
         dtype = "float32" if quick == torch.float32 and not four_bit else "auto"
     where, config, auto, place = found.where, found.config, class_for(found.auto, found.config), found.place
     with foreign(f"{name} could not be loaded", _MODEL_IS, "Check the name, or download it first and give the folder."):
-        streamed = _streams(stream, where, config, dtype, place, four_bit)
+        streamed = _streams(stream, where, config, dtype, place, four_bit=four_bit, lean=lean)
         nf4 = found.in_four_bits(held_dtype(config, dtype)) if four_bit else {}
         if streamed:
             model, report = load_mapped(auto, config, where, dtype=DTYPES.get(dtype), device=place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.metadata
 import math
@@ -21,6 +22,7 @@ from .blocks import quantised
 T = TypeVar("T")
 PACKAGES = ("torch", "transformers", "numpy")
 SHARE = 0.5  # of the free memory may be planned for; the rest is left to what estimates do not know
+ROOM = 1 << 30  # bytes of the machine's own memory that are planned for beside the weights at most, however much is free
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
@@ -38,6 +40,12 @@ def keep_freed() -> None:
         return
     tune(_MMAP_THRESHOLD, 1 << 26)  # larger ones lie apart: kept, they do not fit into each other
     tune(_TRIM_THRESHOLD, 1 << 30)
+
+
+def give_back() -> None:
+    """Give the system what :func:`keep_freed` has kept, between phases whose tensors have other sizes."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def in_threads(work: Callable[[T], None], items: Sequence[T], workers: int | None = None) -> None:

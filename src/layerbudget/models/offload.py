@@ -81,6 +81,7 @@ class Mapped:
         self._own = [[f"{name}.{own}" for own, _ in layer.named_parameters()] for name, layer in self.layers]
         self._held: dict[str, torch.Tensor] = {}
         self._current, self._ahead_of = -1, -1
+        self._ends: tuple[set[str], list[list[str]], dict[str, torch.Tensor]] = set(), [], {}
         self.arrived = 0  # how often something came
         self._ahead: concurrent.futures.Future[dict[str, torch.Tensor]] | None = None
         self._worker = concurrent.futures.ThreadPoolExecutor(1)
@@ -120,11 +121,24 @@ class Mapped:
     def hold_ends(self) -> None:
         """Have embedding and head in the precision that layers compute in from now on, so that what is written there stays."""
         self.leave()
-        ends = {*self._resting, *(name for names in self._own[len(self.layers) :] for name in names)}
+        heads = self._own[len(self.layers) :]
+        ends = {*self._resting, *(name for names in heads for name in names)}
+        self._ends = self._resting, heads, {name: self.parameters[name].data for name in ends}
         del self._own[len(self.layers) :]
         self._resting, self._inside = set(), self._inside - ends
         for name in ends:
             self.parameters[name].data = self.computed(self.parameters[name])
+
+    def rest_ends(self) -> None:
+        """Undo :meth:`hold_ends`: what lies outside the layers is as its files have it, and what was written there is gone."""
+        self.leave()
+        self._resting, heads, stored = self._ends
+        self._own += heads
+        self._inside |= {name for names in heads for name in names}
+        for name, tensor in stored.items():
+            self.parameters[name].data = tensor
+        if not self.converts:
+            self.fresh([name for name in self.places if name not in self._inside])
 
     def _arrive(self, layer: nn.Module, index: int) -> None:
         if index < len(self._own) and not getattr(layer.forward, "skips", False):
@@ -183,6 +197,10 @@ class Mapped:
                 self.parameters[name].data = tensor
                 if name not in self._inside | self._resting:  # as it was settled
                     self.parameters[name].data = self.computed(self.parameters[name])
+
+    def stored(self, parameter: nn.Parameter) -> torch.Tensor:
+        """A parameter's values as they lie in the files, also while they are at hand in another precision."""
+        return self._held.get(self.names.get(id(parameter), ""), parameter.data)
 
     def again(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """A parameter as its file has it, in a mapping of its own; None where it is not mapped."""

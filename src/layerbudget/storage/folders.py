@@ -22,7 +22,20 @@ from typing import Any
 from ..errors import AlreadyExists
 from . import reading
 from .source import complete, save_weights
-from .writing import SUFFIX, check_writable, left_behind, locked, new_temporary, real, release, sweep, sync, whole, write_text
+from .writing import (
+    SUFFIX,
+    check_writable,
+    left_behind,
+    locked,
+    new_temporary,
+    real,
+    release,
+    sweep,
+    sync,
+    usual_mode,
+    whole,
+    write_text,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +138,7 @@ def new_folder(out_dir: Path | str, *, overwrite: bool = False) -> Iterator[Path
     try:
         with whole(out):
             yield temporary
-        os.chmod(temporary, 0o755)
+        _open_up(temporary)
         seal(temporary)
         placed = _move_in(temporary, out, overwrite) if exists else _rename(temporary, out)
         if not placed:
@@ -139,6 +152,13 @@ def new_folder(out_dir: Path | str, *, overwrite: bool = False) -> Iterator[Path
         raise
     finally:
         release(lock)
+
+
+def _open_up(folder: Path) -> None:
+    """Give a temporary folder and all in it the modes that new folders and files have."""
+    mode = usual_mode(folder)
+    for path in (p for p in (folder, *folder.rglob("*")) if not p.is_symlink()):
+        os.chmod(path, mode | (mode & 0o444) >> 2 if path.is_dir() else mode)
 
 
 def write_model(

@@ -6,11 +6,13 @@ from typing_extensions import NotRequired, TypedDict
 
 
 class PlanBudget(TypedDict):
-    """Budget of every plan."""
+    """Budget of every plan; of bits also the bytes of all tensors, and those of the file where they are known exactly."""
 
     unit: str
     limit: float
     spent: float
+    tensors: NotRequired[int]
+    file: NotRequired[int]
 
 
 class Certificate(TypedDict):

@@ -104,7 +104,7 @@ def ahead(names: Collection[str], model: Any) -> list[str]:
     for m in filter(None, map(_LAYER.match, loaded)):
         depth[m[1]] = max(depth.get(m[1], 0), int(m[2]) + 1)
     source = source_of(model)  # its layers, of which a plan may have taken some
-    fields = {} if source is None else reading.read(source / CONFIG, "configuration", limit=1 << 26, as_type=dict[str, Any])
+    fields = _fields(source)
     count = (fields.get("text_config") or fields).get("num_hidden_layers") or 0
     named = not any(_AHEAD.search(n) for n in loaded)  # else the model computes with them
 
@@ -113,6 +113,42 @@ def ahead(names: Collection[str], model: Any) -> list[str]:
         return m is not None and m[1] in depth and int(m[2]) >= max(depth[m[1]], count)
 
     return [n for n in names if (named and _AHEAD.search(n)) or beyond(n)]
+
+
+def added(model: Any, changed: Collection[str] | None = None) -> tuple[str, ...]:
+    """Names of the tensors that :func:`complete` copies into a folder of the model: no verb reads them, and they still fit.
+
+    Args:
+        model: A model that was loaded from a folder; others have none.
+        changed: Fields of the configuration that decisions changed; by default those that are otherwise now than in the source.
+    """
+    source = source_of(model)
+    if source is None or origin(model) is None:
+        return ()
+    fields = _fields(source)
+    if fields.get("quantization_config"):
+        return ()
+    names = unread(model)
+    if names and (_changed(model, source, fields) if changed is None else set(changed)) - set(_STORAGE):
+        further = ahead(names, model)
+        layers = tuple(m[1] for n, _ in model.named_parameters() if (m := _LAYER.match(n)))
+        names = tuple(n for n in names if n not in further and not n.startswith(layers))
+    return names
+
+
+def _fields(source: Path | None) -> dict[str, Any]:
+    """The configuration of a folder as its file has it."""
+    if source is None:
+        return {}
+    return reading.read(source / CONFIG, "configuration", limit=1 << 26, as_type=dict[str, Any])
+
+
+def origin(model: Any) -> Stored | None:
+    """The tensors of the checkpoint that folders of a model are made like; None where it is not known, or of another kind."""
+    source = source_of(model)
+    if source is None or _fields(source).get("model_type") != model.config.model_type:  # a part of it, as a model of its own
+        return None
+    return Stored(source)
 
 
 def told(model: Any) -> str:
@@ -167,6 +203,14 @@ def _merged(source: Mapping[str, Any], base: Mapping[str, Any], now: Mapping[str
     return fields, changed
 
 
+def _changed(model: Any, source: Path, fields: Mapping[str, Any]) -> set[str]:
+    """Names of the fields of a model's configuration that are otherwise than in its source."""
+    from transformers import AutoConfig
+
+    read = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    return _merged(fields, _plain(read), _plain(model.config), read)[1]
+
+
 def _restore_config(folder: Path, source: Path, model: Any, *, narrow: bool) -> tuple[dict[str, Any], set[str]]:
     """Give ``config.json`` the fields of the source; return the fields, and the names of those that a decision changed.
 
@@ -175,7 +219,7 @@ def _restore_config(folder: Path, source: Path, model: Any, *, narrow: bool) -> 
     """
     from transformers import AutoConfig
 
-    own = reading.read(source / CONFIG, "configuration", limit=1 << 26, as_type=dict[str, Any])
+    own = _fields(source)
     written = reading.read(folder / CONFIG, "configuration", limit=1 << 26, as_type=dict[str, Any])
     read = AutoConfig.from_pretrained(source, trust_remote_code=False)
     base, now = _plain(read), {**_plain(model.config), **written}
@@ -352,6 +396,31 @@ def _same(one: Path, other: Path) -> bool:
 # --- tensors -----------------------------------------------------------------------------------------------------------------
 
 
+def written_dtype(name: str, tensor: Any, dtype: Any, stored: Stored | None) -> Any:
+    """The precision that a tensor has in a folder of 16 bits that is like its source: what :func:`restore_tensors` gives it.
+
+    Args:
+        name: In the folder.
+        tensor: The tensor of the model; of one without values those of the source are taken.
+        dtype: The precision that it is first written in: 16 bits, but where the model wants more.
+        stored: The tensors of the source, see :func:`origin`.
+    """
+    kind = stored.dtype(name) if stored is not None and name in stored.names else None
+    if stored is None or kind is None or kind.itemsize == dtype.itemsize or _stays_halved(dtype, kind, stored):
+        return dtype
+    if tensor.is_meta:
+        return kind
+    found = _in_source_precision(name, tensor.to(dtype), stored, halved=True)
+    return dtype if found is None else found.dtype
+
+
+def _stays_halved(dtype: Any, kind: Any, stored: Stored) -> bool:
+    """Whether a tensor is of a checkpoint of float32 that is written in 16 bits."""
+    import torch
+
+    return bool(dtype == torch.bfloat16 and kind == torch.float32 == stored.most)
+
+
 def _in_source_precision(name: str, made: Any, stored: Stored, *, halved: bool) -> Any:
     """A tensor as the source has it, or in its precision, where nothing is lost by that; None where it stays as it is."""
     import torch
@@ -359,8 +428,8 @@ def _in_source_precision(name: str, made: Any, stored: Stored, *, halved: bool) 
     kind = stored.dtype(name)
     if kind in (None, made.dtype) or not made.is_floating_point():
         return None
-    if halved and made.dtype == torch.bfloat16 and kind == torch.float32 == stored.most:
-        return None  # a checkpoint of float32 that is written in 16 bits
+    if halved and _stays_halved(made.dtype, kind, stored):
+        return None
     tensor = stored.tensor(name)
     if tensor.shape == made.shape and torch.equal(tensor.to(made.dtype), made):
         return tensor
@@ -430,22 +499,13 @@ def complete(
         halved: See :func:`restore_tensors`.
         precision: Whether ``config.json`` says the source's precision again where all tensors have it.
     """
-    source = source_of(model)
-    if source is None:
-        write_tokenizer(tokenizer, folder, None)
-        return []
-    own = reading.read(source / CONFIG, "configuration", limit=1 << 26, as_type=dict[str, Any])
-    if own.get("model_type") != model.config.model_type:  # a part of what the source holds, as a model of its own
+    source, stored = source_of(model), origin(model)
+    if source is None or stored is None:
         write_tokenizer(tokenizer, folder, source)
         return []
-    stored = Stored(source)
     alike = restore_tensors(folder, stored, keep=keep, halved=halved)
     fields, changed = _restore_config(folder, source, model, narrow=alike and precision)
-    more, notes = unread(model), list[str]()
-    further = ahead(more, model)
-    if own.get("quantization_config") or changed - set(_STORAGE):
-        layers = tuple(m[1] for n, _ in model.named_parameters() if (m := _LAYER.match(n)))
-        more = () if own.get("quantization_config") else tuple(n for n in more if n not in further and not n.startswith(layers))
+    further, more, notes = ahead(unread(model), model), added(model, changed), list[str]()
     if not set(further) & set(more):
         gone = list[str]()
         fields = _without_ahead(fields, gone)

@@ -132,13 +132,25 @@ def new_file(parent: Path, stem: str, place: Callable[[Path], Path]) -> Iterator
     temporary = folder / "new"
     try:
         yield temporary
-        os.chmod(temporary, 0o644)
+        os.chmod(temporary, usual_mode(folder))
         sync(temporary)
         os.replace(temporary, place(temporary))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         release(lock)
     sync(parent)
+
+
+def usual_mode(folder: Path) -> int:
+    """The mode that a new file gets in a folder, by the umask. Temporary files, and those of safetensors, have less."""
+    descriptor, probe = -1, folder / ".mode"
+    try:
+        descriptor = os.open(probe, os.O_CREAT | os.O_EXCL, 0o666)
+        return stat.S_IMODE(os.fstat(descriptor).st_mode)
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+            probe.unlink()
 
 
 def new_temporary(parent: Path, name: str) -> tuple[Path, int]:

@@ -90,8 +90,8 @@ def test_the_rest_stays_in_16_bits_and_is_counted(tmp_path, make, bits, by, meth
     assert all(b.count == sizes[b.name] for b in plan.blocks if b.name in kept) and sum(sizes.values()) < plan.budget["spent"]
     assert any(f"{len(kept)} matrices stay in 16 bits and count" in s for s in explain_plan(plan).sentences)
     receipt = write_bits(model, plan, tmp_path / "out", data, resume=tmp_path / "parts")
-    assert receipt.bytes == receipt.planned == plan.budget["spent"] and receipt.tensors == plan.budget["file"]
-    assert receipt.tensors < receipt.file <= plan.budget["file"] + plan.payload.head_bytes
+    assert receipt.bytes == receipt.planned == plan.budget["spent"] and receipt.tensors == plan.budget["tensors"]
+    assert receipt.tensors < receipt.file <= plan.budget["tensors"] + plan.payload.head_bytes
     assert any(f"{len(kept)} matrices stay in 16 bits ({sum(sizes.values()):,} of the bytes" in n for n in receipt.notes)
     back = lb.load_model(str(tmp_path / "out"), dtype="float32")
     same = make()
@@ -171,7 +171,7 @@ def test_the_budget_that_a_refusal_names_is_enough():
         plan_bits(model, data, bits=6.0, **options)
     bits, size = re.search(r"--bits ([\d.]+), or --budget (\d+)\)", str(refused.value)).groups()
     by_bits, by_bytes = (plan_bits(model, data, **{**options, **b}) for b in ({"bits": float(bits)}, {"budget": size}))
-    assert by_bits.budget["file"] == by_bytes.budget["file"] == int(size) - by_bits.payload.head_bytes
+    assert by_bits.budget["tensors"] == by_bytes.budget["tensors"] == int(size) - by_bits.payload.head_bytes
 
 
 def test_experts_that_transformers_unrolls_in_packed_folders_are_refused_for_it_alone():

@@ -12,9 +12,9 @@ from tests import zoo
 from transformers import AutoModelForCausalLM
 
 from layerbudget.compressors.formats import FLOATING, find_format, find_runtime
-from layerbudget.decisions.bits import packed
 from layerbudget.decisions.bits.apply import write_bits
 from layerbudget.decisions.bits.blocks import blocks_of, unwritable
+from layerbudget.decisions.bits.counted import header_bytes
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.errors import InvalidInput
@@ -90,9 +90,10 @@ def test_every_expert_has_its_own_packed_tensors(tmp_path, name, bits, formats, 
     receipt = write_bits(model, plan, tmp_path / "out", data(), resume=tmp_path / "parts")
     held = dict(plan.payload.formats)
     tensors = check(tmp_path / "out", model, held, name)
-    assert receipt.bytes == receipt.planned == plan.budget["spent"] and receipt.tensors == plan.budget["file"]
+    assert receipt.bytes == receipt.planned == plan.budget["spent"] and receipt.tensors == plan.budget["tensors"]
     blocks = blocks_of(model, find_runtime("vllm"))
-    assert 0 < receipt.file - receipt.tensors <= packed.header_bytes(model, blocks, "vllm")
+    bound = header_bytes(model, blocks, {b.name: {held[m.name] for m in b.modules} for b in blocks}, "vllm")
+    assert 0 < receipt.file - receipt.tensors <= bound
     by_layer = {
         n.split(".mlp.")[0]: {held[s] for s in stacks(held) if s.startswith(n.split(".mlp.")[0] + ".")} for n in stacks(held)
     }

@@ -23,6 +23,7 @@ from layerbudget.decisions.bits import apply as A
 from layerbudget.decisions.bits import packed
 from layerbudget.decisions.bits.apply import QuantisationReceipt, apply_bits, write_bits
 from layerbudget.decisions.bits.blocks import blocks_of
+from layerbudget.decisions.bits.counted import header_bytes
 from layerbudget.decisions.bits.export import auto_round, llama_cpp, mlx
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.bits.sensitivity import rounding_damage
@@ -75,7 +76,7 @@ def test_a_gguf_file_is_the_rounded_model(tmp_path, name, method):
     model, plan, receipt = written(tmp_path / "out", name, "gguf", 6.0, method)
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf", dtype=torch.float32).eval()
     assert torch.allclose(logits(back), logits(model), atol=2e-4, rtol=1e-4)
-    assert receipt.bytes == receipt.planned == plan.budget["spent"] and receipt.tensors == plan.budget["file"]
+    assert receipt.bytes == receipt.planned == plan.budget["spent"] and receipt.tensors == plan.budget["tensors"]
     types = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "out" / "model.gguf").tensors}
     names = {"self_attn.q_proj": "attn_q", "mlp.down_proj": "ffn_down", "self_attn.o_proj": "attn_output"}
     for i in range(3):
@@ -108,7 +109,7 @@ def test_a_compressed_tensors_folder_is_the_rounded_model(tmp_path, name, runtim
     for module in plan.payload.formats:
         halved.get_submodule(module).weight.data.copy_(model.get_submodule(module).weight)
     assert torch.allclose(logits(back), logits(halved), atol=1e-5)
-    assert receipt.bytes == receipt.planned and receipt.tensors == plan.budget["file"]
+    assert receipt.bytes == receipt.planned and receipt.tensors == plan.budget["tensors"]
     assert len(set(plan.payload.formats.values())) > 1
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     bits = {g["weights"]["num_bits"] for g in config["config_groups"].values()}
@@ -137,7 +138,7 @@ def test_floating_point_and_integers_in_one_folder(tmp_path, four, method):
     """transformers reads the planned weights to the bit; what vLLM fuses shares a format and a global scale."""
     formats = [four, "fp8", "w4-g32"]
     model, plan, receipt = written(tmp_path / "out", "qwen2", "", 6.6, method, runtime="vllm", formats=formats)
-    assert receipt.bytes == receipt.planned and receipt.tensors == plan.budget["file"] and not receipt.notes
+    assert receipt.bytes == receipt.planned and receipt.tensors == plan.budget["tensors"] and not receipt.notes
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     packings = {name: find_format(name).packing for name in formats}
     used = set(plan.payload.formats.values()) - {"bf16"}
@@ -172,6 +173,7 @@ def test_a_format_is_one_row(tmp_path, monkeypatch):
         formats = {"formats": ["w4-g32", "mxfp8"]}
         model, plan, receipt = written(tmp_path / "out", "qwen2", "", 7.0, "gptq", runtime="vllm", **formats)
         assert set(plan.payload.formats.values()) == {"w4-g32", "mxfp8"} and receipt.bytes == receipt.planned
+        assert not any("Report this" in note for note in receipt.notes)
         back = lb.load_model(str(tmp_path / "out"), dtype="float32")
         for name, form in plan.payload.formats.items():
             assert torch.equal(back.get_submodule(name).weight, model.get_submodule(name).weight), (name, form)
@@ -333,8 +335,9 @@ def test_streamed_interrupted_and_in_memory_write_the_same_bytes(folder, tmp_pat
     assert receipt.bytes == receipt.planned
     if family != "gguf":
         assert len(list((tmp_path / "memory").glob("*.safetensors"))) > 2
-        bound = packed.header_bytes(whole, blocks_of(whole, find_runtime("transformers")), "transformers")
-        assert 0 < receipt.file - receipt.tensors <= bound
+        blocks = blocks_of(whole, find_runtime("transformers"))
+        formats = {b.name: {plan.payload.formats[m.name] for m in b.modules} for b in blocks}
+        assert 0 < receipt.file - receipt.tensors <= header_bytes(whole, blocks, formats, "transformers")
 
     streamed = lb.load_model(str(folder), dtype="float32", stream=True)
     assert mapped(streamed).converts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 
 import numpy as np
 import pytest
@@ -13,10 +14,11 @@ from tests import zoo
 import layerbudget as lb
 from layerbudget.compressors.base import Level, find_quantiser
 from layerbudget.compressors.formats import RUNTIMES
+from layerbudget.decisions.bits import apply as writing
 from layerbudget.decisions.bits import plan as planning
 from layerbudget.decisions.bits import rounding
 from layerbudget.decisions.bits import sensitivity as R
-from layerbudget.decisions.bits.apply import apply_bits
+from layerbudget.decisions.bits.apply import apply_bits, round_matrices
 from layerbudget.decisions.bits.blocks import blocks_of, formats_table, in_formats
 from layerbudget.decisions.bits.plan import check_plan, check_record, plan_bits
 from layerbudget.decisions.bits.sensitivity import DenseOutput, rounding_damage
@@ -24,6 +26,8 @@ from layerbudget.decisions.formats.program import PEER
 from layerbudget.decisions.formats.table import Table
 from layerbudget.decisions.memory.plan import plan_memory
 from layerbudget.errors import InvalidInput
+from layerbudget.execution import memory
+from layerbudget.execution.walk import Walk
 from layerbudget.models.blocks import describe, end_modules, weight_of
 from layerbudget.reporting.verdict import passes_of, standing, verdict
 from layerbudget.scores import Scores
@@ -256,7 +260,7 @@ def test_a_plan_with_feedback_stands_beside_the_file_that_llama_quantize_writes(
     fit, held_out = text.select(slice(0, 16)), text.select(slice(16, 24))
     plan = plan_bits(model, fit, held_out, like="Q4_K_M", family="gguf", method="gptq", draws=2)
     rows, mix = plan.payload.check.rows, plan_bits(model, fit, like="Q4_K_M", method="gptq", rule="mix", draws=1)
-    assert set(rows) == {"exact", "uniform", "mix", PEER} and rows[PEER]["bytes"] == rows["mix"]["bytes"]
+    assert set(rows) == {"exact", "uniform", "mix", PEER} and rows[PEER].bytes == rows["mix"].bytes
     written = DenseOutput(model, held_out).rows_of(model, mix.payload.formats, fit, "weighted")
     assert rows[PEER].kl == pytest.approx(per_token(*written[:, :2].T)[0], rel=1e-6) and rows[PEER].kl > rows["mix"].kl
     assert "than Q4_K_M by llama-quantize within" in verdict(plan) and "llama.cpp's" not in verdict(plan)
@@ -266,7 +270,7 @@ def test_a_plan_with_feedback_stands_beside_the_file_that_llama_quantize_writes(
         "Q4_K_M by llama-quantize",
     ]
     low = {n: r * ([[0.1, 1, 1, 1]] if n == PEER else 1) for n, r in dict.fromkeys(rows, written).items()}
-    record = check_record(model, DenseOutput(model, held_out), "exact", low, dict.fromkeys(rows, 1), ["exact"])
+    record = check_record(DenseOutput(model, held_out), "exact", low, dict.fromkeys(rows, 1), ["exact"])
     assert record.taken != PEER and record.rows[PEER].difference < 0
 
 
@@ -298,6 +302,95 @@ def test_padding_is_not_counted():
     rows = DenseOutput(model, padded, 3).rows(zoo.build("llama", seed=1))
     assert rows[:, 1].tolist() == padded.attention_mask.sum(1).tolist()
     assert DenseOutput(model, whole).rows(model)[:, 0] == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.parametrize("padded", (False, True))
+def test_logits_are_looked_at_some_positions_at_a_time(padded, monkeypatch):
+    """Of 4 sequences three positions at once; the dense model runs once, and what is kept lies in files."""
+    model, other, data = zoo.build("llama"), zoo.build("llama", seed=1), zoo.tokens(4, 16, padded=padded)
+    whole = DenseOutput(model, data, 4)
+    assert not whole.pieced
+    wanted, vocabulary = whole.rows(other), model.config.vocab_size
+    monkeypatch.setattr(memory, "HEAD", 4 * 4 * 3 * vocabulary)
+    monkeypatch.setattr(R, "_KEPT", 0)
+    sizes, calls = [], []
+    handles = [m.lm_head.register_forward_hook(lambda m, given, out: sizes.append(out[0].numel())) for m in (model, other)]
+    handles.append(model.model.layers[0].register_forward_hook(lambda m, given, out: calls.append(given[0].shape)))
+    dense = DenseOutput(model, data, 4)
+    assert dense.pieced and sum(shape == (4, 16, model.config.hidden_size) for shape in calls) == 1
+    folder = dense._clean._folder
+    assert len(list(folder.iterdir())) == 6
+    sizes.clear()
+    np.testing.assert_allclose(dense.rows(other), wanted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(dense.own, whole.own, rtol=1e-6)
+    assert max(sizes[-6:]) == 3 * vocabulary
+    for handle in handles:
+        handle.remove()
+    del dense
+    gc.collect()
+    assert not folder.exists()
+
+
+def test_damages_are_those_of_a_head_that_runs_some_positions_at_a_time(monkeypatch):
+    """Labels are drawn alike, and the head's statistics are of the same inputs."""
+    model, data = zoo.build("llama", intermediate_size=64), zoo.tokens(4, 16, padded=True)
+    own = {"family": "gguf", "draws": 2, "batch_size": 4, "method": "weighted"}
+    monkeypatch.setattr("layerbudget.execution.backward.fits_whole", lambda *_: False)
+    wanted = Table.of(rounding_damage(model, data, **own))
+    monkeypatch.setattr(memory, "HEAD", 4 * 4 * 5 * model.config.vocab_size)
+    sizes = []
+    handle = model.lm_head.register_forward_hook(lambda m, given, out: sizes.append(given[0].shape[1]))
+    found = Table.of(rounding_damage(model, data, **own))
+    handle.remove()
+    assert sizes.count(5) >= 3 and sizes[-1] == 1, "five positions at a time, then what is left"
+    np.testing.assert_allclose(found.damage[found.has], wanted.damage[found.has], rtol=1e-3)
+    np.testing.assert_allclose(found.error[found.has], wanted.error[found.has], rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("method", "form"),
+    [(m, f) for m in ("rtn", "weighted", "gptq") for f in ("Q4_0", "w4-g32", "nvfp4") if (m, f) != ("gptq", "Q4_0")],
+)
+def test_a_matrix_is_rounded_some_rows_at_a_time_to_the_same_weights(method, form, monkeypatch):
+    if form == "nvfp4":
+        pytest.importorskip("compressed_tensors")
+    data, found, sizes = None if method == "rtn" else zoo.tokens(4, 16), [], []
+    for piece in (1 << 20, 64 * 8):
+        monkeypatch.setattr(writing, "_PIECE", piece)
+        monkeypatch.setattr(writing, "FED_BACK", piece)
+        model = zoo.build("llama", hidden_size=64, intermediate_size=64)
+        quantise = type(find_quantiser(method)).quantise
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                type(find_quantiser(method)), "quantise", lambda s, w, *a, q=quantise: sizes.append(w.numel()) or q(s, w, *a)
+            )
+            names = [m.name for b in blocks_of(model, RUNTIMES["vllm"]) for m in b.modules]
+            round_matrices(model, dict.fromkeys(names, form), data, method=method)
+        found.append({name: weight_of(model, name)[1].detach() for name in names})
+        assert max(sizes) <= piece
+        sizes.clear()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.parametrize("method", ("rtn", "weighted", "gptq"))
+def test_what_plans_have_in_common_is_made_once(method, monkeypatch):
+    """Without inputs every matrix once per type; else both ends, whose inputs are those of the dense model."""
+    model, text = zoo.build("llama", hidden_size=64, intermediate_size=64), zoo.tokens(6, 16)
+    data, check = None if method == "rtn" else text.select(slice(0, 4)), text.select(slice(4, 6))
+    names = [m.name for b in blocks_of(model, RUNTIMES["llama.cpp"]) for m in b.modules]
+    plans = [dict.fromkeys(names, "Q4_0"), {**dict.fromkeys(names, "Q4_0"), names[0]: "Q8_0"}]
+    alone = [DenseOutput(model, check).rows_of(model, plan, data, method) for plan in plans]
+    rounded, heads, cls = [], [], type(find_quantiser(method))
+    quantise, finals = cls.quantise, Walk.finals
+    monkeypatch.setattr(cls, "quantise", lambda s, w, p, level: rounded.append(level.format) or quantise(s, w, p, level))
+    monkeypatch.setattr(Walk, "finals", lambda *a: heads.append(1) or finals(*a))
+    dense = DenseOutput(model, check)
+    together = [dense.rows_of(model, plan, data, method) for plan in (*plans, plans[0])]
+    assert [r.tolist() for r in together] == [r.tolist() for r in (*alone, alone[0])]
+    ends = {m.name for m in end_modules(model)}
+    each = len(names) if method == "rtn" else len(ends)
+    assert len(rounded) == 3 * (len(names) - each) + each + (names[0] in ends or method == "rtn")
+    assert len(heads) == (method != "rtn")
 
 
 def test_every_damage_of_a_table_is_of_the_answers():

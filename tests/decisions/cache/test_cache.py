@@ -24,6 +24,7 @@ from layerbudget.decisions.cache.plan import cache_space, plan_cache
 from layerbudget.decisions.cache.sensitivity import cache_damage
 from layerbudget.decisions.cache.space import CacheSpace
 from layerbudget.errors import CorruptFile, InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
+from layerbudget.execution import memory
 from layerbudget.execution.loss import logits_of, sampled_targets, summed_loss, unlabelled
 from layerbudget.exports import EXPORTS
 from layerbudget.models.blocks import describe
@@ -92,6 +93,19 @@ def one_by_one(model, data, space, seed, draws):
                 sides.append([float(summed_loss(logits, each)) for each in labels])
             total[i, j] += np.square(np.subtract(*sides) / (2 * step)).mean()
     return total / (2 * tokens)
+
+
+def test_gradients_of_keys_and_values_need_few_logits_at_a_time(monkeypatch):
+    model, data = zoo.build("llama", **WIDE), zoo.tokens(2, 10, vocabulary=96, padded=True)
+    space, sizes = cache_space(model, 10, 1, "transformers", ["int2", "int4"]), []
+    wanted, rest, _ = cache_damage(model, data, space, 2, 3, batch_size=2)
+    monkeypatch.setattr(memory, "HEAD", 4 * 96 * 2 * 3)
+    handle = model.lm_head.register_forward_hook(lambda m, given, out: sizes.append(out[..., 0].numel()))
+    found, more, _ = cache_damage(model, data, space, 2, 3, batch_size=2)
+    handle.remove()
+    assert max(sizes[-4:]) == 6
+    np.testing.assert_allclose(found, wanted, rtol=1e-4)
+    np.testing.assert_allclose(more, rest, rtol=1e-3, atol=1e-9)
 
 
 @pytest.mark.parametrize(("name", "runtime"), [("llama", "transformers"), ("gemma3", "vllm"), ("qwen3", "llama.cpp")])

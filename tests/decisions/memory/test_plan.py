@@ -117,7 +117,7 @@ def test_a_plan_is_the_program_and_its_parts_stand_alone():
         assert (weights.kind, cache.kind) == ("bits", "cache")
         assert weights.payload.bits == pytest.approx(8 * weights.budget["spent"] / weights.numel.sum())
         assert weights.budget["spent"] + cache.budget["spent"] == plan.counts.sum()
-        assert weights.budget["file"] == weights.budget["spent"] + 1000 and weights.payload.head_bytes == 24
+        assert weights.budget["tensors"] == weights.budget["spent"] + 1000 and weights.payload.head_bytes == 24
         assert {**weights.payload.formats, **cache.payload.formats} == plan.payload.formats
         table, chosen = found.decision.table, found.decision.choices[rule]
         rest = sum(table.rest[i, j] for i, j in enumerate(chosen))  # what the sequences add, for both parts on the same ones
@@ -297,8 +297,8 @@ def test_a_plan_that_the_check_takes_stands_beside_the_others_with_paired_errors
             for n, kl in (("exact", 0.301), ("uniform-cache", 0.5), ("mix", 0.3))}  # fmt: skip
     rows["exact"][:, 0] = rows["mix"][:, 0] + rng.normal(0.001, 0.02, 64)
     rows["exact"][:, 0] += 0.001 - (rows["exact"][:, 0] - rows["mix"][:, 0]).mean()
-    dense = SimpleNamespace(rows=lambda _: rows["mix"], text={"source": "text"})
-    record = check_record(None, dense, "exact", rows, dict.fromkeys(rows, 100), ["exact"])
+    dense = SimpleNamespace(own=rows["mix"], text={"source": "text"})
+    record = check_record(dense, "exact", rows, dict.fromkeys(rows, 100), ["exact"])
     assert record.taken == "mix" and record.rows["mix"].difference is None
     for name in ("exact", "uniform-cache"):
         apart = rows[name][:, 0] - rows["mix"][:, 0]
@@ -321,11 +321,11 @@ def test_a_plan_that_the_check_takes_stands_beside_the_others_with_paired_errors
     assert head[-1] == "against one format for the whole cache" and "+-" in cells["this plan"]
     assert "level" not in cells["this plan"]
     rows["exact"][:, 0] += 0.1
-    record = check_record(None, dense, "exact", rows, dict.fromkeys(rows, 100), ["exact"])
+    record = check_record(dense, "exact", rows, dict.fromkeys(rows, 100), ["exact"])
     assert "level" not in verdict(zoo.saying(plan, check=record))
     rows["exact"] = rows["uniform-cache"]  # the program chose one format for the whole cache, and no mix fits
     own = {name: rows[name] for name in ("exact", "uniform-cache")}
-    record = check_record(None, dense, "exact", own, dict.fromkeys(own, 100), ["uniform-cache"])
+    record = check_record(dense, "exact", own, dict.fromkeys(own, 100), ["uniform-cache"])
     plan = zoo.saying(dataclasses.replace(plan, rule="exact"), check=record)
     assert standing(plan) is None and "(one format for the whole cache is the best choice here)" in verdict(plan)
 

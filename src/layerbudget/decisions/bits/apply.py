@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 
 from ...compressors.base import Level, find_quantiser
 from ...compressors.formats import GGUF, find_format, find_runtime
-from ...compressors.quantisers import Quantiser, Rounded
+from ...compressors.ggml import dequantise
+from ...compressors.quantisers import FED_BACK, Quantiser, Rounded, joined
 from ...compressors.treating import Found, Job, Treating, check
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InvalidInput
@@ -37,14 +40,17 @@ from ...records import Receipt, stacks, write_text
 from ...storage.folders import check_folder, new_folder
 from ...storage.parts import Parts
 from ...storage.source import complete, write_readers
+from ...storage.writing import check_space
 from ..formats.program import formats_of_plan
 from .blocks import check_writable, layers_of, modules_by_name, peaks
 from .card import model_card
+from .counted import Counted
 from .export import auto_round, llama_cpp
 from .packed import UNREAD, PackedWriter, check_loads, recount_safetensors
 from .payload import BitsPayload
 from .placed import PlacedRows
 
+_PIECE = 1 << 22  # weights that are rounded together: their copies take little memory
 _Writer = PackedWriter | GgufWriter | PlacedRows
 
 
@@ -116,6 +122,8 @@ def round_matrices(
     method: str = "rtn",
     batch_size: int = 8,
     placed: PlacedRows | None = None,
+    follow: Callable[[int], None] | None = None,
+    shared: Shared | None = None,
     progress: Progress | None = None,
     **own: Any,
 ) -> list[str]:
@@ -123,10 +131,12 @@ def round_matrices(
 
     Embedding and head come first, the head with the inputs that it has in the model as it was; then the layers, each with the
     inputs that the rounded model below it gives. An embedding that is no head is rounded to nearest. ``placed`` takes the bytes
-    of all of them for a file.
+    of all of them for a file. ``follow`` is called with -1 when both ends are rounded, and with the number of every layer when
+    that is. Of a streamed model a layer is then as it was again, and in the end so are both ends. What is ``shared`` with
+    other plans of the dense model is made once.
     """
     rounding = _Rounding(model, formats, method, data, own)
-    rounding.writer = placed
+    rounding.writer, rounding.follow, rounding.shared = placed, follow, shared
     rounding.run(batch_size, progress)
     return rounding.notes
 
@@ -149,7 +159,8 @@ def write_bits(
 ) -> QuantisationReceipt:
     """Round a model by a plan of bits and write it: the weights, ``plan.json``, ``receipt.json`` and recipes for other tools.
 
-    The folder appears complete or not at all, and only if the bytes counted from the written file are the planned ones.
+    The folder appears complete or not at all, and only if the bytes counted from the written file are the planned ones: of
+    every matrix, of all tensors, and of the file where a size was asked for.
 
     Args:
         model: A streamed one is afterwards as it was (but for what lies outside its layers); one in memory is rounded.
@@ -172,9 +183,9 @@ def write_bits(
         ModelMismatch: The plan belongs to another model, or ``resume`` to another run.
         AlreadyExists: The folder exists and is not empty.
         InvalidInput: A plan of another kind, an unknown method, missing data, an architecture or a matrix that the format has
-            no place for.
-        CoverageError: A matrix that reads back as other weights, or is not as large as planned; a GGUF file that llama.cpp
-            refuses, or computes otherwise.
+            no place for; a file that would be larger than the size in bytes that was planned for, with this tokenizer.
+        CoverageError: A matrix that reads back as other weights, or is not as large as planned; a file that is larger than was
+            asked for; a GGUF file that llama.cpp refuses, or computes otherwise.
         BadModel: Weights that are not finite.
         MissingDependency: The package of the format is not installed.
     """
@@ -183,6 +194,7 @@ def write_bits(
     check_folder(out_dir, overwrite=overwrite)
     check_finite(model)
     check_writable(model, formats, find_runtime(payload.runtime, payload.family))
+    counted = Counted.of(model, plan, tokenizer)
     rounding = _Rounding(model, formats, method or payload.method, data, own)
     with new_folder(out_dir, overwrite=overwrite) as folder:
         gguf = payload.family == GGUF
@@ -197,7 +209,7 @@ def write_bits(
         rounding.run(batch_size, progress)
         for name, text in (beside or {}).items():
             write_text(folder / name, text)
-        return _finish(folder, tokenizer, plan, rounding, rounding.writer, check=check)
+        return _finish(folder, tokenizer, plan, rounding, rounding.writer, counted, check=check)
 
 
 def _pieces(model: nn.Module, formats: Mapping[str, str]) -> dict[str, list[Job]]:
@@ -210,6 +222,34 @@ def _pieces(model: nn.Module, formats: Mapping[str, str]) -> dict[str, list[Job]
         job = Job(module=modules[name], level=Level(format=formats[name], peak=top.get(name)))
         pieces["" if layer is None else names[layer]].append(job)
     return pieces
+
+
+class Shared:
+    """What several plans of a model and a text have in common: the head's inputs in the dense model, and rounded matrices.
+
+    A matrix that is rounded without the inputs that a plan gives it is rounded once to every type of llama.cpp. Its bytes lie
+    in a temporary folder, which takes as much as the matrices in all types of the plans.
+
+    Attributes:
+        inputs: Of the head, by its name.
+    """
+
+    def __init__(self) -> None:
+        self.inputs: dict[str, list[InputMoments]] = {}
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._files: dict[Any, Path] = {}
+
+    def data(self, key: Any, make: Callable[[], np.ndarray]) -> np.ndarray:
+        """Return bytes that were made before under a key, or make them."""
+        if key not in self._files:
+            made = make()
+            self._folder = self._folder or tempfile.TemporaryDirectory(prefix="layerbudget-", ignore_cleanup_errors=True)
+            file = Path(self._folder.name) / f"{len(self._files)}.npy"
+            check_space({self._folder.name: made.nbytes})
+            np.save(file, made)
+            self._files[key] = file
+            return made
+        return np.asarray(np.load(self._files[key]))
 
 
 class _Rounding(Treating):
@@ -232,17 +272,42 @@ class _Rounding(Treating):
         if self.offloaded is not None:
             self.offloaded.hold_ends()
         self.writer: _Writer | None = None
+        self.follow: Callable[[int], None] | None = None
+        self.shared: Shared | None = None
+        self.alike, self.copies = False, dict[str, int]()
         self.parts = Parts(None)
         self.rounded: dict[str, list[Rounded]] = {}
         self.notes: list[str] = []
 
-    def become(self, name: str, weight: torch.Tensor, prepared: Any, level: Level) -> torch.Tensor:
-        """See :meth:`Treating.become`; scales and zero points are kept until they are written."""
-        done = self.quantiser.quantise(weight, prepared, level)
-        check(self.quantiser, weight, done.weight, level)
-        if self.writer is not None:
-            self.rounded.setdefault(name, []).append(dataclasses.replace(done, weight=weight[:0]))
-        return done.weight.to(weight.dtype)
+    def treat(self, name: str, view: torch.Tensor, prepared: Any, level: Level) -> None:
+        """See :meth:`Treating.treat`: some rows at a time. Bytes, scales and zero points are kept until they are written."""
+        form, parts = find_format(str(level.format)), list[Rounded]()
+        if form.floating and form.group is not None and level.peak is None:  # one number is of all rows
+            level = dataclasses.replace(level, peak=max(float(view.max()), -float(view.min())))
+        self.copies[name] = self.copies.get(name, -1) + 1
+        size = max(1, (FED_BACK if self.quantiser.statistic == "gram" else _PIECE) // view.shape[1])
+        for number, rows in enumerate(view.split(size)):
+            done = self._rounded(rows, prepared, level, (name, self.copies[name], number, level.format))
+            check(self.quantiser, rows, done.weight, level)
+            rows.copy_(done.weight)
+            if self.writer is not None:
+                parts.append(dataclasses.replace(done, weight=rows[:0]))
+        if parts:
+            self.rounded.setdefault(name, []).append(joined(parts))
+
+    def _rounded(self, rows: torch.Tensor, prepared: Any, level: Level, key: Any) -> Rounded:
+        """Some rows of a matrix, rounded; where all plans give them the same inputs, once for all of them."""
+        form, made = find_format(str(level.format)), list[Rounded]()
+        if self.shared is None or not self.alike or form.plain or form.family != GGUF:
+            return self.quantiser.quantise(rows, prepared, level)
+
+        def make() -> np.ndarray:
+            """The bytes."""
+            made.append(self.quantiser.quantise(rows, prepared, level))
+            return cast(np.ndarray, made[0].data)
+
+        data = self.shared.data(key, make)
+        return made[0] if made else Rounded(weight=torch.from_numpy(dequantise(data, form.name)).to(rows.device), data=data)
 
     def jobs(self, work: Sequence[Job], found: Found, made: dict[InputMoments, Any] | None = None) -> list[str]:
         """See :meth:`Treating.jobs`. Importances are kept for the file; those of experts without a token are all one."""
@@ -264,7 +329,7 @@ class _Rounding(Treating):
         with inference(self.model):
             try:
                 for index, (layer, jobs) in enumerate(self.pieces.items(), -1):
-                    if not jobs and walk is None and self.writer is None:
+                    if not jobs and walk is None and self.writer is None and self.follow is None:
                         continue
                     if offloaded is not None and offloaded.converts and layer:
                         offloaded.bring(layer)
@@ -273,24 +338,32 @@ class _Rounding(Treating):
                         walk.capture()
                     elif walk is not None and index + 2 < len(self.pieces):
                         walk.advance()
-                    if offloaded is not None and self.writer is not None and layer:
+                    if self.follow is not None:
+                        self.follow(index)
+                    if offloaded is not None and (self.writer or self.follow) is not None and layer:
                         offloaded.leave()
-                        offloaded.fresh([job.module.name + ".weight" for job in jobs])
+                        if not offloaded.converts:  # there the copies are gone, and with them what was written into them
+                            offloaded.fresh([job.module.name + ".weight" for job in jobs])
                     tick()
             finally:
                 if walk is not None:
                     walk.close()
+                if offloaded is not None and self.follow is not None:
+                    offloaded.rest_ends()
 
     def _of_head(self, walk: Walk, jobs: Sequence[Job]) -> Mapping[str, list[InputMoments]]:
         """Inputs of the head in the model as it was: an embedding that is tied to it is rounded before the layers."""
         modules = [job.module for job in jobs if not find_format(str(job.level.format)).plain]
         found = InputStatistics(self.model, modules, self.quantiser.statistic)
-        if found.owners:
-            walk.capture()
-            for batch, hidden in enumerate(walk.finals()):
-                with found.listening(walk.token_mask(batch)):
-                    walk.tail(len(walk), batch, hidden)
-            share_statistics(found.found)
+        known = {} if self.shared is None else self.shared.inputs
+        if set(found.owners) <= set(known):
+            return {name: known[name] for name in found.owners}
+        walk.capture()
+        for batch, hidden in enumerate(walk.finals()):
+            with found.listening(walk.token_mask(batch)):
+                walk.meet_head(batch, hidden)
+        share_statistics(found.found)
+        known |= found.found
         return found.found
 
     def _piece(self, layer: str, index: int, jobs: Sequence[Job], walk: Walk | None) -> None:
@@ -309,7 +382,7 @@ class _Rounding(Treating):
                 self.writer.restore([job.module.name for job in jobs], tensors)
             self.writer.add(tensors)
             return
-        before = set(self.sums)
+        before, self.alike = set(self.sums), not layer or self.data is None
         if walk is not None and layer:
             notes = self.layer(walk, jobs)
         else:
@@ -333,11 +406,18 @@ def request_of(model: nn.Module, *, computing: bool) -> dict[str, Any]:
 
 
 def _finish(
-    folder: Path, tokenizer: Any, plan: Plan, rounding: _Rounding, writer: PackedWriter | GgufWriter, *, check: bool
+    folder: Path,
+    tokenizer: Any,
+    plan: Plan,
+    rounding: _Rounding,
+    writer: PackedWriter | GgufWriter,
+    beside: Counted,
+    *,
+    check: bool,
 ) -> QuantisationReceipt:
     """Finish the files, count their bytes again, and write what lies beside the weights."""
     formats, gguf = formats_of_plan(plan), isinstance(writer, GgufWriter)
-    notes = [*rounding.notes, *writer.close(), *_kept(plan)]
+    notes = [*rounding.notes, *writer.close(), *_kept(plan), *beside.notes]
     if gguf:
         write_readers(rounding.model, tokenizer, folder)
     else:
@@ -350,6 +430,9 @@ def _finish(
         if spent != block.count:
             what = f"{block.name} takes {spent:,} bytes in the file, {block.count:,} were planned."
             raise CoverageError(what, "", "Report this; nothing is kept.")
+    tensors = sum(found.values())
+    file = sum(f.stat().st_size for f in (*folder.glob("*.safetensors"), *folder.glob(GGUF_FILE)))
+    notes += beside.check(plan, tensors, file)
     if gguf:
         write_text(folder / "tensor-types.txt", llama_cpp(plan))
         if rounding.sums and rounding.data is not None:
@@ -372,8 +455,8 @@ def _finish(
         modules={n: {"format": f, "bytes": counted[n]} for n, f in formats.items()},
         bytes=total,
         planned=int(plan.counts.sum()),
-        tensors=sum(found.values()),
-        file=sum(f.stat().st_size for f in (*folder.glob("*.safetensors"), *folder.glob(GGUF_FILE))),
+        tensors=tensors,
+        file=file,
         bits=8 * total / sum(b.numel for b in plan.blocks),
         llama_cpp=said,
         notes=tuple(notes),

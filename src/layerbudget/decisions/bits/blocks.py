@@ -15,17 +15,18 @@ import torch
 from torch import nn
 
 from ...compressors.base import find_quantiser
-from ...compressors.formats import ALIGNMENT, GGUF, PACKED, RUNTIMES, TYPES, Format, Runtime, find_format, find_runtime
+from ...compressors.formats import GGUF, PACKED, RUNTIMES, TYPES, Format, Runtime, find_format, find_runtime
 from ...errors import InvalidInput, UnknownBlock
 from ...gguf.mixes import LlamaModel
 from ...gguf.names import ACROSS, LATENT, ROUTERS, check_computed, find_architecture, find_names, split_stacks
-from ...gguf.writer import check_even, fixed_bytes, in_file
+from ...gguf.writer import check_even, in_file
 from ...models.blocks import config_of, end_modules, layers, partition, pretrained, text_config, weight_of
 from ...models.memory import cache_of, layer_configs
 from ...records import Block, Module, natural_key, stacks
 from ..formats.request import UNWRITTEN
 from ..formats.table import Table, signature_at
-from .saved_names import experts_of, halved
+from .counted import terms_beside
+from .saved_names import experts_of
 
 
 def formats_table(
@@ -58,7 +59,7 @@ def formats_table(
         if unwritten != "plan":
             check_computed(text_config(config_of(model)))
     blocks, reasons = _split(model, blocks_of(model, target, by), target, unwritten)
-    none = np.zeros((len(blocks), 0))
+    none, terms = np.zeros((len(blocks), 0)), terms_beside(model, [m.name for b in blocks for m in b.modules], family)
     table = Table(
         blocks=blocks,
         formats=(),
@@ -66,7 +67,8 @@ def formats_table(
         damage=none,
         error=none,
         rest=none[..., None],
-        fixed=_fixed_bytes(model, blocks, family),
+        fixed=sum(terms.values()),
+        fixed_terms=terms,
         family=family,
         runtime=target.name,
         method=method,
@@ -225,27 +227,6 @@ def peaks(model: nn.Module, wanted: Collection[str]) -> dict[str, float]:
         if asked:
             found |= dict.fromkeys(asked, max(float(weight_of(model, n)[1].detach().abs().max()) for n in names))
     return found
-
-
-def _fixed_bytes(model: nn.Module, blocks: Iterable[Block], family: str) -> int:
-    """Bytes of the tensors that no plan changes: 16 bits per number, vectors of GGUF 32, with its padding."""
-    names = [m.name for b in blocks for m in b.modules]
-    if family == GGUF:
-        try:
-            return fixed_bytes(model, names)
-        except InvalidInput:
-            pass  # another tool writes the file: about as many
-    seen, total = {id(weight_of(model, name)[1]) for name in names}, 0
-    state = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
-    sizes = {id(t): 2 if halved(model, n, t) else t.element_size() for n, t in state.items()}
-    for name, parameter in model.named_parameters():
-        if id(parameter) not in seen:
-            seen.add(id(parameter))
-            wide = family == GGUF and (parameter.ndim == 1 or name.endswith("bias"))  # biases of experts are matrices (gpt-oss)
-            exact = parameter.numel() * (4 if wide else sizes[id(parameter)])
-            total += -(-exact // ALIGNMENT) * ALIGNMENT if family == GGUF else exact
-    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return total + sum(t.numel() * sizes[id(t)] for n, t in state.items() if n not in known)
 
 
 # ---- matrices that no file holds in fewer than 16 bits

@@ -16,6 +16,7 @@ from ..formats.payload import FormatsPayload
 from ..formats.program import formats_of_plan
 from ..formats.request import need_samples, on_check
 from .payload import BitsPayload
+from .terms import whole_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,7 +46,6 @@ def _from_scores(session: Session) -> Plan:
 
 def _by_damage(session: Session) -> Plan:
     from ...cost import choosing
-    from ...models.offload import mapped
     from .blocks import narrow_rows
     from .plan import plan_bits
 
@@ -53,12 +53,7 @@ def _by_damage(session: Session) -> Plan:
     family = request.family or (RUNTIMES[request.runtime].family if request.runtime else PACKED if not request.like else GGUF)
     request.check_formats(request.runtime, family)
     need_samples(session)
-    model, tokenizer, data, check = session.load_checked(16 if request.checked is None else request.checked)
-    if check is not None and mapped(model) is not None and request.checked is None:
-        check = None
-        session.announce(
-            "The weights stay in their files: the plan is not checked as a whole. Check the written file by evaluate."
-        )
+    model, tokenizer, data, check = session.load_checked(16 if request.checked is None else request.checked, lean=True)
     if family == GGUF and (narrow := narrow_rows(model)):
         session.announce(narrow)
     checked, draws = None if check is None else session.size(check), request.draws or 4
@@ -179,8 +174,7 @@ def _quantise(session: Session, plan: Plan, weights: Plan, beside: Mapping[str, 
         _use_text_of(session, plan)
     request.dtype = request.dtype or "float32"  # grids of formats are finer than what checkpoints hold
     model, tokenizer, data = session.load(data=False) if blind else session.load_apart(plan, _checked(plan))
-    others = max(0, sum(p.numel() for p in model.parameters()) - int(weights.numel.sum()))
-    size = BESIDE + int(weights.counts.sum()) + 2 * others  # what the plan counted, the rest in two bytes each, a tokenizer
+    size = BESIDE + whole_bytes(weights)  # what the plan counted, and a tokenizer
     check_space(dict.fromkeys(filter(None, (request.out, request.resume)), size))
     text = session.size(data)
     parts: Sequence[Any] = [Part("ggml", text)] if weights.payload.family == GGUF else []

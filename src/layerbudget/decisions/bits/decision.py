@@ -89,8 +89,13 @@ class Bits(Decision):
         return reasons(plan, scores)
 
     def show(self, session: Session, plan: Plan) -> bool:
-        """Show why every block has its format, where a table is asked for and the plan says it."""
-        if not session.request.table or payload_of(plan, BitsPayload).reasons is None:
+        """Show what is counted and why every block has its format, where a table is asked for and the plan says it."""
+        from .shown import show_terms
+
+        if not session.request.table:
+            return False
+        show_terms(session, plan)
+        if payload_of(plan, BitsPayload).reasons is None:
             return False
         self.show_matrices(session, plan, self.matrices(plan))
         return True

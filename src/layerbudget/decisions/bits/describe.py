@@ -27,6 +27,7 @@ from ..formats.describe import (
 )
 from ..formats.program import PEER
 from .payload import BitsPayload
+from .terms import whole_bytes
 
 ENDS = "first and last layers, embedding and head in larger formats"  #: What the rule protect-ends is.
 _BITS = "bits per weight: the bytes of the planned matrices over their weights."
@@ -38,7 +39,7 @@ def summary_of(plan: Plan) -> Summary:
     names = names_of(payload, payload.mix)
     peer = PEER if PEER in damages_of(plan, payload) else "mix"
     against = {"uniform": "uniform", **({} if plan.rule == peer else {peer: PEER if peer == PEER else str(payload.mix)})}
-    counted = f"bytes of {'the file' if payload.family == GGUF else 'all tensors'}"
+    counted = f"bytes of {_counted(payload)}"
     return Summary(
         title=f"{payload.bits:.3g} bits per weight for",
         verdict=verdict(plan, payload, f"{payload.bits:.4g} bits per weight", names),
@@ -48,6 +49,7 @@ def summary_of(plan: Plan) -> Summary:
             *on_certificate(plan),
             on_prediction(plan, payload, _BITS, ENDS, without=("mix",)),
             *on_unwritten(plan, payload),
+            *_on_unread(payload),
             *on_more_bytes(plan),
             *on_ties(plan, payload),
             *on_check(payload),
@@ -61,11 +63,16 @@ def summary_of(plan: Plan) -> Summary:
 
 
 def _sizes(plan: Plan, payload: BitsPayload) -> dict[str, int]:
-    """Bytes of the GGUF file, else of all tensors, of a plan and of the choices beside it."""
+    """Bytes of a GGUF file whose metadata are counted, else of all tensors, of a plan and of the choices beside it."""
     beside = payload.fixed_bytes + (payload.head_bytes if payload.family == GGUF else 0)
     spent = {name: row["spent"] for name, row in payload.baselines.items()} | {plan.rule: plan.budget["spent"]}
     spent |= {PEER: spent["mix"]} if "mix" in spent else {}
     return {name: int(size + beside) for name, size in spent.items()}
+
+
+def _counted(payload: BitsPayload) -> str:
+    """What is counted: the file, or all tensors."""
+    return "the file" if payload.family == GGUF and payload.head_bytes else "all tensors"
 
 
 def _on_bytes(plan: Plan, payload: BitsPayload) -> str:
@@ -75,7 +82,14 @@ def _on_bytes(plan: Plan, payload: BitsPayload) -> str:
     parts = [f"{spent:,} of the planned matrices (limit {plan.budget['limit']:,})", f"{fixed:,} of other tensors"]
     parts += [f"{'' if exact else 'at most '}{head:,} of metadata"] if head else []
     most = "at most " if head and not exact else ""
-    return f"Bytes: {' + '.join(parts)} = {most}{spent + fixed + head:,} bytes of {'the whole file' if head else 'all tensors'}"
+    total = f"Bytes: {' + '.join(parts)} = {most}{whole_bytes(plan):,} bytes of {'the whole file' if head else 'all tensors'}"
+    return total if head or not exact else f"{total}; the metadata and the vocabulary of the file are not counted"
+
+
+def _on_unread(payload: BitsPayload) -> list[str]:
+    """A sentence on tensors that transformers does not load."""
+    terms = {name: size for name, size in (payload.fixed_terms or {}).items() if "does not load" in name or "further" in name}
+    return [f"Not planned: {name}{f', {size:,} bytes' if size else ''}." for name, size in terms.items()]
 
 
 def _on_mix(plan: Plan, payload: BitsPayload) -> str:
@@ -91,7 +105,7 @@ def _on_mix(plan: Plan, payload: BitsPayload) -> str:
     less = f" ({1 - damage / row['predicted']:.0%} less)" if row["predicted"] > damage > 0 else ""
     size = int(row["spent"]) + payload.fixed_bytes + payload.head_bytes
     return (
-        f". llama.cpp's {mix}, {size:,} bytes of the file: predicted damage {row['predicted']:.4g} nats per token, "
+        f". llama.cpp's {mix}, {size:,} bytes of {_counted(payload)}: predicted damage {row['predicted']:.4g} nats per token, "
         f"of the plan {damage:.4g}{less}."
     )
 

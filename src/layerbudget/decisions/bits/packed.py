@@ -18,12 +18,10 @@ from ...errors import BadModel, CorruptFile, CoverageError
 from ...models.blocks import config_of, layers, pretrained, weight_of
 from ...models.loading import load_model, silent
 from ...models.machine import SHARE, free_bytes
-from ...records import Block
 from ...storage.source import save_weights
 from .saved_names import Part, as_saved, experts_of, halved, names_of, pattern
 
 SHARD = 1 << 29  # bytes of one file; one tensor may be larger
-ENTRY = 128  # bytes of a tensor in a file's header beside the name of its matrix, at most
 PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale", "weight_shape")
 ZERO_POINTS = "transformers 5.23 does not load packed zero points (compressed-tensors 0.20); vLLM reads them."
 EXPERTS = "transformers 5.23 takes all experts for one format and misreads these; vLLM reads each layer's own."
@@ -230,16 +228,6 @@ def check_loads(folder: Path, runtime: str) -> list[str]:
             "Plan again: `plan bits` says before it measures which matrices cannot be packed; or plan with --runtime vllm.",
         ) from error
     return []
-
-
-def header_bytes(model: nn.Module, blocks: Sequence[Block], runtime: str) -> int:
-    """Bytes that the headers of a folder's files take at most: which tensors a matrix has depends on its format."""
-    planned, state = [m.name for b in blocks for m in b.modules], pretrained(model).state_dict()
-    apart = experts_of(model, planned) if runtime == "vllm" else {}
-    saved = names_of(model, [n for n in planned if n not in apart]) if runtime == "vllm" else {}
-    parts = [part.name for n in planned for part in apart.get(n, (Part(name=saved.get(n, n)),))]
-    files = 1 + sum(t.numel() for t in state.values()) * 4 // SHARD  # half full at least
-    return sum(len(n.encode()) + ENTRY for n in [*(len(PARTS) - 1) * parts, *state]) + files * ENTRY
 
 
 def recount_safetensors(folder: Path) -> dict[str, int]:

@@ -17,12 +17,11 @@ import numpy as np
 
 from ...compressors.formats import GGUF, PACKED
 from ...data.calibration import CalibrationSet
-from ...errors import CoverageError, InvalidInput
+from ...errors import InvalidInput
 from ...gguf.imatrix import imatrix_digest
 from ...gguf.names import is_written
 from ...gguf.writer import head_bytes
 from ...models.blocks import config_of, text_config
-from ...models.offload import mapped
 from ...plan import Plan, payload_of
 from ...progress import Progress, say
 from ...records import check_output, digest, to_jsonable
@@ -36,7 +35,7 @@ from ..formats.program import PEER, Limits, formats_of_rules, is_allowed, other_
 from ..formats.table import Table
 from .apply import request_of
 from .blocks import formats_table, in_formats
-from .packed import header_bytes
+from .counted import header_bytes
 from .payload import BitsPayload
 from .sensitivity import DenseOutput, rounding_damage
 
@@ -97,7 +96,6 @@ def plan_bits(
 
     Raises:
         InfeasibleBudget: A budget below the smallest plan; said before anything is measured.
-        CoverageError: A check of a streamed model, whose weights stay in their files.
     """
     limits = Limits(bits=bits, budget=budget, like=like, forbid=forbid, keep=keep or {})
     if isinstance(source, Scores):
@@ -105,9 +103,6 @@ def plan_bits(
         return plan_from_table(source, limits, rule)
     if data is None:
         raise InvalidInput("A model is planned on calibration tokens.", "", "Pass data.")
-    if check is not None and mapped(source) is not None:
-        told = "The check puts whole plans into the model, and the weights of a streamed model stay in their files."
-        raise CoverageError(told, "", "Leave the check out (--check 0), or use --no-stream.")
     limits.check()
     if save_scores is not None:
         check_output(save_scores, overwrite=overwrite)
@@ -189,7 +184,9 @@ def empty_table(model: nn.Module, tokenizer: Any, options: Mapping[str, Any]) ->
         raise InvalidInput(f"The measurement of formats has no option {name}.", known, "Correct the name.")
     table = formats_table(model, **{k: v for k, v in options.items() if k in _OF_BYTES})
     if table.family == PACKED:
-        return dataclasses.replace(table, head=header_bytes(model, table.blocks, table.runtime))
+        names = np.array(table.formats)
+        formats = {block.name: names[has].tolist() for block, has in zip(table.blocks, table.has, strict=True)}
+        return dataclasses.replace(table, head=header_bytes(model, table.blocks, formats, table.runtime))
     written = table.llama is not None and is_written(text_config(config_of(model)))
     return dataclasses.replace(table, head=head_bytes(model, tokenizer) if written else 0)
 
@@ -227,14 +224,13 @@ def check_plan(
     if "mix" in plans and method == "gptq":
         rows[PEER], spent[PEER] = measure(formats["mix"], "weighted"), spent["mix"]
     same = [n for n, each in formats.items() if each == payload.formats]
-    record = check_record(model, dense, plan.rule, rows, spent, same, beside)
+    record = check_record(dense, plan.rule, rows, spent, same, beside)
     chosen = plans[record.taken]
     kept = {"passes": payload.passes, "curve": payload.curve, "check": record, "asked": plan.rule}
     return chosen.with_payload(**kept)
 
 
 def check_record(
-    model: nn.Module,
     dense: DenseOutput,
     rule: str,
     rows: Mapping[str, np.ndarray],
@@ -247,8 +243,7 @@ def check_record(
     The differences of the rows are from the one that is taken, paired by sequences.
 
     Args:
-        model: The dense model.
-        dense: Its output on the text.
+        dense: The dense model's output on the text.
         rule: The rule that was asked for; ``exact`` gives way to a better one.
         rows: Of every rule's plan, as :meth:`DenseOutput.rows` gives them.
         spent: Its bytes.
@@ -260,7 +255,7 @@ def check_record(
     table = {n: describe_rows(r, None if n == best else rows[best]) for n, r in rows.items()}
     for name, row in table.items():
         row |= {"bytes": spent[name], "same": name != rule and name in same}
-    perplexity = float(describe_rows(dense.rows(model))["perplexity"])
+    perplexity = float(describe_rows(dense.own)["perplexity"])
     typed = {name: CheckRow(**row) for name, row in table.items()}
     return Check(data=dense.text, dense_perplexity=perplexity, rows=typed, taken=best, verdict=verdict(rule, best, table))
 

@@ -42,6 +42,7 @@ from .card import model_card
 from .export import llama_cpp
 from .payload import BitsPayload
 from .placed import PlacedRows
+from .terms import whole_bytes
 
 _ROWS = 1 << 22  # weights that are rounded at a time
 # Least cosine between some values of two embeddings of one model: in 16 or 32 bits, and where the file was quantised before.
@@ -433,9 +434,8 @@ class _Work:
                 f"{self.held.path.name} was quantised before ({', '.join(again)}): its errors stay, and those of the plan "
                 "come on top, so that this file costs more than the plan says. A file in 16 bits gives a better one."
             )
-        payload = payload_of(self.plan, BitsPayload)
-        counted = int(self.plan.budget["spent"]) + payload.fixed_bytes + payload.head_bytes
-        if payload.head_bytes and self.size > counted:
+        counted, known = whole_bytes(self.plan), payload_of(self.plan, BitsPayload).head_bytes
+        if known and self.size > counted:
             notes.append(
                 f"The whole file has {self.size - counted:,} bytes more than the plan counted ({counted:,}): what is not "
                 f"planned, metadata among it, is as it was in {self.held.path.name}."

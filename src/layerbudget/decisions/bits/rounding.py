@@ -50,6 +50,7 @@ from ...sensitivity.directional.terms import Watch
 from .blocks import peaks
 
 _PIECE = 1 << 20  # weights that are rounded together: their errors take 4 MB
+_FED_BACK = 1 << 23  # with error feedback, which is quicker on many rows at once
 _ANCHORS = (("Q2_K", "Q3_K", "Q4_K", "Q6_K"), ("MXFP4", "Q5_0", "Q8_0"))  # of GGUF, where 256 divides rows and else; quick
 _LATTICES = ("IQ2_S", "IQ3_S")  # with feedback these too: a code says several weights, and leaves other errors
 
@@ -194,7 +195,10 @@ class RoundingErrors(Watch):
             self._statistics = None
 
     def _views(self, name: str) -> Iterator[tuple[torch.Tensor, InputMoments | None]]:
-        views, found = matrices(*weight_of(self.model, name)), self._found.get(name)
+        owner, parameter = weight_of(self.model, name)
+        if self.offloaded is not None and name in self.lookups | self.heads:  # a head comes and goes, and directions stay
+            parameter = nn.Parameter(self.offloaded.stored(parameter), requires_grad=False)
+        views, found = matrices(owner, parameter), self._found.get(name)
         for i, view in enumerate(views):
             yield view.detach(), found[i] if found is not None else None
 
@@ -217,7 +221,7 @@ class RoundingErrors(Watch):
             if chosen is not None:
                 view = view[chosen[(chosen >= start) & (chosen < first)].to(view.device) - start]
             prepared = self._prepared(found)
-            size = max(1, len(view) if self.quantiser.statistic == "gram" else _PIECE // view.shape[1])
+            size = max(1, (_FED_BACK if self.quantiser.statistic == "gram" else _PIECE) // view.shape[1])
             for rows in view.split(size):
                 errors = (self._errors(name, rows, prepared, f) for f in formats)
                 yield [None if e is None else _apart(e, rows, c) for e, c in zip(errors, factors, strict=True)]

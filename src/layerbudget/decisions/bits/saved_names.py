@@ -71,14 +71,26 @@ def experts_of(model: nn.Module, names: Sequence[str]) -> dict[str, tuple[Part, 
 
 def names_of(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
     """Return the names in the checkpoint of matrices that are saved whole, of those that have another one there."""
-    modules, found, held = dict(model.named_modules()), dict[int, list[str]](), dict[str, torch.Tensor]()
-    for i, name in enumerate(names):
-        shape = (_ROWS,) * weight_of(model, name)[1].ndim
-        held[f"{name}.weight" if name in modules else name] = torch.full(shape, i, dtype=torch.float64)
+    modules = dict(model.named_modules())
+    keys = [f"{name}.weight" if name in modules else name for name in names]
+    saved = tensor_names(model, {k: weight_of(model, name)[1].ndim for k, name in zip(keys, names, strict=True)})
+    stems = {name: saved[key].removesuffix(".weight") for key, name in zip(keys, names, strict=True) if key in saved}
+    return {name: stem for name, stem in stems.items() if stem != name}
+
+
+def tensor_names(model: nn.Module, dimensions: Mapping[str, int]) -> dict[str, str]:
+    """Return the names in the checkpoint of tensors that are saved whole, by their names in the model.
+
+    Args:
+        model: Any transformers model.
+        dimensions: How many each tensor has, by its name in the model.
+    """
+    names, found = list(dimensions), dict[int, list[str]]()
+    held = {name: torch.full((_ROWS,) * dimensions[name], i, dtype=torch.float64) for i, name in enumerate(names)}
     for saved, numbers in as_saved(model, held).items():
         if numbers.numel() == _ROWS**numbers.ndim and bool((numbers == numbers.flatten()[0]).all()):
-            found.setdefault(int(numbers.flatten()[0]), []).append(saved.removesuffix(".weight"))
-    return {names[i]: saved[0] for i, saved in found.items() if len(saved) == 1 and saved[0] != names[i]}
+            found.setdefault(int(numbers.flatten()[0]), []).append(saved)
+    return {names[i]: saved[0] for i, saved in found.items() if len(saved) == 1}
 
 
 def pattern(module: str) -> str:

@@ -18,7 +18,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -27,21 +30,28 @@ from torch import nn
 
 from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
-from ...execution.divergence import next_tokens, sequence_losses, token_divergence
-from ...execution.loss import IGNORE, answers, deal, pad_right, unlabelled
+from ...execution.divergence import next_tokens, token_divergence, token_losses
+from ...execution.loss import IGNORE, Batch, answers, deal, unlabelled
+from ...execution.memory import Store, pieces_of, room_for
 from ...execution.modes import inference
+from ...execution.replay import Replay, unwalkable
 from ...models.blocks import describe
-from ...models.machine import versions
+from ...models.machine import give_back, versions
+from ...models.offload import mapped
 from ...progress import Progress, Steps
 from ...records import Block
 from ...scores import Scores
 from ...sensitivity.directional.terms import QuadraticTerms, interpolated, pooled, quadratic_terms
 from ...sensitivity.directional.trials import Originals
+from ...storage.writing import check_space
 from ..formats.table import ESTIMATOR, Table
-from .apply import quantiser_of, round_matrices
+from .apply import Shared, quantiser_of, round_matrices
 from .blocks import formats_table, modules_by_name
 from .rounding import RoundingErrors
 
+_KEPT = 256 << 20  # bytes of log-probabilities that are kept in memory
+_Outputs = Callable[[Batch], Iterator[tuple[slice, torch.Tensor]]]
+_Context = Callable[[], contextlib.AbstractContextManager[None]]
 _LEAST = 0.1  # of the damage of its rest that a format has at the least: what scales weights may by chance undo some of it
 
 
@@ -163,38 +173,90 @@ def _factors(errors: RoundingErrors, block: Block) -> np.ndarray:
 
 
 class DenseOutput:
-    """The dense model's output on a text, and how far another one's is from it; ``progress`` sees every batch and layer."""
+    """The dense model's output on a text, and how far another one's is from it; ``progress`` sees every batch and layer.
+
+    The dense model runs once. Its log-probabilities lie in temporary files where they take more than 256 MB, and those of a
+    batch are looked at some positions at a time where the model's head can be asked for these.
+
+    Attributes:
+        own: See :meth:`rows`, of the dense model itself.
+    """
 
     def __init__(self, model: nn.Module, data: CalibrationSet, batch_size: int = 8, progress: Progress | None = None) -> None:
-        self.text, self.progress = data.describe(), progress
-        self.data, self.batch_size = cast(CalibrationSet, pad_right(data)), batch_size
-        self.device = next(model.parameters()).device
-        self.compared = [b.targets != IGNORE for b in unlabelled(model, data, batch_size)]
-        self.clean, tick = list[torch.Tensor](), Steps(progress, len(self.compared), "the check: the dense model")
+        self.text, self.progress, self.batch_size = data.describe(), progress, batch_size
+        self.runs = list(unlabelled(model, data, batch_size))
+        self.labelled = data.labels is not None
+        self._clean: Store | None = None
+        self._shared: dict[Any, Shared] = {}
+        give_back()
         with inference(model):
-            for batch in self._batches():
-                self.clean.append(torch.log_softmax(model(**batch).logits.float(), dim=-1))
-                tick()
-
-    def _batches(self) -> Iterator[dict[str, torch.Tensor]]:
-        return iter(self.data.batches(self.batch_size, self.device))
+            several = any(batch.length > piece.length for batch in self.runs for piece, _ in pieces_of(model, batch))
+            self.pieced = several and not unwalkable(model, (), self.runs)
+            self.own = self._rows(self._outputs(model), "the check: the dense model")
 
     def rows(self, model: nn.Module) -> np.ndarray:
         """``(sequences, 4)``: summed KL in nats, compared tokens, summed loss, predicted tokens (of answers, if any)."""
-        out, tick = [], Steps(self.progress, len(self.compared))
         with inference(model):
-            for batch, clean, compared in zip(self._batches(), self.clean, self.compared, strict=True):
-                logits = model(**batch).logits.float()
-                each = token_divergence(logits, clean)
-                mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
-                target = next_tokens(batch["input_ids"], mask)
-                if self.data.labels is not None:
-                    target = target.masked_fill(~compared[:, :-1], IGNORE)
-                losses = sequence_losses(logits[:, :-1], target)
-                columns = (each * compared).double().sum(1), compared.sum(1), losses, (target != IGNORE).sum(1)
-                out.append(torch.stack([c.double() for c in columns], 1).cpu().numpy())
-                tick()
+            return self._rows(self._outputs(model))
+
+    def _outputs(self, model: nn.Module) -> _Outputs:
+        """The model's logits of a batch."""
+        if not self.pieced:
+            return lambda batch: iter([(slice(0, batch.length), model(**batch.kwargs).logits.float())])
+        replay = Replay(model)
+        replay.probe(self.runs[0].kwargs)
+
+        def outputs(batch: Batch) -> Iterator[tuple[slice, torch.Tensor]]:
+            """Of all layers at once, then of the head."""
+            with replay.end(len(replay.layers) - 1):
+                hidden = replay.run(batch.kwargs)
+            return self._head(replay, batch, hidden)
+
+        return outputs
+
+    def _head(self, replay: Replay, batch: Batch, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Logits from the hidden states behind the last layer."""
+        for piece, places in pieces_of(replay.model, batch) if self.pieced else [(batch, slice(None))]:
+            with replay.begin(len(replay.layers), hidden[:, places]):
+                logits = replay.model(**piece.kwargs).logits
+            yield slice(*places.indices(batch.length)), logits.float()
+
+    def _rows(self, outputs: _Outputs, phase: str = "") -> np.ndarray:
+        """See :meth:`rows`. The first outputs are the dense ones, and are kept."""
+        out, tick, first = [], Steps(self.progress, len(self.runs), phase), self._clean is None
+        for j, batch in enumerate(self.runs):
+            each, losses, compared = [], [], batch.targets != IGNORE
+            targets = self._targets(batch, compared)
+            for places, logits in outputs(batch):
+                if first:
+                    self._keep((j, places.start), torch.log_softmax(logits, dim=-1))
+                    each.append(logits.new_zeros(logits.shape[:2]))
+                else:
+                    each.append(token_divergence(logits, cast(Store, self._clean).get((j, places.start))))
+                losses.append(token_losses(logits, targets[:, places]))
+            nats, lost, predicted = torch.cat(each, 1), torch.cat(losses, 1)[:, :-1], targets != IGNORE
+            columns = (nats * compared).double().sum(1), compared.sum(1), lost.double().sum(1), predicted.sum(1)
+            out.append(torch.stack([c.double() for c in columns], 1).cpu().numpy())
+            tick()
         return np.concatenate(out)
+
+    def _keep(self, key: Any, clean: torch.Tensor) -> None:
+        """Keep log-probabilities: in memory where those of the whole text are small, else in temporary files."""
+        if self._clean is None:
+            need = sum(b.targets.numel() for b in self.runs) * clean.shape[-1] * clean.element_size()
+            if need > _KEPT:
+                check_space({tempfile.gettempdir(): need})
+            self._clean = Store("disk" if need > _KEPT else "device")
+            weakref.finalize(self, self._clean.close)
+        self._clean.put(key, clean)
+
+    def _targets(self, batch: Batch, compared: torch.Tensor) -> torch.Tensor:
+        """The token that every position predicts, ``(B, T)``; -100 for none."""
+        mask = batch.kwargs.get("attention_mask", torch.ones_like(batch.kwargs["input_ids"])).bool()
+        found = next_tokens(batch.kwargs["input_ids"], mask)
+        if self.labelled:
+            found = found.masked_fill(~compared[:, :-1], IGNORE)
+        return nn.functional.pad(found, (0, 1), value=IGNORE)
 
     def rows_of(
         self,
@@ -208,26 +270,65 @@ class DenseOutput:
 
         Options are those of the method.
         """
-        return self.rows_within(model, formats, [contextlib.nullcontext()], data, method, **own)[0]
+        return self.rows_within(model, formats, [contextlib.nullcontext], data, method, **own)[0]
 
     def rows_within(
         self,
         model: nn.Module,
         formats: Mapping[str, str],
-        contexts: Iterable[contextlib.AbstractContextManager[None]],
+        contexts: Sequence[_Context],
         data: CalibrationSet | None = None,
         method: str = "rtn",
         **own: Any,
     ) -> list[np.ndarray]:
-        """See :meth:`rows_of`; the matrices are rounded once, and the text is run within each of some contexts."""
+        """See :meth:`rows_of`; the matrices are rounded once, and the text is run within each of some contexts.
+
+        The text goes through every layer of a streamed model when that is rounded, so that no more than one layer is held.
+        """
+        key = method, repr(own), None if data is None else data.digest
+        own |= {"method": method, "batch_size": self.batch_size, "progress": self.progress}
+        own["shared"] = self._shared.setdefault(key, Shared())
+        give_back()
+        if mapped(model) is not None:
+            return self._streamed(model, formats, contexts, data, own)
         held = Originals(model, [Block(name="all", modules=tuple(modules_by_name(model, formats).values()))])
         found = []
         try:
-            own |= {"batch_size": self.batch_size, "progress": self.progress}
-            round_matrices(model, formats, data, method=method, **own)
+            round_matrices(model, formats, data, **own)
             for each in contexts:
-                with each:
+                with each():
                     found.append(self.rows(model))
         finally:
             held.restore()
+        return found
+
+    def _streamed(
+        self,
+        model: nn.Module,
+        formats: Mapping[str, str],
+        contexts: Sequence[_Context],
+        data: CalibrationSet | None,
+        own: Mapping[str, Any],
+    ) -> list[np.ndarray]:
+        """See :meth:`rows_within`."""
+        replay, found = Replay(model), list[np.ndarray]()
+        count = len(replay.layers)
+
+        def follow(index: int) -> None:
+            """Take the text through what was rounded."""
+            if index < 0:
+                replay.probe(self.runs[0].kwargs)
+            for (c, context), (j, batch) in itertools.product(enumerate(contexts), enumerate(self.runs)):
+                with context():
+                    if index < 0:
+                        states.put((c, j), replay.first_inputs(batch.kwargs))
+                        continue
+                    with replay.begin(index, states.get((c, j))), replay.end(index):
+                        states.put((c, j), replay.run(batch.kwargs))
+            for c in range(len(contexts)) if index == count - 1 else ():
+                places = {id(batch): (c, j) for j, batch in enumerate(self.runs)}
+                found.append(self._rows(lambda batch, at=places: self._head(replay, batch, states.get(at[id(batch)]))))  # type: ignore[misc]
+
+        with inference(model), contextlib.closing(Store(room_for(model, self.runs, len(contexts)))) as states:
+            round_matrices(model, formats, data, follow=follow, **own)
         return found

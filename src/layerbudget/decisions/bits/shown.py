@@ -1,4 +1,4 @@
-"""The reasons for every format of a plan of bits, as a table."""
+"""What is counted in a plan of bits, and the reasons for every format, as tables."""
 
 from __future__ import annotations
 
@@ -7,9 +7,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...decision import Session
-from ...plan import Plan
+from ...plan import Plan, payload_of
+from .payload import BitsPayload
+from .terms import terms_of
 
 _ALIKE = re.compile(r"^model\.(layers\.)?|(?<=\d\.)(self_attn|mlp)\.")  # what names in this table have in common
+
+
+def show_terms(session: Session, plan: Plan) -> None:
+    """Show what the bytes of the planned file are of."""
+    terms = terms_of(plan)
+    known = payload_of(plan, BitsPayload).head_bytes
+    rows = [(name, f"{size:,}") for name, size in terms.items()]
+    total = "all of it" if known else "all tensors; what is no tensor is not counted"
+    session.show("bytes of the planned file", ("what", "bytes"), [*rows, (total, f"{sum(terms.values()):,}")])
 
 
 def show_reasons(session: Session, plan: Plan, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -27,7 +27,7 @@ from ...models.offload import mapped
 from ...plan import Plan
 from ...progress import Progress, say
 from ..bits import DenseOutput, check_record
-from ..formats.program import BASELINES, Decision, Limits, plan_blocks
+from ..formats.program import BASELINES, FormatDecision, Limits, plan_blocks
 from .cache import caching, kept, rounding
 from .formats import RULES
 from .payload import CachePayload
@@ -122,7 +122,7 @@ def plan_cache(
     limit = limits.bytes(space.table())
     damage, rest, passes = cache_damage(model, data, space, draws, seed, batch_size, progress)
     table = space.table(damage, rest)
-    found = Decision.of(table, limit, {name: BASELINES[name](table, limit) for name in RULES[1:]})
+    found = FormatDecision.of(table, limit, {name: BASELINES[name](table, limit) for name in RULES[1:]})
     record, taken = _checked(model, space, found, rule, check, batch_size, progress)
     chosen = found.choices[taken]
     return Plan(
@@ -146,7 +146,7 @@ def plan_cache(
 def _checked(
     model: nn.Module,
     space: CacheSpace,
-    found: Decision,
+    found: FormatDecision,
     rule: str,
     check: CalibrationSet | None,
     batch_size: int,
@@ -164,5 +164,5 @@ def _checked(
     rows = {n: measured[c.tobytes()] for n, c in found.choices.items()}
     spent = {n: t["spent"] for n, t in found.totals.items()}
     same = [n for n, c in found.choices.items() if np.array_equal(c, found.choices[rule])]
-    record = check_record(model, dense, rule, rows, spent, same)
+    record = check_record(dense, rule, rows, spent, same)
     return {"check": record, "asked": rule}, record.taken

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,13 +12,48 @@ from torch import nn
 
 from ...data.calibration import CalibrationSet
 from ...execution.backward import SampledLoss
-from ...execution.loss import IGNORE, logits_of, unlabelled
+from ...execution.loss import IGNORE, Batch, logits_of, unlabelled
+from ...execution.memory import pieces_of
 from ...execution.modes import prepared
+from ...execution.replay import Replay, unwalkable
 from ...progress import Progress, Steps
 from ...sensitivity.directional.terms import pooled
 from ...sensitivity.sequences import deviations
 from .cache import caching, read_back
 from .space import CacheSpace
+
+
+def _gradients(
+    model: nn.Module,
+    batch: Batch,
+    held: MutableMapping[Any, torch.Tensor],
+    losses: Sequence[SampledLoss],
+    pieces: Sequence[tuple[Batch, slice]],
+) -> list[tuple[torch.Tensor, ...]]:
+    """Run a batch, and return the gradients of every loss at what is ``held`` of the run then; logits come in ``pieces``."""
+    ends: Iterator[torch.Tensor]
+    at: list[torch.Tensor] | list[None] = [None] * len(losses)
+    if len(pieces) < 2:
+        logits = logits_of(model, batch)
+        ends = (loss(logits, batch) for loss in losses)
+    else:
+        replay = Replay(model)
+        replay.probe(batch.kwargs)
+        held.clear()
+        with replay.end(len(replay.layers) - 1):
+            hidden = replay.run(batch.kwargs)
+        ends, at = itertools.repeat(hidden), [torch.zeros_like(hidden) for _ in losses]
+        for piece, places in pieces:
+            part = hidden[:, places].detach().requires_grad_(True)
+            with replay.begin(len(replay.layers), part):
+                logits = logits_of(model, piece)
+            for own, loss in zip(at, losses, strict=True):
+                (own[:, places],) = torch.autograd.grad(loss(logits, piece), part, retain_graph=loss is not losses[-1])
+    tensors = list(held.values())
+    return [
+        torch.autograd.grad(end, tensors, own, retain_graph=i < len(losses) - 1, allow_unused=True)
+        for i, (end, own) in enumerate(zip(ends, at, strict=False))
+    ]
 
 
 def cache_damage(
@@ -50,15 +87,11 @@ def cache_damage(
             parameter.requires_grad_(False)
         for batch in unlabelled(model, data, batch_size):
             held.clear()
+            losses, pieces = [SampledLoss(1009 * seed + draw) for draw in range(draws)], list(pieces_of(model, batch))
+            pieces = [] if len(pieces) > 1 and unwalkable(model, (), [batch]) else pieces
             with caching(model, listen):
-                logits = logits_of(model, batch)
+                gradients = _gradients(model, batch, held, losses, pieces)
             places, tensors = list(held), list(held.values())
-            gradients = [
-                torch.autograd.grad(
-                    SampledLoss(1009 * seed + draw)(logits, batch), tensors, retain_graph=draw < draws - 1, allow_unused=True
-                )
-                for draw in range(draws)
-            ]
             along = torch.zeros(draws, len(space.members), len(space.formats), batch.size, dtype=torch.float64)
             for n, place in enumerate(places):
                 x, i = tensors[n].detach(), where[place]

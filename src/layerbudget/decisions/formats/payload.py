@@ -119,8 +119,10 @@ class WeightsPayload(FormatsPayload):
     Attributes:
         family: Where the formats come from: ``gguf`` or ``compressed-tensors``.
         method: How weights are rounded.
-        fixed_bytes: Bytes of the tensors that no plan changes.
-        head_bytes: Bytes of the metadata of the file.
+        fixed_bytes: Bytes of the tensors that no plan changes, padding included.
+        head_bytes: Bytes of the file that are no tensors: exactly those of a GGUF file, at most those of a folder's headers;
+            0 where they are not counted.
+        fixed_terms: The bytes of ``fixed_bytes`` by what they are.
         few_tokens: ``tokens`` of the text, ``columns`` of the widest matrix, and the ``wanted`` tokens, where they are too few.
         unwritten: Why a matrix stays in 16 bits, by its name.
         signature: Of the dense model.
@@ -129,7 +131,8 @@ class WeightsPayload(FormatsPayload):
     family: str
     method: str
     fixed_bytes: reading.Count
-    head_bytes: reading.Count
+    head_bytes: reading.Count = 0
+    fixed_terms: Mapping[str, reading.Count] | None = None
     few_tokens: Mapping[str, reading.Count] | None = None
     unwritten: Mapping[str, str] | None = None
     signature: Sequence[Any] = ()

@@ -233,7 +233,7 @@ def _plan(scores: Scores, limits: Limits, limit: int, given: Mapping[str, Any], 
             "It has to fit, in types that were measured and are allowed, for a GGUF file.",
             "Raise the budget, or use --rule exact.",
         )
-    found = Decision.of(table, limit, others, whole)
+    found = FormatDecision.of(table, limit, others, whole)
     chosen, spent = found.choices[given["rule"]], found.totals[given["rule"]]["spent"]
     if free and mix is not None:
         found.totals["mix"]["spent"] -= _spared(whole, mix)
@@ -243,7 +243,7 @@ def _plan(scores: Scores, limits: Limits, limit: int, given: Mapping[str, Any], 
         model=scores.model,
         blocks=plan_blocks(table, chosen),
         hyperparameters=dict(given),
-        budget={"unit": "bytes", "limit": limit, "spent": spent, "file": spent + table.fixed},
+        budget={"unit": "bytes", "limit": limit, "spent": spent, **sizes_of(spent, table.family, table.fixed, table.head)},
         certificate=found.certificate(given["rule"]),
         scores_digest=scores.digest,
         data=scores.data,
@@ -255,6 +255,19 @@ def _plan(scores: Scores, limits: Limits, limit: int, given: Mapping[str, Any], 
             reasons=table.reasons(chosen),
         ),
     )
+
+
+def sizes_of(spent: int, family: str, fixed: int, head: int) -> dict[str, int]:
+    """Return the bytes of all tensors of a file, and of the whole file where they are known exactly.
+
+    Args:
+        spent: Bytes of the planned matrices.
+        family: ``gguf``, whose metadata are counted exactly, or another one.
+        fixed: Bytes of other tensors.
+        head: Bytes that are no tensors; 0 where they are not counted.
+    """
+    tensors = spent + fixed
+    return {"tensors": tensors, **({"file": tensors + head} if family == GGUF and head else {})}
 
 
 def few_tokens(table: Table, scores: Scores) -> dict[str, Any]:
@@ -269,7 +282,7 @@ def few_tokens(table: Table, scores: Scores) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Decision:
+class FormatDecision:
     """Choices of the exact program and of the rules without one within a budget of bytes.
 
     Attributes:
@@ -284,7 +297,7 @@ class Decision:
     found: Choice
 
     @classmethod
-    def of(cls, table: Table, limit: int, others: Mapping[str, np.ndarray], whole: Table | None = None) -> Decision:
+    def of(cls, table: Table, limit: int, others: Mapping[str, np.ndarray], whole: Table | None = None) -> FormatDecision:
         """Return the decision within so many bytes, beside other rules' choices, whose formats may be any of ``whole``."""
         what = DECISIONS.find("cache" if table.family == CACHE else "bits").bytes_of
         found = dataclasses.replace(choose(table.damage, table.size, limit), among=f" of {what}")

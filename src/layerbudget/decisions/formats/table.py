@@ -40,7 +40,8 @@ class Table:
         size: Bytes, ``(K, m)``; where a block does not have a format its damage is infinite.
         damage: Nats per token, ``(K, m)``, with the standard errors ``error``.
         rest: What every sequence adds to a damage beside its share, ``(K, m, sequences)``, of norm ``error``.
-        fixed: Bytes of tensors that no plan changes.
+        fixed: Bytes of tensors that no plan changes; those that are copied from the checkpoint unread are among them.
+        fixed_terms: The same by what they are; empty where that is not known.
         head: Bytes of the files that are no tensors (metadata, vocabulary; headers of safetensors: at most); 0: not counted.
         signature: Some values of the embedding, for GGUF: a file of another model is known by them.
         cache: What the memory of a context depends on; None where that is not known.
@@ -63,6 +64,7 @@ class Table:
     llama: LlamaModel | None = None
     stored: Sequence[Sequence[str]] = ()
     head: int = 0
+    fixed_terms: Mapping[str, int] = dataclasses.field(default_factory=dict)
     signature: Sequence[float] = ()
     cache: Cache | None = None
 
@@ -89,6 +91,7 @@ class Table:
             llama=LlamaModel(**held["llama"]) if held.get("llama") else None,
             stored=held.get("stored", ()),
             head=held.get("head", 0),
+            fixed_terms=held.get("fixed_terms", {}),
             signature=held.get("signature", ()),
             cache=Cache(**held["cache"]) if held.get("cache") else None,
             **{k: held[k] for k in ("fixed", "family", "runtime", "method")},
@@ -213,8 +216,9 @@ class Table:
 
     @property
     def kept(self) -> dict[str, Any]:
-        """Matrices that stay in 16 bits and the signature of the model, for records; what is not there is left out."""
-        found: dict[str, Any] = {"unwritten": dict(self.unwritten)} if self.unwritten else {}
+        """Matrices that stay in 16 bits, terms of other tensors, and the signature of the model; each where it is known."""
+        named = {"unwritten": self.unwritten, "fixed_terms": self.fixed_terms}
+        found: dict[str, Any] = {name: dict(value) for name, value in named.items() if value}
         return found | ({"signature": list(self.signature)} if self.signature else {})
 
     @property

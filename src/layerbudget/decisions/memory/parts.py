@@ -8,10 +8,11 @@ from ...decision import DECISIONS
 from ...errors import InvalidInput
 from ...plan import Plan, payload_of
 from ..formats.payload import Whole
+from ..formats.program import sizes_of
 from .payload import MemoryPayload
 from .program import KIND
 
-_OF_WEIGHTS = ("runtime", "family", "method", "fixed_bytes", "head_bytes", "signature")
+_OF_WEIGHTS = ("runtime", "family", "method", "fixed_bytes", "fixed_terms", "head_bytes", "signature")
 _OF_CACHE = ("runtime", "context", "batch", "group", "rotated", "interleaved", "utilization")
 
 
@@ -26,14 +27,17 @@ def split_fit(plan: Plan) -> tuple[Plan, Plan]:
     for name, kind, names in (("weights", "bits", _OF_WEIGHTS), ("cache", "cache", _OF_CACHE)):
         blocks = tuple(b for b in plan.blocks if (b.modules[0] in payload.cache_formats) == (kind == "cache"))
         spent = int(sum(b.count for b in blocks))
-        file = {"file": spent + payload.fixed_bytes} if kind == "bits" else {}
+        sizes, size = {}, spent
+        if kind == "bits":
+            size = spent + payload.fixed_bytes
+            sizes = sizes_of(spent, payload.family, payload.fixed_bytes, payload.head_bytes)
         parts.append(
             dataclasses.replace(
                 plan,
                 kind=kind,
                 blocks=blocks,
-                budget={"unit": "bytes", "limit": spent, "spent": spent, **file},
-                hyperparameters={"bits": None, "budget": f"{file.get('file', spent)} bytes", "rule": plan.rule, "part": True},
+                budget={"unit": "bytes", "limit": spent, "spent": spent, **sizes},
+                hyperparameters={"bits": None, "budget": f"{size} bytes", "rule": plan.rule, "part": True},
                 certificate={},
                 payload=DECISIONS.find(kind).Payload(
                     formats={m: payload.formats[m] for b in blocks for m in b.modules},

@@ -244,7 +244,7 @@ def _checked(
     asked, picks = found.pick(rule), found.picks
     spent = {n: p.spent for n, p in picks.items()}
     same = [n for n, p in picks.items() if p.same(asked)]
-    record = check_record(model, dense, rule, rows, spent, same)
+    record = check_record(dense, rule, rows, spent, same)
     return found.plan(record.taken).with_payload(check=record, asked=rule)
 
 
@@ -292,7 +292,7 @@ def joint_rows(
         say(dense.progress, f"the check: weights {number} of {len(by_weights)}")
         fit = picks[names[0]].fit
         weights = fit.weights.formats_of(fit.apart(picks[names[0]].chosen)[0])
-        caches = (caching(model, rounding(fit.space.by_layer(fit.apart(picks[n].chosen)[1]))) for n in names)
+        caches = [partial(caching, model, rounding(fit.space.by_layer(fit.apart(picks[n].chosen)[1]))) for n in names]
         rows = dense.rows_within(model, weights, caches, text, fit.weights.method, **own)
         found |= dict(zip(names, rows, strict=True))
     return {n: found[n] for n in picks}

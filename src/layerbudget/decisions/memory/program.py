@@ -31,7 +31,7 @@ from ..cache import CacheSpace
 from ..formats.program import (
     CURVE,
     SHOWN,
-    Decision,
+    FormatDecision,
     Limits,
     bits_of,
     few_tokens,
@@ -385,9 +385,9 @@ class Fitted:
         )
 
     @functools.cached_property
-    def decision(self) -> Decision:
+    def decision(self) -> FormatDecision:
         """The program's choice beside the damages of all picks."""
-        return Decision(
+        return FormatDecision(
             table=self.fit.table,
             choices={rule: pick.chosen for rule, pick in self.picks.items()},
             totals={rule: pick.totals for rule, pick in self.picks.items()},

@@ -90,6 +90,22 @@ class Written(Directions):
         return _sum_groups(torch.stack(each, -1), self.rows)
 
 
+class _Last:
+    """What was made of the last inputs: the draws of a batch share it."""
+
+    def __init__(self) -> None:
+        self.inputs: torch.Tensor | None = None
+        self.made: Any = None
+
+    def of(self, a: torch.Tensor, make: Callable[[torch.Tensor], Any]) -> Any:
+        """Return what is made of inputs, the same where they are views of the same values."""
+        last = self.inputs
+        if last is None or (last.data_ptr(), last.shape, last.dtype) != (a.data_ptr(), a.shape, a.dtype):
+            self.made = None  # the old one goes first
+            self.inputs, self.made = a, make(a)
+        return self.made
+
+
 class InBytes(Directions):
     """Candidates that are written down in one byte per entry, under one scale per row: what that rounds off is noise.
 
@@ -133,6 +149,7 @@ class InBytes(Directions):
                     held[1][start:stop] = scale * share**-0.5
             start = stop
         self.levels = len(self.held)
+        self._products = _Last()
         self.squares = np.zeros((-(-shape[0] // self.size), self.levels))  # derivatives of parts, squared and added up
 
     @staticmethod
@@ -159,12 +176,22 @@ class InBytes(Directions):
     def by_token(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """See :meth:`Directions.by_token`."""
         found = a.new_zeros(*a.shape[:2], self.levels, dtype=torch.float32)
+        products = self._products.of(a, self._outputs)
+        for start in range(0, b.shape[2], self.size):
+            rows = slice(start, start + self.size)
+            for level, outputs in products.items():
+                found[..., level] += (outputs[..., rows] * b[..., rows]).sum(-1)
+        return found
+
+    def _outputs(self, a: torch.Tensor) -> dict[int, torch.Tensor]:
+        """What every candidate adds to the output of inputs ``(B, T, d_in)``, ``(B, T, d_out)`` by level."""
+        found = {}
         for level, held in enumerate(self.held):
-            if held is None:
-                continue
-            for start in range(0, b.shape[2], self.size):
-                rows = slice(start, start + self.size)
-                found[..., level] += ((a @ (held[0][rows] * held[1][rows]).to(a).T) * b[..., rows]).sum(-1)
+            if held is not None:
+                made = found[level] = a.new_empty(*a.shape[:2], len(held[0]))
+                for start in range(0, len(held[0]), self.size):
+                    rows = slice(start, start + self.size)
+                    made[..., rows] = a @ (held[0][rows] * held[1][rows]).to(a).T
         return found
 
     def _meet(self, like: torch.Tensor, piece: Callable[[Any], torch.Tensor]) -> torch.Tensor:
@@ -194,8 +221,7 @@ class Itself(Directions):
     groups = levels = 1
 
     def __init__(self, views: Sequence[torch.Tensor]) -> None:
-        self.views = list(views)
-        self._outputs: tuple[torch.Tensor, torch.Tensor] | None = None  # of the last inputs: draws share them
+        self.views, self._products = list(views), _Last()
 
     def along(self, gradient: torch.Tensor) -> torch.Tensor:
         """See :meth:`Directions.along`."""
@@ -216,9 +242,13 @@ class Itself(Directions):
 
     def by_token(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """See :meth:`Directions.by_token`."""
-        if self._outputs is None or self._outputs[0] is not a:
-            self._outputs = a, torch.cat([a @ view.to(a).T for view in self.views], -1)
-        return (self._outputs[1] * b).sum(-1, keepdim=True)
+        return (self._products.of(a, self._outputs) * b).sum(-1, keepdim=True)
+
+    def _outputs(self, a: torch.Tensor) -> torch.Tensor:
+        """Outputs of inputs ``(B, T, d_in)``; a matrix that is held in another precision is converted some rows at a time."""
+        size = max(1, _PIECE // a.shape[2])
+        parts = [(view,) if view.dtype == a.dtype else view.split(size) for view in self.views]
+        return torch.cat([a @ rows.to(a).T for each in parts for rows in each], -1)
 
 
 class Apart(Directions):

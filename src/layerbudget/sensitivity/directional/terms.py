@@ -114,6 +114,7 @@ class DirectionalSums(Accumulator):
         self.ends, self.watch = ends, watch or Watch()
         self.units, self.make, self.losses, self.gradients = units, directions, losses, gradients
         self.listen, self.places = listen, places
+        self.by_position = not gradients  # squares of single tokens add up
         self.sums = np.zeros((2, *shape))  # first derivatives, squares of draws
         self.rows = np.zeros((sequences, *shape))
         self._directions: dict[str, Directions] = {}
