@@ -10,6 +10,10 @@ r"""Quantisers: round a matrix onto the grid of a format, plainly, for the input
   (:class:`layerbudget.compressors.feedback.Factors`). The grid of a group is fixed when its first column comes: for GGUF types
   by ggml (:func:`layerbudget.compressors.feedback.feed_back`).
 
+* **descent** begins at the codes and grids of ``weighted`` and lowers the same form column by column, in sweeps, with the scales
+  solved again between them (:mod:`layerbudget.compressors.descent`). It needs no factor. Formats whose codes are no integers
+  under scales of their own (lattices, floating point) are rounded as by gptq.
+
 The grid of a group of compressed-tensors is ``base + d q``, ``q`` an integer or a floating-point number of few bits, with ``d``
 and ``base`` exactly as the file holds them, so that a weight on the grid is what a runtime reads back. Scales of rows (``fp8``)
 and the number over all scales (``nvfp4``) are powers of two: a floating-point grid loses nothing by that, and every weight is
@@ -26,8 +30,9 @@ import numpy as np
 import torch
 
 from ..errors import InvalidInput
-from . import ggml
+from . import ggml, ggml_scales
 from .base import Level, Treatment
+from .descent import Codes, Layout, descend
 from .feedback import Factors, feed_back
 from .formats import GGUF, Format, find_format
 from .sparsegpt import COLUMNS
@@ -305,3 +310,62 @@ class GPTQ(Quantiser):
         """See :meth:`Quantiser.in_ggml`; rows do not depend on each other, so large matrices come in pieces."""
         pieces = weight.split(max(1, _PIECE // weight.shape[1]))
         return np.concatenate([feed_back(rows, prepared, form.name, threads=torch.get_num_threads()) for rows in pieces])
+
+
+class Descent(GPTQ):
+    """Sweeps over the codes, each moved to where the error of the output is least, with the scales solved again in between.
+
+    Args:
+        damping: Relative to the mean of the second moments' diagonal.
+        sweeps: Passes over the columns.
+    """
+
+    name, summary = "descent", "codes and scales improved in turn, by second moments of the inputs"
+
+    def __init__(self, *, damping: float = 0.01, sweeps: int = 2) -> None:
+        super().__init__(damping=damping)
+        self.sweeps = sweeps
+
+    def weigh(self, errors: torch.Tensor, prepared: Factors) -> torch.Tensor:
+        """See :meth:`Quantiser.weigh`: ``e (X X' + damping) e'``."""
+        return ((errors @ prepared.whole.to(errors)) * errors).sum(1)
+
+    def onto(self, weight: torch.Tensor, prepared: Factors, form: Format) -> Rounded:
+        """See :meth:`Quantiser.onto`."""
+        if form.floating:
+            return super().onto(weight, prepared, form)
+        groups, least = grouped(weight, form), -(1 << (form.bits - 1))
+        importance = prepared.moment.diagonal().to(torch.float32).reshape(1, groups.shape[1], -1)
+        grid = _best_grid(groups, form, importance)
+        most, scale = least + form.levels - 1, grid.d[..., 0].T.contiguous()
+        layout = Layout(
+            block=groups.shape[2],
+            sub=groups.shape[2],
+            levels=torch.arange(least, most + 1, dtype=torch.float32, device=weight.device),
+            half=torch.bfloat16,
+            minima=None if form.symmetric else (-most, -least),
+            tied=not form.symmetric,
+        )
+        level, shift = grid.nearest(groups).add_(least).flatten(1).T.contiguous(), -grid.zero[..., 0].T.float()  # type: ignore[index]
+        codes = Codes(level=level, d=scale, c=scale.clone(), s=torch.ones_like(scale), m=shift.contiguous())
+        if form.symmetric:
+            codes.c.zero_()
+        self._descend(weight, prepared, codes, layout)
+        zero = codes.m.neg().T.to(torch.int8)
+        return Rounded(weight=codes.weight(layout).T.contiguous(), scale=codes.d.T.to(torch.bfloat16), zero=zero)
+
+    def in_ggml(self, weight: torch.Tensor, prepared: Factors, form: Format) -> np.ndarray:
+        """See :meth:`Quantiser.in_ggml`."""
+        if form.name not in ggml_scales.FIELDS:
+            return super().in_ggml(weight, prepared, form)
+        layout, done = ggml_scales.layout_of(form.name), []
+        for rows in weight.split(max(1, _PIECE // weight.shape[1])):
+            data = _by_ggml(rows, form, prepared.moment.diagonal())
+            codes = ggml_scales.read_codes(data, form.name)
+            self._descend(rows.cpu(), prepared, codes, layout)
+            done.append(ggml_scales.write_codes(data, form.name, codes))
+        return np.concatenate(done)
+
+    def _descend(self, weight: torch.Tensor, prepared: Factors, codes: Codes, layout: Layout) -> None:
+        held = weight.detach().to(torch.float32).T.contiguous()
+        descend(held, prepared.whole.to(held), codes, layout, self.sweeps)

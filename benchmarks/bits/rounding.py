@@ -1,0 +1,189 @@
+"""KL of ways to round at equal formats and bytes, from the same moments: nearest, weighted, gptq and descent.
+
+    python -m benchmarks.bits rounding MODEL --fit FILE --held-out FILE [--name smollm2] [--every 3] [--formats w3-g32 ...] [--out FOLDER]
+
+The matrices of every third layer are rounded and the others stay. Second moments of the inputs are those of the dense model on
+the text to fit, gathered once for all. KL is from the dense model on windows of another text, which decided nothing, and
+differences are paired by window. Seconds are processor time of the rounding alone, the factor of gptq included. ``--ablation``
+measures parts of descent by themselves instead. Rows are kept under ``results/rows`` and not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from benchmarks.stamp import RESULTS, keep_row, read_rows, write_section
+
+import layerbudget as lb
+from layerbudget.compressors import descent
+from layerbudget.compressors.base import Level
+from layerbudget.compressors.formats import find_format
+from layerbudget.compressors.treating import matrices
+from layerbudget.decisions.bits.apply import quantiser_of
+from layerbudget.decisions.bits.sensitivity import DenseOutput
+from layerbudget.execution.inputs import InputStatistics
+from layerbudget.models.blocks import partition, weight_of
+from layerbudget.sensitivity.directional.trials import Originals
+from layerbudget.sensitivity.sequences import per_token
+
+FORMATS = ("w2-g32", "w3-g32", "w4-g32", "Q4_0", "Q2_K", "Q3_K", "Q4_K")
+METHODS = ("rtn", "weighted", "gptq", "descent")
+
+
+@contextmanager
+def _without(*steps: str) -> Iterator[None]:
+    """Descent without some of its steps."""
+    nothing = {"_choose_codes": lambda *_: None, "_solve_sub": _no_change, "_solve_block": _no_change}
+    with ExitStack() as stack:
+        for step in steps:
+            stack.enter_context(patch.object(descent._State, step, nothing[step]))
+        yield
+
+
+def _no_change(state: descent._State, panel: slice, pull: torch.Tensor, where: Any) -> torch.Tensor:
+    width = state.layout.block if isinstance(where, int) else where.stop - where.start
+    return torch.zeros(width, pull.shape[1])
+
+
+def shrunk(moment: torch.Tensor, share: float) -> torch.Tensor:
+    """The moment with its off-diagonal entries made smaller."""
+    out = moment * (1 - share)
+    out.diagonal().copy_(moment.diagonal())
+    return out
+
+
+#: What a line of the ablation is made by: the method, its options, steps that are left out, and the shrinkage of the moments.
+PARTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...], float]] = {
+    "nearest codes, weighted scales": ("weighted", {}, (), 0.0),
+    "gptq": ("gptq", {}, (), 0.0),
+    "scales solved again, codes as they were": ("descent", {}, ("_choose_codes",), 0.0),
+    "2 sweeps, scales as they were": ("descent", {}, ("_solve_sub", "_solve_block"), 0.0),
+    "1 sweep": ("descent", {"sweeps": 1}, (), 0.0),
+    "2 sweeps (`descent`)": ("descent", {}, (), 0.0),
+    "4 sweeps": ("descent", {"sweeps": 4}, (), 0.0),
+    "8 sweeps": ("descent", {"sweeps": 8}, (), 0.0),
+    "2 sweeps, moments shrunk by .05": ("descent", {}, (), 0.05),
+    "2 sweeps, moments shrunk by .2": ("descent", {}, (), 0.2),
+    "2 sweeps, damping .05": ("descent", {"damping": 0.05}, (), 0.0),
+}
+
+
+class Bench:
+    """A model, the moments of its inputs, and its output on text that decided nothing."""
+
+    def __init__(self, a: argparse.Namespace) -> None:
+        tokenizer = lb.load_tokenizer(a.model)
+        self.model, self.a = lb.load_model(a.model, dtype="float32"), a
+        self.blocks = [b for i, b in enumerate(partition(self.model, "layer")) if i % a.every == 0]
+        self.modules = {m.name: m for b in self.blocks for m in b.modules}
+        fit = lb.calibration(a.fit, tokenizer, samples=a.samples, length=a.length)
+        statistics = InputStatistics(self.model, list(self.modules.values()), "gram")
+        with torch.no_grad():
+            for batch in fit.batches(8, torch.device("cpu")):
+                with statistics.listening(None):
+                    self.model(**batch)
+        self.found = statistics.found
+        held = lb.calibration(a.held_out, tokenizer, samples=a.windows, length=a.window, seed=1)
+        self.dense = DenseOutput(self.model, held)
+
+    def round(self, form: str, method: str, options: Mapping[str, Any], share: float) -> tuple[float, int]:
+        """Round every matrix that the format divides; return seconds of the processor and bytes."""
+        quantiser, made, spent, size = quantiser_of(method).with_options(options), dict[int, Any](), 0.0, 0
+        for name, module in self.modules.items():
+            if not find_format(form).fits(module.d_in):
+                continue
+            (view,), (moments,) = matrices(*weight_of(self.model, name)), self.found[name]
+            value = shrunk(moments.value, share) if share else moments.value
+            start = time.process_time()
+            if id(moments) not in made and quantiser.statistic != "none":
+                made[id(moments)] = quantiser.prepare(moments.mean() if quantiser.statistic == "diagonal" else value)
+            if quantiser.statistic == "diagonal":
+                made[id(moments)] = moments.value.diagonal() / moments.rows
+            view.copy_(quantiser.apply(view, made.get(id(moments)), Level(format=form)))
+            spent += time.process_time() - start
+            size += find_format(form).bytes(module.d_out, module.d_in)
+        return spent, size
+
+    def row(self, form: str, method: str, options: Mapping[str, Any], steps: Sequence[str] = (), share: float = 0.0) -> dict[str, Any]:
+        """KL of every window, seconds and bytes; the model is afterwards as it was."""
+        held = Originals(self.model, self.blocks)
+        try:
+            with torch.no_grad(), _without(*steps):
+                spent, size = self.round(form, method, options, share)
+            rows = self.dense.rows(self.model)
+        finally:
+            held.restore()
+        return {"seconds": round(spent, 2), "bytes": size, "kl": [round(v, 6) for v in rows[:, 0]], "tokens": rows[:, 1].tolist()}
+
+
+def _paired(row: Mapping[str, Any], beside: Mapping[str, Any]) -> tuple[float, float, float, float]:
+    """KL and its error, and what it is more than another's, in shares of that, with the paired error."""
+    kl, other, tokens = (np.array(x) for x in (row["kl"], beside["kl"], row["tokens"]))
+    base = per_token(other, tokens)[0]
+    difference, error = per_token(kl - other, tokens)
+    return (*per_token(kl, tokens), difference / base, error / base)
+
+
+def lines_of(rows: Sequence[Mapping[str, Any]], key: str, first: str) -> list[str]:
+    """A table with one row per measurement, each beside gptq in the same format."""
+    lines = [f"| format | {first} | bytes | KL | beside `gptq` | processor (s) | of gptq's |", "|---|---|---:|---|---|---:|---:|"]
+    for row in rows:
+        beside = next((r for r in rows if r["format"] == row["format"] and r[key] == "gptq"), None)
+        kl, error, more, noise = _paired(row, beside or row)
+        shown = "" if beside is None or beside is row else f"{more:+.0%} +- {noise:.0%}"
+        times = "" if beside is None else f"{row['seconds'] / beside['seconds']:.1f}"
+        name = f"`{row[key]}`" if key == "method" else row[key]
+        lines.append(
+            f"| {row['format']} | {name} | {row['bytes']:,} | {kl:.4f} +- {error:.4f} | {shown} | {row['seconds']:.1f} | {times} |"
+        )
+    return lines
+
+
+def main() -> None:
+    """Parse and run."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("model")
+    p.add_argument("--fit", required=True, help="text whose inputs decide")
+    p.add_argument("--held-out", required=True, help="text that KL is measured on")
+    p.add_argument("--name", default="smollm2", help="what the page calls the model")
+    p.add_argument("--every", type=int, default=3)
+    p.add_argument("--formats", nargs="+", default=list(FORMATS))
+    p.add_argument("--methods", nargs="+", default=list(METHODS))
+    p.add_argument("--ablation", nargs="*", help="measure parts of descent in these formats instead")
+    p.add_argument("--samples", type=int, default=64)
+    p.add_argument("--length", type=int, default=256)
+    p.add_argument("--windows", type=int, default=16)
+    p.add_argument("--window", type=int, default=256)
+    p.add_argument("--out", type=Path, default=RESULTS)
+    a = p.parse_args()
+    parts, key = a.ablation is not None, "part" if a.ablation is not None else "method"
+    kept = f"bits_rounding_{a.name}{'_ablation' if parts else ''}"
+    names = [(form, part) for form in (a.ablation if parts else a.formats) for part in (PARTS if parts else a.methods)]
+    done = {(r["format"], r[key]): r for r in read_rows(kept, a.out)}
+    bench = Bench(a) if any(n not in done for n in names) else None
+    for form, part in names:
+        if (form, part) not in done and bench is not None:
+            method, options, steps, share = PARTS[part] if parts else (part, {}, (), 0.0)
+            done[form, part] = {"format": form, key: part, **bench.row(form, method, options, steps, share)}
+            keep_row(kept, done[form, part], a.out)
+            kl, error, *_ = _paired(done[form, part], done[form, part])
+            print(f"{form} {part}: {kl:.4f} +- {error:.4f}, {done[form, part]['seconds']} s", flush=True)
+    text = (
+        f"All matrices of every layer in {a.every}, in one format, the others dense; matrices whose rows the format does not divide stay "
+        f"dense too. Inputs of {a.samples} x {a.length} tokens of {Path(a.fit).name}; KL from the dense model in nats per token on "
+        f"{a.windows} windows of {a.window} tokens of {Path(a.held_out).name}, paired by window."
+    )
+    title = f"Rounding at equal bytes: {a.name}" + (", parts of descent" if parts else "")
+    write_section("bits", title, [text, "", *lines_of([done[n] for n in names], key, key)], out=a.out, peers=("gguf", "xllamacpp"))
+
+
+if __name__ == "__main__":
+    main()
