@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,9 @@ class Bench:
             size += find_format(form).bytes(module.d_out, module.d_in)
         return spent, size
 
-    def row(self, form: str, method: str, options: Mapping[str, Any], steps: Sequence[str] = (), share: float = 0.0) -> dict[str, Any]:
+    def row(
+        self, form: str, method: str, options: Mapping[str, Any], steps: Sequence[str] = (), share: float = 0.0
+    ) -> dict[str, Any]:
         """KL of every window, seconds and bytes; the model is afterwards as it was."""
         held = Originals(self.model, self.blocks)
         try:
@@ -121,7 +123,12 @@ class Bench:
             rows = self.dense.rows(self.model)
         finally:
             held.restore()
-        return {"seconds": round(spent, 2), "bytes": size, "kl": [round(v, 6) for v in rows[:, 0]], "tokens": rows[:, 1].tolist()}
+        return {
+            "seconds": round(spent, 2),
+            "bytes": size,
+            "kl": [round(v, 6) for v in rows[:, 0]],
+            "tokens": rows[:, 1].tolist(),
+        }
 
 
 def _paired(row: Mapping[str, Any], beside: Mapping[str, Any]) -> tuple[float, float, float, float]:
@@ -134,7 +141,10 @@ def _paired(row: Mapping[str, Any], beside: Mapping[str, Any]) -> tuple[float, f
 
 def lines_of(rows: Sequence[Mapping[str, Any]], key: str, first: str) -> list[str]:
     """A table with one row per measurement, each beside gptq in the same format."""
-    lines = [f"| format | {first} | bytes | KL | beside `gptq` | processor (s) | of gptq's |", "|---|---|---:|---|---|---:|---:|"]
+    lines = [
+        f"| format | {first} | bytes | KL | beside `gptq` | processor (s) | of gptq's |",
+        "|---|---|---:|---|---|---:|---:|",
+    ]
     for row in rows:
         beside = next((r for r in rows if r["format"] == row["format"] and r[key] == "gptq"), None)
         kl, error, more, noise = _paired(row, beside or row)
@@ -182,7 +192,9 @@ def main() -> None:
         f"{a.windows} windows of {a.window} tokens of {Path(a.held_out).name}, paired by window."
     )
     title = f"Rounding at equal bytes: {a.name}" + (", parts of descent" if parts else "")
-    write_section("bits", title, [text, "", *lines_of([done[n] for n in names], key, key)], out=a.out, peers=("gguf", "xllamacpp"))
+    write_section(
+        "bits", title, [text, "", *lines_of([done[n] for n in names], key, key)], out=a.out, peers=("gguf", "xllamacpp")
+    )
 
 
 if __name__ == "__main__":

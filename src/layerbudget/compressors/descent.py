@@ -167,7 +167,7 @@ class _State:
         level, inside = codes.level[columns], self.moment[columns, columns]
         d, c, s, m = codes.d[block], codes.c[block], codes.s[sub], codes.m[sub]
         there = pull[columns.start - panel.start : columns.stop - panel.start]
-        form = _Form.of(level, inside, there, layout.minima is not None)
+        form = _Form.of(level, inside, there, None if layout.minima is None else torch.ones_like(level[:, :1]))
         step, base = d * s, c * m
         best = _Best(torch.zeros_like(step), d, c, s, m)
         for d_new, c_new, s_new, m_new in _candidates(form, layout, d, c, s, m):
@@ -183,7 +183,7 @@ class _State:
         inside, there = self.moment[columns, columns], pull[start - panel.start : start - panel.start + layout.block]
         slope = codes.level[columns] * codes.s[subs].repeat_interleave(layout.sub, 0)
         add = None if layout.minima is None else codes.m[subs].repeat_interleave(layout.sub, 0)
-        form = _Form.of(slope, inside, there, add is not None, add)
+        form = _Form.of(slope, inside, there, add)
         d, c = codes.d[block], codes.c[block]
         by_d, _ = form.solve()
         new_d = layout.to_half(d + by_d)
@@ -214,40 +214,35 @@ class _Best:
 class _Form:
     """How the form changes with the weights of some columns, by ``x slope + y add``, for every row: two variables.
 
-    It changes by ``x^2 xx + 2 x y xy + y^2 yy - 2 (x px + y py)``. Without ``add`` y is zero.
+    It changes by ``x^2 xx + 2 x y xy + y^2 yy - 2 (x px + y py)``. Without ``both`` y is zero, and so are its parts.
     """
 
+    both: bool
     xx: torch.Tensor
+    xy: torch.Tensor
+    yy: torch.Tensor
     px: torch.Tensor
-    xy: torch.Tensor | None = None
-    yy: torch.Tensor | None = None
-    py: torch.Tensor | None = None
+    py: torch.Tensor
 
     @classmethod
-    def of(
-        cls, slope: torch.Tensor, moment: torch.Tensor, pull: torch.Tensor, both: bool, add: torch.Tensor | None = None
-    ) -> _Form:
-        """The form of columns with a moment and a pull; ``add`` is one everywhere if it is not given."""
+    def of(cls, slope: torch.Tensor, moment: torch.Tensor, pull: torch.Tensor, add: torch.Tensor | None) -> _Form:
+        """The form of columns with a moment and a pull, all ``(columns, ...)``; ``add`` is ``(columns, 1 or rows)``."""
         xx, px = (slope * (moment @ slope)).sum(0), (slope * pull).sum(0)
-        if not both:
-            return cls(xx=xx, px=px)
         if add is None:
-            ones = moment.sum(1)
-            return cls(xx=xx, px=px, xy=ones @ slope, yy=ones.sum().expand_as(xx), py=pull.sum(0))
+            none = torch.zeros_like(xx)
+            return cls(both=False, xx=xx, xy=none, yy=none, px=px, py=none)
         seen = moment @ add
-        return cls(xx=xx, px=px, xy=(slope * seen).sum(0), yy=(add * seen).sum(0), py=(add * pull).sum(0))
+        return cls(both=True, xx=xx, xy=(slope * seen).sum(0), yy=(add * seen).sum(0), px=px, py=(add * pull).sum(0))
 
     def change(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """By how much the form changes."""
         out = x * (x * self.xx - 2 * self.px)
-        if self.xy is None or self.yy is None or self.py is None:
-            return out
-        return out + y * (y * self.yy + 2 * (x * self.xy - self.py))
+        return out + y * (y * self.yy + 2 * (x * self.xy - self.py)) if self.both else out
 
     def solve(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The best x and y."""
-        if self.xy is None or self.yy is None or self.py is None:
-            return _over(self.px, self.xx), torch.zeros_like(self.px)
+        if not self.both:
+            return _over(self.px, self.xx), self.py
         determinant = self.xx * self.yy - self.xy.square()
         regular = determinant > 1e-6 * self.xx * self.yy
         x = torch.where(regular, _over(self.px * self.yy - self.py * self.xy, determinant), 0.0)
@@ -255,13 +250,10 @@ class _Form:
 
     def rest(self, x: torch.Tensor) -> torch.Tensor:
         """The best y for an x."""
-        if self.xy is None or self.yy is None or self.py is None:
-            return torch.zeros_like(x)
         return _over(self.py - x * self.xy, self.yy)
 
     def tied(self, step: torch.Tensor, base: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
         """The best step where the base is ``zero`` times it, from a step and base of now."""
-        assert self.xy is not None and self.yy is not None and self.py is not None
         by_step, by_base = self.xx + zero * self.xy, self.xy + zero * self.yy
         return _over(self.px + zero * self.py + step * by_step + base * by_base, by_step + zero * by_base)
 
@@ -277,8 +269,7 @@ def _candidates(
     """Values that a sub can hold near the best ones: of d and c where they are its own, else of s and m."""
     step, base = d * s, c * m
     x, y = form.solve()
-    if layout.tied:
-        assert layout.minima is not None
+    if layout.tied and layout.minima is not None:
         found = torch.where(step + x == 0, m, (base + y) / (step + x)).round().clamp(*layout.minima)
         for zero in (m, found):
             fitted = layout.to_half(form.tied(step, base, zero))

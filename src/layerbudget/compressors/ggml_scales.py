@@ -14,7 +14,7 @@ import torch
 
 from .descent import Codes, Layout
 from .formats import find_format
-from .ggml import code_bits, dequantise, quantise, with_codes
+from .ggml import codes_of, dequantise, quantise, with_codes
 
 
 def _run(byte: int, low: int, width: int) -> list[int]:
@@ -53,9 +53,7 @@ FIELDS = {
     "Q5_1": Fields(d=0, c=2),
     "Q8_0": Fields(d=0),
     "IQ4_NL": Fields(d=0),
-    "Q2_K": Fields(
-        d=80, c=82, scales=[_run(j, 0, 4) for j in range(16)], minima=[_run(j, 4, 4) for j in range(16)], sign=-1
-    ),
+    "Q2_K": Fields(d=80, c=82, scales=[_run(j, 0, 4) for j in range(16)], minima=[_run(j, 4, 4) for j in range(16)], sign=-1),
     "Q3_K": Fields(
         d=108, scales=[_run(96 + j % 8, j // 8 * 4, 4) + _run(104 + j % 4, j // 4 * 2, 2) for j in range(16)], zero=32
     ),
@@ -149,13 +147,7 @@ def layout_of(name: str) -> Layout:
 
 def read_codes(data: np.ndarray, name: str) -> Codes:
     """Return codes and scales of a matrix, transposed."""
-    bits, size = code_bits(name), find_format(name).block_bytes
-    assert bits is not None
-    blocks = np.ascontiguousarray(data).reshape(len(data), -1, size)
-    code = np.zeros((*blocks.shape[:2], len(bits)), dtype=np.uint8)
-    for digit in range(bits.shape[1]):
-        code |= (blocks[..., bits[:, digit] // 8] >> (bits[:, digit] % 8).astype(np.uint8) & 1) << digit
-    level = absolute_levels(name).astype(np.float32)[code].reshape(len(data), -1).T
+    level = absolute_levels(name).astype(np.float32)[codes_of(data, name)].T
     d, c, s, m = (torch.from_numpy(np.ascontiguousarray(part)) for part in read_scales(data, name))
     return Codes(level=torch.from_numpy(np.ascontiguousarray(level)), d=d, c=c, s=s, m=m)
 

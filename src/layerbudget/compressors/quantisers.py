@@ -10,9 +10,9 @@ r"""Quantisers: round a matrix onto the grid of a format, plainly, for the input
   (:class:`layerbudget.compressors.feedback.Factors`). The grid of a group is fixed when its first column comes: for GGUF types
   by ggml (:func:`layerbudget.compressors.feedback.feed_back`).
 
-* **descent** begins at the codes and grids of ``weighted`` and lowers the same form column by column, in sweeps, with the scales
-  solved again between them (:mod:`layerbudget.compressors.descent`). It needs no factor. Formats whose codes are no integers
-  under scales of their own (lattices, floating point) are rounded as by gptq.
+* **descent** begins at the codes and grids of ``weighted`` and lowers the form of gptq column by column, in sweeps, with the
+  scales solved again between them (:mod:`layerbudget.compressors.descent`). It needs no factor. Lattices and floating-point
+  formats are rounded as by gptq.
 
 The grid of a group of compressed-tensors is ``base + d q``, ``q`` an integer or a floating-point number of few bits, with ``d``
 and ``base`` exactly as the file holds them, so that a weight on the grid is what a runtime reads back. Scales of rows (``fp8``)
@@ -203,7 +203,7 @@ class Quantiser(Treatment):
         """The bytes of the matrix in a type of llama.cpp that divides it, ``(d_out, bytes of a row)``; refused by default."""
         raise InvalidInput(
             f"{self.name} does not round to llama.cpp's types.",
-            "rtn, weighted and gptq do.",
+            "rtn, weighted, gptq and descent do.",
             "Use one of those, or plan for compressed-tensors.",
         )
 

@@ -29,8 +29,8 @@ def damages_of(plan: Plan, payload: FormatsPayload) -> Damages:
 def names_of(payload: FormatsPayload, mix: str | None = None) -> dict[str, str]:
     """Return words for the choices beside a plan; ``mix`` is the mix of llama.cpp, or the one format, of the weights."""
     types = f"llama.cpp's {mix}" if mix in MIXES else f"the weights as {mix}"
-    if payload.check is not None and PEER in payload.check.rows:
-        types = f"the types of {mix} with gptq"
+    if isinstance(payload, WeightsPayload) and payload.check is not None and PEER in payload.check.rows:
+        types = f"the types of {mix} with {payload.method}"
     return {
         "mix": types,
         PEER: f"{mix} by llama-quantize",
@@ -89,12 +89,12 @@ def _on_taken(name: str, damage: float, other: float, error: float) -> str:
 
 
 def _on_few_tokens(payload: FormatsPayload) -> str:
-    """A sentence on a text that is too short for error feedback."""
+    """A sentence on a text that is too short to choose codes by."""
     if not isinstance(payload, WeightsPayload) or not (few := payload.few_tokens):
         return ""
     return (
-        f" The text is short for gptq: {few['tokens']:,} tokens, rows of {few['columns']:,}. Its codes fit this text better "
-        f"than other text; give {few['wanted']:,} tokens or more (--samples)."
+        f" The text is short for {payload.method}: {few['tokens']:,} tokens, rows of {few['columns']:,}. Its codes fit this "
+        f"text better than other text; give {few['wanted']:,} tokens or more (--samples)."
     )
 
 
