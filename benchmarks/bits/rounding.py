@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,9 +23,11 @@ import torch
 from benchmarks.stamp import RESULTS, keep_row, read_rows, write_section
 
 import layerbudget as lb
-from layerbudget.compressors import descent
+from layerbudget.compressors import descent, quantisers
 from layerbudget.compressors.base import Level
-from layerbudget.compressors.formats import find_format
+from layerbudget.compressors.feedback import Factors
+from layerbudget.compressors.formats import Format, find_format
+from layerbudget.compressors.quantisers import GPTQ, Descent, Rounded, Weighted
 from layerbudget.compressors.treating import matrices
 from layerbudget.decisions.bits.apply import quantiser_of
 from layerbudget.decisions.bits.sensitivity import DenseOutput
@@ -34,18 +36,12 @@ from layerbudget.models.blocks import partition, weight_of
 from layerbudget.sensitivity.directional.trials import Originals
 from layerbudget.sensitivity.sequences import per_token
 
-FORMATS = ("w2-g32", "w3-g32", "w4-g32", "Q4_0", "Q2_K", "Q3_K", "Q4_K")
-METHODS = ("rtn", "weighted", "gptq", "descent")
+FORMATS = ("w2-g32", "w3-g32", "w4-g32", "Q4_0", "IQ4_NL", "Q5_0", "Q2_K", "Q3_K", "Q4_K")
+METHODS = ("weighted", "gptq", "descent")
 
 
-@contextmanager
-def _without(*steps: str) -> Iterator[None]:
-    """Descent without some of its steps."""
-    nothing = {"_choose_codes": lambda *_: None, "_solve_sub": _no_change, "_solve_block": _no_change}
-    with ExitStack() as stack:
-        for step in steps:
-            stack.enter_context(patch.object(descent._State, step, nothing[step]))
-        yield
+def _nothing(*_: Any) -> None:
+    """A step that is left out."""
 
 
 def _no_change(state: descent._State, panel: slice, pull: torch.Tensor, where: Any) -> torch.Tensor:
@@ -53,26 +49,35 @@ def _no_change(state: descent._State, panel: slice, pull: torch.Tensor, where: A
     return torch.zeros(width, pull.shape[1])
 
 
-def shrunk(moment: torch.Tensor, share: float) -> torch.Tensor:
-    """The moment with its off-diagonal entries made smaller."""
-    out = moment * (1 - share)
-    out.diagonal().copy_(moment.diagonal())
-    return out
+def _nearest(quantiser: Descent, weight: torch.Tensor, prepared: Factors, form: Format) -> Rounded:
+    return Weighted().onto(weight, prepared.moment.diagonal(), form)
 
 
-#: What a line of the ablation is made by: the method, its options, steps that are left out, and the shrinkage of the moments.
-PARTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...], float]] = {
-    "nearest codes, weighted scales": ("weighted", {}, (), 0.0),
-    "gptq": ("gptq", {}, (), 0.0),
-    "scales solved again, codes as they were": ("descent", {}, ("_choose_codes",), 0.0),
-    "2 sweeps, scales as they were": ("descent", {}, ("_solve_sub", "_solve_block"), 0.0),
-    "1 sweep": ("descent", {"sweeps": 1}, (), 0.0),
-    "2 sweeps (`descent`)": ("descent", {}, (), 0.0),
-    "4 sweeps": ("descent", {"sweeps": 4}, (), 0.0),
-    "8 sweeps": ("descent", {"sweeps": 8}, (), 0.0),
-    "2 sweeps, moments shrunk by .05": ("descent", {}, (), 0.05),
-    "2 sweeps, moments shrunk by .2": ("descent", {}, (), 0.2),
-    "2 sweeps, damping .05": ("descent", {"damping": 0.05}, (), 0.0),
+def _nearest_in_ggml(weight: torch.Tensor, factors: Factors, name: str) -> np.ndarray:
+    return Weighted().in_ggml(weight, factors.moment.diagonal(), find_format(name))
+
+
+def _shrunk(quantiser: GPTQ, moment: torch.Tensor) -> Factors:
+    return Descent().prepare(moment)
+
+
+_CODES = (descent._State, "_choose_codes", _nothing)
+_SCALES = ((descent._State, "_solve_sub", _no_change), (descent._State, "_solve_block", _no_change))
+#: What a line of the ablation is made by: the method, its options, and what stands in the place of steps of descent.
+PARTS: dict[str, tuple[str, dict[str, Any], tuple[Any, ...]]] = {
+    "nearest codes, ranges searched (`weighted`)": ("weighted", {}, ()),
+    "gptq": ("gptq", {}, ()),
+    "gptq, moments shrunk": ("gptq", {}, ((GPTQ, "prepare", _shrunk),)),
+    "descent": ("descent", {}, ()),
+    "descent without sweeps, scales kept": ("descent", {"sweeps": 0}, (_CODES, *_SCALES)),
+    "descent without sweeps, scales solved once": ("descent", {"sweeps": 0}, ()),
+    "descent, scales kept": ("descent", {}, _SCALES),
+    "descent from nearest codes": ("descent", {}, ((Descent, "begin", _nearest), (quantisers, "feed_back", _nearest_in_ggml))),
+    "descent, 1 sweep": ("descent", {"sweeps": 1}, ()),
+    "descent, 4 sweeps": ("descent", {"sweeps": 4}, ()),
+    "descent, shrinkage 0": ("descent", {"shrinkage": 0.0}, ()),
+    "descent, shrinkage .1": ("descent", {"shrinkage": 0.1}, ()),
+    "descent, shrinkage .4": ("descent", {"shrinkage": 0.4}, ()),
 }
 
 
@@ -94,32 +99,30 @@ class Bench:
         held = lb.calibration(a.held_out, tokenizer, samples=a.windows, length=a.window, seed=1)
         self.dense = DenseOutput(self.model, held)
 
-    def round(self, form: str, method: str, options: Mapping[str, Any], share: float) -> tuple[float, int]:
+    def round(self, form: str, method: str, options: Mapping[str, Any]) -> tuple[float, int]:
         """Round every matrix that the format divides; return seconds of the processor and bytes."""
         quantiser, made, spent, size = quantiser_of(method).with_options(options), dict[int, Any](), 0.0, 0
         for name, module in self.modules.items():
             if not find_format(form).fits(module.d_in):
                 continue
             (view,), (moments,) = matrices(*weight_of(self.model, name)), self.found[name]
-            value = shrunk(moments.value, share) if share else moments.value
             start = time.process_time()
             if id(moments) not in made and quantiser.statistic != "none":
-                made[id(moments)] = quantiser.prepare(moments.mean() if quantiser.statistic == "diagonal" else value)
-            if quantiser.statistic == "diagonal":
-                made[id(moments)] = moments.value.diagonal() / moments.rows
+                mean = quantiser.statistic == "diagonal"
+                made[id(moments)] = quantiser.prepare(moments.value.diagonal() / moments.rows if mean else moments.value)
             view.copy_(quantiser.apply(view, made.get(id(moments)), Level(format=form)))
             spent += time.process_time() - start
             size += find_format(form).bytes(module.d_out, module.d_in)
         return spent, size
 
-    def row(
-        self, form: str, method: str, options: Mapping[str, Any], steps: Sequence[str] = (), share: float = 0.0
-    ) -> dict[str, Any]:
+    def row(self, form: str, method: str, options: Mapping[str, Any], steps: Sequence[Any] = ()) -> dict[str, Any]:
         """KL of every window, seconds and bytes; the model is afterwards as it was."""
         held = Originals(self.model, self.blocks)
         try:
-            with torch.no_grad(), _without(*steps):
-                spent, size = self.round(form, method, options, share)
+            with torch.no_grad(), ExitStack() as stack:
+                for owner, name, step in steps:
+                    stack.enter_context(patch.object(owner, name, step))
+                spent, size = self.round(form, method, options)
             rows = self.dense.rows(self.model)
         finally:
             held.restore()
@@ -170,7 +173,7 @@ def main() -> None:
     p.add_argument("--ablation", nargs="*", help="measure parts of descent in these formats instead")
     p.add_argument("--samples", type=int, default=64)
     p.add_argument("--length", type=int, default=256)
-    p.add_argument("--windows", type=int, default=16)
+    p.add_argument("--windows", type=int, default=24)
     p.add_argument("--window", type=int, default=256)
     p.add_argument("--out", type=Path, default=RESULTS)
     a = p.parse_args()
@@ -181,8 +184,8 @@ def main() -> None:
     bench = Bench(a) if any(n not in done for n in names) else None
     for form, part in names:
         if (form, part) not in done and bench is not None:
-            method, options, steps, share = PARTS[part] if parts else (part, {}, (), 0.0)
-            done[form, part] = {"format": form, key: part, **bench.row(form, method, options, steps, share)}
+            method, options, steps = PARTS[part] if parts else (part, {}, ())
+            done[form, part] = {"format": form, key: part, **bench.row(form, method, options, steps)}
             keep_row(kept, done[form, part], a.out)
             kl, error, *_ = _paired(done[form, part], done[form, part])
             print(f"{form} {part}: {kl:.4f} +- {error:.4f}, {done[form, part]['seconds']} s", flush=True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from layerbudget.compressors import descent, ggml, ggml_scales
+from layerbudget.compressors import descent, formats, ggml, ggml_scales, quantisers
 from layerbudget.compressors.base import Level, find_quantiser
 from layerbudget.compressors.descent import Codes, Layout, descend
 
@@ -123,7 +123,6 @@ def test_tiny_cases_beside_the_best_of_all_choices():
             nearest.append(form_of(before[:, i : i + 1], moment) / least)
     assert min(gaps) >= 1 - 1e-4
     reached = np.mean(np.array(gaps) < 1.001)
-    print(reached, np.median(gaps), np.median(nearest), np.mean(gaps), np.mean(nearest))
     assert reached > 0.3 and np.median(gaps) < 1.3 < np.median(nearest) / 2
 
 
@@ -151,7 +150,9 @@ def test_scales_stand_where_llama_cpp_reads_them(name):
     assert all(torch.equal(getattr(again, k), getattr(other, k)) for k in ("level", "d", "c", "s", "m"))
 
 
-@pytest.mark.parametrize("name", ["w2-g32", "w4-g32-asym", "Q4_0", "Q5_1", "IQ4_NL", "Q2_K", "Q4_K"])
+@pytest.mark.parametrize(
+    "name", ["w2-g32", "w4-g32-asym", "nvfp4", "fp8", "w3-channel", "Q4_0", "Q5_1", "IQ4_NL", "Q2_K", "Q4_K"]
+)
 def test_the_output_changes_less_than_by_error_feedback(name):
     weight, moment = case(24, 512)
     output = {}
@@ -162,16 +163,20 @@ def test_the_output_changes_less_than_by_error_feedback(name):
     assert output["more"] < output["descent"] < output["gptq"]
 
 
-def test_the_bytes_do_not_depend_on_threads():
+@pytest.mark.parametrize("name", ["Q4_K", "w4-g32"])
+def test_the_codes_do_not_depend_on_threads(name, monkeypatch):
+    """With one piece of rows, and with several that are improved side by side."""
     weight, moment = case(40, 512)
     quantiser, threads, found = find_quantiser("descent"), torch.get_num_threads(), []
     try:
-        for count in (1, 2):
+        for count, rows in ((1, 64), (2, 64), (1, 16), (2, 16)):
+            monkeypatch.setattr(quantisers, "_ROWS", rows)
             torch.set_num_threads(count)
-            found.append(quantiser.quantise(weight, quantiser.prepare(moment), Level(format="Q4_K")).data)
+            found.append(quantiser.quantise(weight, quantiser.prepare(moment), Level(format=name)).weight)
+            assert torch.get_num_threads() == count
     finally:
         torch.set_num_threads(threads)
-    assert np.array_equal(*found)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[2], found[3])
 
 
 def test_rows_of_zeros_and_inputs_that_never_came():
@@ -188,10 +193,15 @@ def test_rows_of_zeros_and_inputs_that_never_came():
     assert torch.isfinite(nothing.weight).all()
 
 
-def test_types_without_scales_of_their_own_are_rounded_by_error_feedback():
-    weight, moment = case()
-    for name in ("IQ2_S", "IQ3_XXS", "MXFP4", "nvfp4", "fp8"):
-        made = [
-            q.quantise(weight, q.prepare(moment), Level(format=name)).weight for q in map(find_quantiser, ("gptq", "descent"))
-        ]
-        assert torch.equal(*made)
+@pytest.mark.parametrize("name", ["IQ3_XXS", "MXFP4"])
+def test_types_without_codes_of_their_own_are_rounded_by_error_feedback(name):
+    """Of the shrunk moments, as all that this method rounds."""
+    assert {f.name for f in formats.TYPES if not f.plain} == {*ggml_scales.FIELDS, *formats.FED_BACK}
+    weight, moment = case(4)
+    gptq, quantiser = find_quantiser("gptq"), find_quantiser("descent")
+    level, shrunk = Level(format=name), quantiser.prepare(moment).moment
+    made = [
+        q.quantise(weight, p, level).weight for q, p in ((gptq, gptq.prepare(shrunk)), (quantiser, quantiser.prepare(moment)))
+    ]
+    assert torch.equal(*made)
+    assert torch.equal(shrunk.diagonal(), moment.diagonal()) and torch.allclose(shrunk.triu(1), 0.8 * moment.triu(1))

@@ -6,13 +6,14 @@ again for its codes, then every code moves to the level that is best while all o
 ``q_j + ((W - Q) H)_j / H_jj``. No step raises the form, so more sweeps only help. Codes begin at the nearest ones: from there
 descent ends nearer to the weights than from those of error feedback, and at less damage on other text.
 
-All types are one form, ``d s[sub] t[code] + c m[sub]``: d and c belong to a block and are numbers of 16 bits, s and m are whole
-numbers of a few bits and belong to some of its columns (:class:`Layout`).
+All types are one form, ``d s[sub] t[code] + c m[sub]``: d and c belong to a block and are numbers of 8 or 16 bits, s and m are
+whole numbers of a few bits and belong to some of its columns (:class:`Layout`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -30,7 +31,8 @@ class Layout:
         block: Columns under one d and c.
         sub: Columns under one s and m.
         levels: All t, ascending, ``(levels,)``.
-        half: The type of d and c, float16 or bfloat16.
+        half: The type of d and c: float16, bfloat16 or, in units of ``unit``, e4m3. None where they stay as they are.
+        unit: The number over all d.
         scales: Least and largest s; None where there is none, and s = 1.
         minima: Least and largest m; ``(1, 1)`` where c alone is the minimum. None where there is no minimum.
         tied: Whether c is d, and m a zero point.
@@ -39,25 +41,39 @@ class Layout:
     block: int
     sub: int
     levels: torch.Tensor
-    half: torch.dtype
+    half: torch.dtype | None
+    unit: float = 1.0
     scales: tuple[int, int] | None = None
     minima: tuple[int, int] | None = None
     tied: bool = False
 
     def to_half(self, values: torch.Tensor) -> torch.Tensor:
-        """The nearest numbers that d and c can be; steps of compressed-tensors (bfloat16) are above zero."""
-        if self.half is torch.bfloat16:
-            values = values.clamp(min=torch.finfo(torch.float32).eps)
+        """The nearest numbers that d and c can be; those of compressed-tensors (bfloat16, e4m3) are above zero."""
+        if self.half is None:
+            return values
         most = torch.finfo(self.half).max
-        return values.clamp(-most, most).to(self.half).to(values.dtype)
+        least = {torch.bfloat16: torch.finfo(torch.float32).eps, torch.float8_e4m3fn: 2.0**-9}.get(self.half, -most)
+        return (values * self.unit).clamp(least, most).to(self.half).to(values.dtype) / self.unit
 
     def nearest(self, values: torch.Tensor) -> torch.Tensor:
         """The nearest levels."""
-        low, high = float(self.levels[0]), float(self.levels[-1])
-        if high - low == len(self.levels) - 1:
-            return values.round().clamp_(low, high)
-        between = (self.levels[1:] + self.levels[:-1]) / 2
-        return self.levels[torch.bucketize(values, between)]
+        if self.even:
+            return values.round().clamp_(*self.ends)
+        return self.levels[torch.bucketize(values, self._between)]
+
+    @functools.cached_property
+    def ends(self) -> tuple[float, float]:
+        """The least and the largest level."""
+        return float(self.levels[0]), float(self.levels[-1])
+
+    @functools.cached_property
+    def even(self) -> bool:
+        """Whether levels are one apart."""
+        return self.ends[1] - self.ends[0] == len(self.levels) - 1
+
+    @functools.cached_property
+    def _between(self) -> torch.Tensor:
+        return (self.levels[1:] + self.levels[:-1]) / 2
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -129,7 +145,8 @@ class _State:
                 self._change(panel, pull, slice(start, start + block), self._solve_block(panel, pull, start))
             for low in range(start, start + block, sub):
                 columns = slice(low, low + sub)
-                self._change(panel, pull, columns, self._solve_sub(panel, pull, columns))
+                if self.layout.half is not None:
+                    self._change(panel, pull, columns, self._solve_sub(panel, pull, columns))
                 if with_codes:
                     self._choose_codes(panel, pull, columns)
 
@@ -143,8 +160,6 @@ class _State:
         sub, codes, layout = columns.start // self.layout.sub, self.codes, self.layout
         step = codes.d[columns.start // layout.block] * codes.s[sub]
         inverse = torch.where(step == 0, 0.0, 1 / step)
-        low, high = float(layout.levels[0]), float(layout.levels[-1])
-        even = high - low == len(layout.levels) - 1
         for start in range(columns.start, columns.stop, _CHUNK):
             stop = min(start + _CHUNK, columns.stop)
             inside = self.moment[start:stop, start:stop]
@@ -152,7 +167,7 @@ class _State:
             level, moved = codes.level[start:stop], torch.empty_like(scaled)
             for j, each in enumerate(inside.diagonal().tolist()):
                 best = torch.add(level[j], scaled[j], alpha=1 / each)
-                best = best.round_().clamp_(low, high) if even else layout.nearest(best)
+                best = best.round_().clamp_(*layout.ends) if layout.even else layout.nearest(best)
                 torch.sub(best, level[j], out=moved[j])
                 level[j] = best
                 scaled[j + 1 :].addr_(inside[j + 1 :, j], moved[j], alpha=-1)

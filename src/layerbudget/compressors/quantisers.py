@@ -10,9 +10,9 @@ r"""Quantisers: round a matrix onto the grid of a format, plainly, for the input
   (:class:`layerbudget.compressors.feedback.Factors`). The grid of a group is fixed when its first column comes: for GGUF types
   by ggml (:func:`layerbudget.compressors.feedback.feed_back`).
 
-* **descent** begins at the codes and grids of ``weighted`` and lowers the form of gptq column by column, in sweeps, with the
-  scales solved again between them (:mod:`layerbudget.compressors.descent`). It needs no factor. Lattices and floating-point
-  formats are rounded as by gptq.
+* **descent** begins with gptq, under ranges that are searched as those of weighted, and lowers the same form in sweeps over the
+  columns, with the scales solved again in between (:mod:`layerbudget.compressors.descent`). Lattices, MXFP4 and NVFP4 of
+  llama.cpp stay as gptq leaves them, and so do the scales of ``fp8``.
 
 The grid of a group of compressed-tensors is ``base + d q``, ``q`` an integer or a floating-point number of few bits, with ``d``
 and ``base`` exactly as the file holds them, so that a weight on the grid is what a runtime reads back. Scales of rows (``fp8``)
@@ -24,12 +24,14 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
 import torch
 
 from ..errors import InvalidInput
+from ..models.machine import in_threads, one_thread
 from . import ggml, ggml_scales
 from .base import Level, Treatment
 from .descent import Codes, Layout, descend
@@ -38,7 +40,9 @@ from .formats import GGUF, Format, find_format
 from .sparsegpt import COLUMNS
 
 _SHRINK = tuple(1.0 - 0.02 * i for i in range(26))
+_COARSE = tuple(1.0 - 0.07 * i for i in range(8))  # where the scale is solved again afterwards
 _GROW = tuple(1.0 + 0.05 * i for i in range(1, 11))  # in e2m1 the largest weight may be 4 as well as 6
+T = TypeVar("T")
 _E4M3, _E2M1 = 448, 6  # largest numbers
 
 
@@ -117,13 +121,14 @@ def _power_below(values: torch.Tensor) -> torch.Tensor:
     return values.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
 
 
-def _best_grid(groups: torch.Tensor, form: Format, importance: torch.Tensor) -> Grid:
-    """For every group the grid of least ``sum_j h_j (w_j - Q(w_j))^2`` among 26 ranges from the whole to half of it.
+def _best_grid(groups: torch.Tensor, form: Format, importance: torch.Tensor, ranges: Sequence[float] = _SHRINK) -> Grid:
+    """For every group the grid of least ``sum_j h_j (w_j - Q(w_j))^2`` among ranges.
 
+    They are shares of the whole range, by default 26 from all of it to half.
     Of ``nvfp4`` ranges up to half as large again are tried too.
     """
     least, shrink = None, torch.ones_like(groups[..., :1])
-    for factor in (*_SHRINK, *(_GROW if form.floating and form.group else ())):
+    for factor in (*ranges, *(_GROW if form.floating and form.group else ())):
         error = (grid_of(groups, form, factor).round(groups) - groups) ** 2
         total = (error * importance).sum(-1, keepdim=True)
         better = torch.ones_like(total, dtype=torch.bool) if least is None else total < least
@@ -132,6 +137,7 @@ def _best_grid(groups: torch.Tensor, form: Format, importance: torch.Tensor) -> 
     return grid_of(groups, form, shrink)
 
 
+_ROWS = 1024  # that one thread improves together: fewer, and a step takes longer to begin than to do
 _PIECE = 1 << 25  # weights that get error feedback together: a few copies of them in float32 are held
 
 
@@ -151,6 +157,19 @@ class Rounded:
     zero: torch.Tensor | None = None
     unit: float | None = None
     data: np.ndarray | None = None
+
+
+def joined(parts: Sequence[Rounded]) -> Rounded:
+    """Return a matrix from rounded rows of it, in their order."""
+
+    def below(name: str) -> Any:
+        """One field of all rows."""
+        values = [getattr(part, name) for part in parts]
+        if values[0] is None or len(values) == 1:
+            return values[0]
+        return np.concatenate(values) if name == "data" else torch.cat(values)
+
+    return dataclasses.replace(parts[0], **{name: below(name) for name in ("weight", "scale", "zero", "data")})
 
 
 class Quantiser(Treatment):
@@ -280,6 +299,10 @@ class GPTQ(Quantiser):
         outputs = torch.linalg.solve_triangular(upper.to(errors), errors[:, order], upper=True, left=False)
         return outputs.square().sum(1)
 
+    def grid(self, groups: torch.Tensor, form: Format, importance: torch.Tensor) -> Grid:
+        """The grid of one group ``(rows, inputs)`` as the columns before it have left it, whose inputs count so much."""
+        return grid_of(groups, form)
+
     def onto(self, weight: torch.Tensor, prepared: Factors, form: Format) -> Rounded:
         """See :meth:`Quantiser.onto`."""
         size = form.group or weight.shape[1]
@@ -292,7 +315,7 @@ class GPTQ(Quantiser):
             block, upper, errors = work[start:stop], factor[start:stop, start:stop], torch.empty_like(work[start:stop])
             for low in range(0, stop - start, size):
                 groups = block[low : low + size].T.contiguous()
-                grid = grid_of(groups, form)
+                grid = self.grid(groups, form, upper.diagonal()[low : low + size].square().reciprocal())
                 grids.append(grid)
                 for j in range(low, low + size):
                     rounded = grid.round(block[j][:, None])[:, 0]
@@ -312,59 +335,105 @@ class GPTQ(Quantiser):
         return np.concatenate([feed_back(rows, prepared, form.name, threads=torch.get_num_threads()) for rows in pieces])
 
 
+def _layout_of(form: Format, weight: torch.Tensor, unit: float | None) -> Layout:
+    """What a format of compressed-tensors can hold of a matrix; ``unit`` is the number over all scales."""
+    size, least = form.group or weight.shape[1], -(1 << (form.bits - 1))
+    if form.floating:
+        small = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # e2m1
+        levels = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float() if form.group is None else small
+        levels, half = torch.cat([-levels[1:].flip(0), levels]), None if form.group is None else torch.float8_e4m3fn
+    else:
+        levels, half = torch.arange(least, least + form.levels, dtype=torch.float32), torch.bfloat16
+    return Layout(
+        block=size,
+        sub=size,
+        levels=levels.to(weight.device),
+        half=half,
+        unit=unit or 1.0,
+        minima=None if form.floating or form.symmetric else (1 - form.levels - least, -least),
+        tied=not (form.floating or form.symmetric),
+    )
+
+
 class Descent(GPTQ):
-    """Sweeps over the codes, each moved to where the error of the output is least, with the scales solved again in between.
+    """Error feedback, then sweeps in which codes move to where the error of the output is least and scales are solved again.
 
     Args:
         damping: Relative to the mean of the second moments' diagonal.
+        shrinkage: By what share moments of two different inputs are taken to be smaller than the text says.
         sweeps: Passes over the columns.
     """
 
-    name, summary = "descent", "codes and scales improved in turn, by second moments of the inputs"
+    name, summary = "descent", "gptq, then codes and scales are improved in turn; a few times as long"
 
-    def __init__(self, *, damping: float = 0.01, sweeps: int = 2) -> None:
+    def __init__(self, *, damping: float = 0.01, shrinkage: float = 0.2, sweeps: int = 2) -> None:
         super().__init__(damping=damping)
-        self.sweeps = sweeps
+        self.shrinkage, self.sweeps = shrinkage, sweeps
+
+    def prepare(self, moment: torch.Tensor) -> Factors:
+        """The shrunk moment, and the factors of its damped inverse."""
+        shrunk = moment * (1 - self.shrinkage)
+        shrunk.diagonal().copy_(moment.diagonal())
+        return Factors(shrunk, self.damping)
 
     def weigh(self, errors: torch.Tensor, prepared: Factors) -> torch.Tensor:
         """See :meth:`Quantiser.weigh`: ``e (X X' + damping) e'``."""
         return ((errors @ prepared.whole.to(errors)) * errors).sum(1)
 
+    def grid(self, groups: torch.Tensor, form: Format, importance: torch.Tensor) -> Grid:
+        """See :meth:`GPTQ.grid`: the range is searched, as ggml does it."""
+        return grid_of(groups, form) if form.floating else _best_grid(groups, form, importance, _COARSE)
+
     def onto(self, weight: torch.Tensor, prepared: Factors, form: Format) -> Rounded:
         """See :meth:`Quantiser.onto`."""
-        if form.floating:
-            return super().onto(weight, prepared, form)
-        groups, least = grouped(weight, form), -(1 << (form.bits - 1))
-        importance = prepared.moment.diagonal().to(torch.float32).reshape(1, groups.shape[1], -1)
-        grid = _best_grid(groups, form, importance)
-        most, scale = least + form.levels - 1, grid.d[..., 0].T.contiguous()
-        layout = Layout(
-            block=groups.shape[2],
-            sub=groups.shape[2],
-            levels=torch.arange(least, most + 1, dtype=torch.float32, device=weight.device),
-            half=torch.bfloat16,
-            minima=None if form.symmetric else (-most, -least),
-            tied=not form.symmetric,
-        )
-        level, shift = grid.nearest(groups).add_(least).flatten(1).T.contiguous(), -grid.zero[..., 0].T.float()  # type: ignore[index]
-        codes = Codes(level=level, d=scale, c=scale.clone(), s=torch.ones_like(scale), m=shift.contiguous())
-        if form.symmetric:
-            codes.c.zero_()
-        self._descend(weight, prepared, codes, layout)
-        zero = codes.m.neg().T.to(torch.int8)
-        return Rounded(weight=codes.weight(layout).T.contiguous(), scale=codes.d.T.to(torch.bfloat16), zero=zero)
+        return joined(self._by_rows(lambda rows: self._in_groups(rows, prepared, form), weight, prepared, form))
 
     def in_ggml(self, weight: torch.Tensor, prepared: Factors, form: Format) -> np.ndarray:
         """See :meth:`Quantiser.in_ggml`."""
+        return np.concatenate(self._by_rows(lambda rows: self._in_type(rows, prepared, form), weight.cpu(), prepared, form))
+
+    def begin(self, weight: torch.Tensor, prepared: Factors, form: Format) -> Rounded:
+        """Codes of compressed-tensors where the sweeps begin."""
+        return super().onto(weight, prepared, form)
+
+    def _by_rows(self, work: Callable[[torch.Tensor], T], weight: torch.Tensor, prepared: Factors, form: Format) -> list[T]:
+        """What comes of pieces of rows. Each has one thread, so that sums come out the same however many threads there are."""
+        with one_thread():
+            prepared.of(form.group or weight.shape[1]), prepared.whole  # made once for all pieces
+        pieces = weight.split(_ROWS) if weight.device.type == "cpu" else (weight,)
+        if len(pieces) == 1:
+            with one_thread():
+                return [work(weight)]
+        done: dict[int, T] = {}
+        in_threads(lambda i: done.__setitem__(i, work(pieces[i])), range(len(pieces)))
+        return [done[i] for i in range(len(pieces))]
+
+    def _in_groups(self, weight: torch.Tensor, prepared: Factors, form: Format) -> Rounded:
+        """Rows in a format of compressed-tensors."""
+        begin = self.begin(weight, prepared, form)
+        layout = _layout_of(form, weight, begin.unit)
+        scale = cast(torch.Tensor, begin.scale)
+        d = scale.T.to(torch.float32).contiguous() / layout.unit
+        m = torch.zeros_like(d) if begin.zero is None else begin.zero.T.to(torch.float32).neg()
+        level = (begin.weight.T.contiguous() / d.repeat_interleave(layout.sub, 0)).sub_(m.repeat_interleave(layout.sub, 0))
+        c = d.clone() if layout.tied else torch.zeros_like(d)
+        codes = Codes(level=layout.nearest(level), d=d, c=c, s=torch.ones_like(d), m=m)
+        self._descend(weight, prepared, codes, layout)
+        return Rounded(
+            weight=codes.weight(layout).T.contiguous(),
+            scale=(codes.d * layout.unit).T.to(scale.dtype).contiguous(),
+            zero=None if begin.zero is None else codes.m.neg().T.to(torch.int8).contiguous(),
+            unit=begin.unit,
+        )
+
+    def _in_type(self, weight: torch.Tensor, prepared: Factors, form: Format) -> np.ndarray:
+        """Rows in a type of llama.cpp; lattices, MXFP4 and NVFP4 stay as error feedback leaves them."""
+        data = feed_back(weight, prepared, form.name)
         if form.name not in ggml_scales.FIELDS:
-            return super().in_ggml(weight, prepared, form)
-        layout, done = ggml_scales.layout_of(form.name), []
-        for rows in weight.split(max(1, _PIECE // weight.shape[1])):
-            data = _by_ggml(rows, form, prepared.moment.diagonal())
-            codes = ggml_scales.read_codes(data, form.name)
-            self._descend(rows.cpu(), prepared, codes, layout)
-            done.append(ggml_scales.write_codes(data, form.name, codes))
-        return np.concatenate(done)
+            return data
+        codes = ggml_scales.read_codes(data, form.name)
+        self._descend(weight, prepared, codes, ggml_scales.layout_of(form.name))
+        return ggml_scales.write_codes(data, form.name, codes)
 
     def _descend(self, weight: torch.Tensor, prepared: Factors, codes: Codes, layout: Layout) -> None:
         held = weight.detach().to(torch.float32).T.contiguous()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.metadata
 import math
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,6 +39,17 @@ def keep_freed() -> None:
         return
     tune(_MMAP_THRESHOLD, 1 << 26)  # larger ones lie apart: kept, they do not fit into each other
     tune(_TRIM_THRESHOLD, 1 << 30)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute in one thread: sums come out the same whatever the number of threads is."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def in_threads(work: Callable[[T], None], items: Sequence[T], workers: int | None = None) -> None:

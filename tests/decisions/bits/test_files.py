@@ -68,7 +68,7 @@ def logits(model):
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    [("llama", "weighted"), ("llama-tied", "gptq"), ("mistral", "rtn"), ("qwen2", "gptq"), ("qwen3", "rtn")],
+    [("llama", "weighted"), ("llama-tied", "gptq"), ("mistral", "rtn"), ("qwen2", "gptq"), ("qwen3", "descent")],
 )
 def test_a_gguf_file_is_the_rounded_model(tmp_path, name, method):
     model, plan, receipt = written(tmp_path / "out", name, "gguf", 6.0, method)
@@ -92,7 +92,12 @@ def test_a_gguf_file_is_the_rounded_model(tmp_path, name, method):
 
 @pytest.mark.parametrize(
     ("name", "runtime", "method"),
-    [("llama", "transformers", "gptq"), ("qwen2", "vllm", "rtn"), ("llama-tied", "transformers", "weighted")],
+    [
+        ("llama", "transformers", "gptq"),
+        ("mistral", "transformers", "descent"),
+        ("qwen2", "vllm", "rtn"),
+        ("llama-tied", "transformers", "weighted"),
+    ],
 )
 def test_a_compressed_tensors_folder_is_the_rounded_model(tmp_path, name, runtime, method):
     bits = 6.0 if runtime == "vllm" else 4.2
@@ -130,7 +135,7 @@ def test_loading_draws_no_bar_and_reports_nothing_and_restores_both(tmp_path, ca
     assert "100%" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq"])
+@pytest.mark.parametrize("method", ["rtn", "gptq", "descent"])
 def test_floating_point_and_integers_in_one_folder(tmp_path, method):
     """transformers reads the planned weights to the bit; what vLLM fuses shares a format and a global scale."""
     formats = ["nvfp4", "fp8", "w4-g32"]
@@ -288,7 +293,12 @@ def test_what_cannot_be_written_is_one_sentence(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-CASES = [("compressed-tensors", "rtn", 4.2), ("compressed-tensors", "gptq", 9.0), ("gguf", "weighted", 6.0)]
+CASES = [
+    ("compressed-tensors", "rtn", 4.2),
+    ("compressed-tensors", "gptq", 9.0),
+    ("gguf", "weighted", 6.0),
+    ("gguf", "descent", 6.0),
+]
 
 
 @pytest.fixture(scope="module")

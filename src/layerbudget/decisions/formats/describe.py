@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Mapping, Sequence
 
+from ...compressors.formats import FED_BACK
 from ...decision import Table, decision_of
 from ...gguf.mixes import MIXES
 from ...plan import Plan
@@ -66,7 +67,7 @@ def verdict(plan: Plan, payload: FormatsPayload, size: str, names: Mapping[str, 
     asked = payload.asked or plan.rule
     name = names.get(plan.rule, plan.rule)
     taken = "" if asked == plan.rule else f" {_on_taken(name, damage, *damages_of(plan, payload)[asked])}"
-    return f"{size} for {damage:.3g} nats per token{beside}, {on}.{taken}{_on_few_tokens(payload)}"
+    return f"{size} for {damage:.3g} nats per token{beside}, {on}.{taken}{_on_fed_back(payload)}{_on_few_tokens(payload)}"
 
 
 def _on_whole(whole: Whole) -> str:
@@ -86,6 +87,15 @@ def _on_taken(name: str, damage: float, other: float, error: float) -> str:
     """A sentence on a plan that the check took in the place of the program's, whose damage is the other one."""
     level = ", though they are level" if outcome(damage - other, error=error, small=SAME * other) == "level" else ""
     return f"{name[0].upper()}{name[1:]} measured less damage than the program's choice{level}, so it was taken."
+
+
+def _on_fed_back(payload: FormatsPayload) -> str:
+    """A sentence on types whose codes descent does not improve."""
+    if not isinstance(payload, WeightsPayload) or payload.method != "descent":
+        return ""
+    chosen = set(payload.formats.values())
+    names = [name for name in FED_BACK if name in chosen]
+    return f" Descent does not improve {' and '.join(names)}: they are rounded as by gptq." if names else ""
 
 
 def _on_few_tokens(payload: FormatsPayload) -> str:
