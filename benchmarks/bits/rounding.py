@@ -1,18 +1,20 @@
 """KL of ways to round at equal formats and bytes, from the same moments: nearest, weighted, gptq and descent.
 
-    python -m benchmarks.bits rounding MODEL --fit FILE --held-out FILE [--name smollm2] [--every 3] [--formats w3-g32 ...] [--out FOLDER]
+    python -m benchmarks.bits rounding MODEL --fit FILE --held-out FILE [--name smollm2] [--formats w3-g32 ...] [--ablation Q4_0 ...]
 
 The matrices of every third layer are rounded and the others stay. Second moments of the inputs are those of the dense model on
 the text to fit, gathered once for all. KL is from the dense model on windows of another text, which decided nothing, and
 differences are paired by window. Seconds are processor time of the rounding alone, the factor of gptq included. ``--ablation``
-measures parts of descent by themselves instead. Rows are kept under ``results/rows`` and not measured again.
+names formats in which parts of descent are measured by themselves too. Rows are kept under ``results/rows`` and not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,8 @@ from layerbudget.models.blocks import partition, weight_of
 from layerbudget.sensitivity.directional.trials import Originals
 from layerbudget.sensitivity.sequences import per_token
 
-FORMATS = ("w2-g32", "w3-g32", "w4-g32", "Q4_0", "IQ4_NL", "Q5_0", "Q2_K", "Q3_K", "Q4_K")
+Way = tuple[str, dict[str, Any], tuple[Any, ...]]  #: a method, its options, and what stands in the place of its steps
+FORMATS = ("w3-g32", "w4-g32", "nvfp4", "Q4_0", "IQ4_NL", "Q3_K", "Q4_K")
 METHODS = ("weighted", "gptq", "descent")
 
 
@@ -64,8 +67,7 @@ def _shrunk(quantiser: GPTQ, moment: torch.Tensor) -> Factors:
 _CODES = (descent._State, "_choose_codes", _nothing)
 _SCALES = ((descent._State, "_solve_sub", _no_change), (descent._State, "_solve_block", _no_change))
 #: What a line of the ablation is made by: the method, its options, and what stands in the place of steps of descent.
-PARTS: dict[str, tuple[str, dict[str, Any], tuple[Any, ...]]] = {
-    "nearest codes, ranges searched (`weighted`)": ("weighted", {}, ()),
+PARTS: dict[str, Way] = {
     "gptq": ("gptq", {}, ()),
     "gptq, moments shrunk": ("gptq", {}, ((GPTQ, "prepare", _shrunk),)),
     "descent": ("descent", {}, ()),
@@ -170,34 +172,38 @@ def main() -> None:
     p.add_argument("--every", type=int, default=3)
     p.add_argument("--formats", nargs="+", default=list(FORMATS))
     p.add_argument("--methods", nargs="+", default=list(METHODS))
-    p.add_argument("--ablation", nargs="*", help="measure parts of descent in these formats instead")
+    p.add_argument("--ablation", nargs="*", default=[], help="formats in which parts of descent are measured too")
     p.add_argument("--samples", type=int, default=64)
     p.add_argument("--length", type=int, default=256)
     p.add_argument("--windows", type=int, default=24)
     p.add_argument("--window", type=int, default=256)
     p.add_argument("--out", type=Path, default=RESULTS)
     a = p.parse_args()
-    parts, key = a.ablation is not None, "part" if a.ablation is not None else "method"
-    kept = f"bits_rounding_{a.name}{'_ablation' if parts else ''}"
-    names = [(form, part) for form in (a.ablation if parts else a.formats) for part in (PARTS if parts else a.methods)]
-    done = {(r["format"], r[key]): r for r in read_rows(kept, a.out)}
-    bench = Bench(a) if any(n not in done for n in names) else None
-    for form, part in names:
-        if (form, part) not in done and bench is not None:
-            method, options, steps = PARTS[part] if parts else (part, {}, ())
-            done[form, part] = {"format": form, key: part, **bench.row(form, method, options, steps)}
-            keep_row(kept, done[form, part], a.out)
-            kl, error, *_ = _paired(done[form, part], done[form, part])
-            print(f"{form} {part}: {kl:.4f} +- {error:.4f}, {done[form, part]['seconds']} s", flush=True)
-    text = (
-        f"All matrices of every layer in {a.every}, in one format, the others dense; matrices whose rows the format does not divide stay "
-        f"dense too. Inputs of {a.samples} x {a.length} tokens of {Path(a.fit).name}; KL from the dense model in nats per token on "
-        f"{a.windows} windows of {a.window} tokens of {Path(a.held_out).name}, paired by window."
-    )
-    title = f"Rounding at equal bytes: {a.name}" + (", parts of descent" if parts else "")
-    write_section(
-        "bits", title, [text, "", *lines_of([done[n] for n in names], key, key)], out=a.out, peers=("gguf", "xllamacpp")
-    )
+    bench = functools.cache(lambda: Bench(a))
+    tables = {"": ("method", a.formats, {m: (m, {}, ()) for m in a.methods}), "_ablation": ("part", a.ablation, PARTS)}
+    lines = [
+        f"All matrices of one layer in {a.every} are rounded to one format and the others stay, as do matrices whose rows the format "
+        f"does not divide. Inputs of {a.samples} x {a.length} tokens of {Path(a.fit).name}; KL from the dense model, in nats per "
+        f"token, on {a.windows} windows of {a.window} tokens of {Path(a.held_out).name}, paired by window."
+    ]
+    for suffix, (key, formats, ways) in tables.items():
+        rows = measure(bench, f"rounding_{a.name}{suffix}", key, formats, ways, a.out)
+        lines += ["", *lines_of(rows, key, key)] if rows else []
+    write_section("rounding", a.name, lines, out=a.out, peers=("gguf", "xllamacpp"))
+
+
+def measure(
+    bench: Callable[[], Bench], kept: str, key: str, formats: Sequence[str], ways: Mapping[str, Way], out: Path
+) -> list[dict[str, Any]]:
+    """Rows of ways to round, in every format; those that an earlier run kept are not measured again."""
+    done = {(r["format"], r[key]): r for r in read_rows(kept, out)}
+    for form, (name, way) in itertools.product(formats, ways.items()):
+        if (form, name) not in done:
+            done[form, name] = {"format": form, key: name, **bench().row(form, *way)}
+            keep_row(kept, done[form, name], out)
+            kl, error, *_ = _paired(done[form, name], done[form, name])
+            print(f"{form} {name}: {kl:.4f} +- {error:.4f}, {done[form, name]['seconds']} s", flush=True)
+    return [done[form, name] for form in formats for name in ways]
 
 
 if __name__ == "__main__":

@@ -114,9 +114,9 @@ def descend(weight: torch.Tensor, moment: torch.Tensor, codes: Codes, layout: La
         sweeps: Passes over the columns.
     """
     state = _State(weight=weight, moment=moment, codes=codes, layout=layout, error=weight - codes.weight(layout))
-    for turn in range(sweeps + 1):
+    for turn in range(max(sweeps, 1)):
         for panel in state.panels():
-            state.improve(panel, with_codes=turn < sweeps)
+            state.improve(panel, first=turn == 0, with_codes=sweeps > 0)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -136,8 +136,11 @@ class _State:
         for start in range(0, len(self.error), width):
             yield slice(start, min(start + width, len(self.error)))
 
-    def improve(self, panel: slice, *, with_codes: bool) -> None:
-        """One pass over a panel. ``pull`` is its part of ``H (W - Q)``, kept up to date for the columns still to come."""
+    def improve(self, panel: slice, *, first: bool, with_codes: bool) -> None:
+        """One pass over a panel. ``pull`` is its part of ``H (W - Q)``, kept up to date for the columns still to come.
+
+        Scales are solved for the codes that a sub begins with, and again for those that it ends with.
+        """
         block, sub = self.layout.block, self.layout.sub
         pull = self.moment[panel] @ self.error
         for start in range(panel.start, panel.stop, block):
@@ -145,10 +148,12 @@ class _State:
                 self._change(panel, pull, slice(start, start + block), self._solve_block(panel, pull, start))
             for low in range(start, start + block, sub):
                 columns = slice(low, low + sub)
-                if self.layout.half is not None:
+                if first and self.layout.half is not None:
                     self._change(panel, pull, columns, self._solve_sub(panel, pull, columns))
                 if with_codes:
                     self._choose_codes(panel, pull, columns)
+                if with_codes and self.layout.half is not None:
+                    self._change(panel, pull, columns, self._solve_sub(panel, pull, columns))
 
     def _change(self, panel: slice, pull: torch.Tensor, columns: slice, change: torch.Tensor) -> None:
         """Take a change of the weights of some columns into account, in those and in later ones."""
@@ -173,7 +178,7 @@ class _State:
                 scaled[j + 1 :].addr_(inside[j + 1 :, j], moved[j], alpha=-1)
             moved *= step
             self.error[start:stop] -= moved
-            pull[stop - panel.start :].addmm_(self.moment[stop : panel.stop, start:stop], moved, alpha=-1)
+            pull[columns.start - panel.start :].addmm_(self.moment[columns.start : panel.stop, start:stop], moved, alpha=-1)
 
     def _solve_sub(self, panel: slice, pull: torch.Tensor, columns: slice) -> torch.Tensor:
         """Solve the scales of one sub again; return the change of its weights, ``(columns, rows)``."""

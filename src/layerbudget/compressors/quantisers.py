@@ -40,7 +40,7 @@ from .formats import GGUF, Format, find_format
 from .sparsegpt import COLUMNS
 
 _SHRINK = tuple(1.0 - 0.02 * i for i in range(26))
-_COARSE = tuple(1.0 - 0.07 * i for i in range(8))  # where the scale is solved again afterwards
+_COARSE = tuple(1.0 - 0.1 * i for i in range(5))  # where the scale is solved again afterwards
 _GROW = tuple(1.0 + 0.05 * i for i in range(1, 11))  # in e2m1 the largest weight may be 4 as well as 6
 T = TypeVar("T")
 _E4M3, _E2M1 = 448, 6  # largest numbers
