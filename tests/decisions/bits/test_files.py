@@ -196,12 +196,14 @@ def test_models_in_half_precision(tmp_path):
     assert files[0] == files[1]
 
 
-def test_llama_cpp_computes_the_same(tmp_path):
+@pytest.mark.parametrize("method", ["rtn", "descent"])
+def test_llama_cpp_computes_the_same(tmp_path, method):
     """The embedded model in mixed types, in llama.cpp itself: next-token probabilities of the rounded model."""
     llama = pytest.importorskip("xllamacpp")
     model, tokenizer = lb.load_model("demo"), lb.load_tokenizer("demo")
     text = lb.calibration("stdlib", tokenizer, samples=2, length=64)
-    write_bits(model, plan_bits(model, text, bits=5.5, family="gguf", draws=1), tmp_path / "out", tokenizer=tokenizer)
+    plan = plan_bits(model, text, bits=5.5, family="gguf", draws=1)
+    write_bits(model, plan, tmp_path / "out", text, tokenizer=tokenizer, method=method)
     options = llama.CommonParams()
     options.model.path, options.n_ctx = str(tmp_path / "out/model.gguf"), 256
     options.cpuparams.n_threads, options.warmup = 1, False
@@ -243,6 +245,17 @@ def test_the_types_that_people_download(tmp_path, formats, bits):
     assert near < 0.9 * far
     with pytest.raises(InvalidInput, match="IQ2_XS needs to know the inputs"):
         rounding_damage(dense, text, family="gguf", formats=["IQ2_XS"])
+
+
+def test_super_blocks_whose_scales_were_improved_are_read_by_transformers(tmp_path):
+    """Codes and scales of K types and IQ4_XS by descent, from a plan that was measured to nearest."""
+    size = {**WIDE, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+    model, text = zoo.build("llama", **size), zoo.tokens(24, 24, vocabulary=96)
+    plan = planned(model, "gguf", 4.6, formats=["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"])
+    assert len(set(plan.extra["formats"].values())) > 2
+    write_bits(model, plan, tmp_path / "out", text, method="descent")
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf", dtype=torch.float32).eval()
+    assert torch.allclose(logits(back), logits(model), atol=2e-4, rtol=1e-4)
 
 
 def test_recipes_for_other_tools():
