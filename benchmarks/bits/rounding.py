@@ -186,9 +186,13 @@ def main() -> None:
         f"does not divide. Inputs of {a.samples} x {a.length} tokens of {Path(a.fit).name}; KL from the dense model, in nats per "
         f"token, on {a.windows} windows of {a.window} tokens of {Path(a.held_out).name}, paired by window."
     ]
+    early = 0
     for suffix, (key, formats, ways) in tables.items():
+        early += len(read_rows(f"rounding_{a.name}{suffix}", a.out)) if formats else 0
         rows = measure(bench, f"rounding_{a.name}{suffix}", key, formats, ways, a.out)
         lines += ["", *lines_of(rows, key, key)] if rows else []
+    if early:
+        lines += ["", f"{early} rows are of earlier runs of the same command, whose time and memory are not in the stamp."]
     write_section("rounding", a.name, lines, out=a.out, peers=("gguf", "xllamacpp"))
 
 
