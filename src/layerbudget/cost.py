@@ -194,6 +194,7 @@ WORK: dict[str, Work] = SCORES | {
     ),
     "norms": Work(2.0, "none", 0, lambda shape, text: 8.0 * max(m.numel for m in shape.matrices), _numel(_MASK)),
     "gram": Work(2.0, "none", 0, _squares, _numel(1500, 1.0)),
+    "descent": Work(2.0, "none", 0, _squares, _numel(4500, 4.0)),
 }
 
 
@@ -214,7 +215,8 @@ def treating(method: str, text: Text, *, again: float = 1.0) -> list[Part]:
     statistic = (find_quantiser if rounds else find_treatment)(method).statistic
     if statistic == "none":
         return [Part("round" if rounds else "forward", Text(samples=1, length=text.length))]
-    return [Part("gram" if statistic == "gram" else "norms", text, 1.0 + again)]
+    name = method if method in WORK else "gram" if statistic == "gram" else "norms"
+    return [Part(name, text, 1.0 + again)]
 
 
 def choosing(text: Text, check: Text | None, *, draws: int = 4, ggml: bool = False, method: str = "rtn") -> list[Part]:

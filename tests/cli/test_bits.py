@@ -103,7 +103,8 @@ def test_a_file_that_would_not_fit_on_the_disk_is_not_made(folder, plan, capsys,
     assert not (folder / "nowhere").exists()
 
 
-def test_a_gguf_file_gets_its_rounding_from_the_inputs_of_its_model(tmp_path, capsys):
+@pytest.mark.parametrize("method", ["gptq", "descent"])
+def test_a_gguf_file_gets_its_rounding_from_the_inputs_of_its_model(tmp_path, capsys, method):
     """The same tensors as the model's own file; text beside a file alone is refused with what works."""
     gguf = pytest.importorskip("gguf")
     folder, model, quick = tmp_path, tmp_path / "model", [*SMALL, "--draws", "1", "--check", "0", "--format", "gguf"]
@@ -112,12 +113,12 @@ def test_a_gguf_file_gets_its_rounding_from_the_inputs_of_its_model(tmp_path, ca
     plain, fine, place = folder / "f16.json", folder / "feedback.json", folder / "own"
     document(capsys, "plan", "bits", model, "--bits", "16", "--formats", "F16", *quick, "-o", plain)
     document(capsys, "apply", model, plain, "--quiet", "-o", folder / "F16")
-    told = document(capsys, "plan", "bits", model, "--bits", "6", "--method", "gptq", *quick, "-o", fine)
+    told = document(capsys, "plan", "bits", model, "--bits", "6", "--method", method, *quick, "-o", fine)
     assert told["next"] == f"layerbudget apply {model} {fine} -o DIR"
     document(capsys, "apply", model, fine, *SMALL, "-o", place)
     source, out = folder / "F16" / "model.gguf", folder / "planned.gguf"
     done = document(capsys, "apply", source, fine, "--inputs", str(model), *SMALL, "-o", out)
-    assert done["method"] == "gptq" and done["planned"] == done["bytes"]
+    assert done["method"] == method and done["planned"] == done["bytes"]
     own, placed = ({t.name: t.data.tobytes() for t in gguf.GGUFReader(f).tensors} for f in (place / "model.gguf", out))
     assert own == placed
     assert "Add --inputs MODEL" in sentence(capsys, "apply", source, fine, "-o", folder / "no.gguf")
@@ -152,9 +153,11 @@ def test_a_model_that_is_not_written_as_gguf_gets_the_way_that_works(tmp_path, c
     assert told["next"] == f"layerbudget apply model-f16.gguf {fit} -o planned.gguf"
 
 
-def test_gptq_reads_its_data(folder, plan, capsys):
-    done = document(capsys, "apply", "demo", plan, "--method", "gptq", "--damping", "0.1", *SMALL, "-o", folder / "gptq")
-    assert done["method"] == "gptq" and done["bytes"] == done["planned"]
+@pytest.mark.parametrize(("method", "options"), [("gptq", []), ("descent", ["--sweeps", "1", "--shrinkage", "0.1"])])
+def test_a_method_reads_its_data(folder, plan, capsys, method, options):
+    words = ("--method", method, "--damping", "0.1", *options, *SMALL)
+    done = document(capsys, "apply", "demo", plan, *words, "-o", folder / method)
+    assert done["method"] == method and done["bytes"] == done["planned"]
 
 
 def test_what_was_measured_serves_other_budgets(folder, plan, capsys):

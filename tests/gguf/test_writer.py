@@ -260,7 +260,7 @@ def test_a_file_that_gets_a_plans_types_has_the_tensors_of_the_written_model(tmp
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
-@pytest.mark.parametrize("method", ["gptq", "weighted"])
+@pytest.mark.parametrize("method", ["descent", "gptq", "weighted"])
 def test_a_file_is_rounded_with_the_inputs_of_its_model(tmp_path, converted, letters, kind, method):
     """As the model itself is written: rows of q and k change places, gate and up are apart; some tensors stay in 16 bits."""
     source, text = converted / f"{kind}.gguf", zoo.tokens(4, 24, vocabulary=96)

@@ -129,7 +129,12 @@ QUANTISERS: Registry[type[Treatment]] = Registry(
     "quantiser",
     group="layerbudget.compressors",
     home=__package__,
-    own={"rtn": ".quantisers:Nearest", "weighted": ".quantisers:Weighted", "gptq": ".quantisers:GPTQ"},
+    own={
+        "rtn": ".quantisers:Nearest",
+        "weighted": ".quantisers:Weighted",
+        "gptq": ".quantisers:GPTQ",
+        "descent": ".quantisers:Descent",
+    },
 )
 Some = TypeVar("Some", bound=type[Treatment])
 

@@ -7,6 +7,7 @@ column (:mod:`layerbudget.compressors.ggml` knows where they lie).
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import torch
@@ -43,6 +44,16 @@ class Factors:
             order = (blocks[:, None] * size + heavy.argsort(dim=1, descending=True, stable=True)[blocks]).flatten()
             self.made[size] = order, inverse_factor(self.moment, self.damping, order)[0]
         return self.made[size]
+
+    @functools.cached_property
+    def whole(self) -> torch.Tensor:
+        """The damped moment itself, both triangles, float32."""
+        upper = self.moment.to(torch.float32).triu()
+        out = upper + upper.T
+        diagonal = upper.diagonal()
+        diagonal = torch.where(diagonal == 0, 1.0, diagonal)
+        out.diagonal().copy_(diagonal + self.damping * diagonal.mean())
+        return out
 
 
 def feed_back(weight: torch.Tensor, factors: Factors, name: str, *, threads: int = 1) -> np.ndarray:

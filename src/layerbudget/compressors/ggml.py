@@ -82,7 +82,7 @@ def quantise(weight: np.ndarray, name: str, importance: np.ndarray | None = None
         raise InvalidInput(
             f"ggml rounds to {name} only with an importance matrix.",
             "Types below three bits are useless without one.",
-            "Use --method weighted or gptq, which take it from the calibration text.",
+            "Use --method weighted, gptq or descent, which take it from the calibration text.",
         )
     weights = None if importance is None else np.ascontiguousarray(importance, dtype=np.float32)
     if weights is not None and weights.shape != (columns,):
@@ -216,6 +216,16 @@ def with_codes(data: np.ndarray, name: str, codes: np.ndarray | int) -> np.ndarr
         out[place.inside] &= ~np.uint8(place.mask << place.bit)
         out[place.inside] |= (each[place.weights] >> place.low & place.mask) << place.bit
     return np.ascontiguousarray(out.T).reshape(data.shape)
+
+
+def codes_of(data: np.ndarray, name: str) -> np.ndarray:
+    """Return the codes that bytes hold, ``(rows, columns)`` of uint8: see :func:`with_codes`."""
+    count, size = _block(name)
+    blocks = np.ascontiguousarray(data.reshape(-1, size).T)
+    out = np.zeros((count, blocks.shape[1]), dtype=np.uint8)
+    for place in _places(name):
+        out[place.weights] |= (blocks[place.inside] >> place.bit & place.mask) << place.low
+    return np.ascontiguousarray(out.T).reshape(len(data), -1)
 
 
 @functools.cache

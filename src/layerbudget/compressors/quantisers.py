@@ -10,6 +10,10 @@ r"""Quantisers: round a matrix onto the grid of a format, plainly, for the input
   (:class:`layerbudget.compressors.feedback.Factors`). The grid of a group is fixed when its first column comes: for GGUF types
   by ggml (:func:`layerbudget.compressors.feedback.feed_back`).
 
+* **descent** begins with gptq, under ranges that are searched as those of weighted, and lowers the same form in sweeps over the
+  columns, with the scales solved again in between (:mod:`layerbudget.compressors.descent`). Lattices, MXFP4 and NVFP4 of
+  llama.cpp stay as gptq leaves them, and so do the scales of ``fp8``.
+
 The grid of a group of compressed-tensors is ``base + d q``, ``q`` an integer or a floating-point number of few bits, with ``d``
 and ``base`` exactly as the file holds them, so that a weight on the grid is what a runtime reads back. Scales of rows (``fp8``)
 and the number over all scales (``nvfp4``) are powers of two: a floating-point grid loses nothing by that, and every weight is
@@ -20,22 +24,26 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
 import torch
 
 from ..errors import InvalidInput
-from . import ggml
+from ..models.machine import in_threads, one_thread
+from . import ggml, ggml_scales
 from .base import Level, Treatment
+from .descent import Codes, Layout, descend
 from .feedback import Factors, feed_back
 from .formats import GGUF, Floats, Format, find_format
 from .sparsegpt import COLUMNS
 
 _SHRINK = tuple(1.0 - 0.02 * i for i in range(26))
+_COARSE = tuple(1.0 - 0.1 * i for i in range(5))  # where the scale is solved again afterwards
 _GROW = tuple(1.0 + 0.05 * i for i in range(1, 11))  # in e2m1 the largest weight may be 4 as well as 6
 _E4M3 = 448  # its largest number, as a scale
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,13 +133,16 @@ def _power_below(values: torch.Tensor) -> torch.Tensor:
     return values.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
 
 
-def _best_grid(groups: torch.Tensor, form: Format, peak: float | None, importance: torch.Tensor) -> Grid:
-    """For every group the grid of least ``sum_j h_j (w_j - Q(w_j))^2`` among 26 ranges from the whole to half of it.
+def _best_grid(
+    groups: torch.Tensor, form: Format, peak: float | None, importance: torch.Tensor, ranges: Sequence[float] = _SHRINK
+) -> Grid:
+    """For every group the grid of least ``sum_j h_j (w_j - Q(w_j))^2`` among ranges.
 
+    They are shares of the whole range, by default 26 from all of it to half.
     Of floating-point codes with few bits ranges up to half as large again are tried too.
     """
     least, shrink = None, torch.ones_like(groups[..., :1])
-    for factor in (*_SHRINK, *(_GROW if form.floating and form.bits < 8 else ())):
+    for factor in (*ranges, *(_GROW if form.floating and form.bits < 8 else ())):
         error = (grid_of(groups, form, peak, factor).round(groups) - groups) ** 2
         total = (error * importance).sum(-1, keepdim=True)
         better = torch.ones_like(total, dtype=torch.bool) if least is None else total < least
@@ -140,6 +151,7 @@ def _best_grid(groups: torch.Tensor, form: Format, peak: float | None, importanc
     return grid_of(groups, form, peak, shrink)
 
 
+_ROWS = 1024  # that one thread improves together: fewer, and a step takes longer to begin than to do
 FED_BACK = 1 << 25  # weights that get error feedback together: a few copies of them in float32 are held
 
 
@@ -226,7 +238,7 @@ class Quantiser(Treatment):
         """The bytes of the matrix in a type of llama.cpp that divides it, ``(d_out, bytes of a row)``; refused by default."""
         raise InvalidInput(
             f"{self.name} does not round to llama.cpp's types.",
-            "rtn, weighted and gptq do.",
+            "rtn, weighted, gptq and descent do.",
             "Use one of those, or plan for compressed-tensors.",
         )
 
@@ -303,6 +315,10 @@ class GPTQ(Quantiser):
         outputs = torch.linalg.solve_triangular(upper.to(errors), errors[:, order], upper=True, left=False)
         return outputs.square().sum(1)
 
+    def grid(self, groups: torch.Tensor, form: Format, peak: float | None, importance: torch.Tensor) -> Grid:
+        """The grid of one group ``(rows, inputs)`` as the columns before it have left it, whose inputs count so much."""
+        return grid_of(groups, form, peak)
+
     def onto(self, weight: torch.Tensor, prepared: Factors, form: Format, peak: float | None) -> Rounded:
         """See :meth:`Quantiser.onto`."""
         size = form.group or weight.shape[1]
@@ -315,7 +331,7 @@ class GPTQ(Quantiser):
             block, upper, errors = work[start:stop], factor[start:stop, start:stop], torch.empty_like(work[start:stop])
             for low in range(0, stop - start, size):
                 groups = block[low : low + size].T.contiguous()
-                grid = grid_of(groups, form, peak)
+                grid = self.grid(groups, form, peak, upper.diagonal()[low : low + size].square().reciprocal())
                 grids.append(grid)
                 for j in range(low, low + size):
                     rounded = grid.round(block[j][:, None])[:, 0]
@@ -333,3 +349,116 @@ class GPTQ(Quantiser):
         """See :meth:`Quantiser.in_ggml`; rows do not depend on each other, so large matrices come in pieces."""
         pieces = weight.split(max(1, FED_BACK // weight.shape[1]))
         return np.concatenate([feed_back(rows, prepared, form.name, threads=torch.get_num_threads()) for rows in pieces])
+
+
+def _codes_of(floats: Floats) -> torch.Tensor:
+    """All numbers that a code of floating point can be, from the least to the largest."""
+    steps = torch.arange(2**floats.mantissa) / 2**floats.mantissa
+    powers = range(floats.least, floats.top.bit_length())
+    positive = torch.cat([steps * 2.0**floats.least, *((1 + steps) * 2.0**power for power in powers)])
+    positive = positive[positive <= floats.top]
+    return torch.cat([-positive[1:].flip(0), positive])
+
+
+def _layout_of(form: Format, weight: torch.Tensor, unit: float | None) -> Layout:
+    """What a format of compressed-tensors can hold of a matrix; ``unit`` is the number over all scales."""
+    size, least = form.group or weight.shape[1], -(1 << (form.bits - 1))
+    if form.floats is not None:
+        levels = _codes_of(form.floats)
+        half = torch.float8_e4m3fn if form.floats.scale == "float8_e4m3fn" else None  # powers of two stay as they are
+    else:
+        levels, half = torch.arange(least, least + form.levels, dtype=torch.float32), torch.bfloat16
+    return Layout(
+        block=size,
+        sub=size,
+        levels=levels.to(weight.device),
+        half=half,
+        unit=unit or 1.0,
+        minima=None if form.floating or form.symmetric else (1 - form.levels - least, -least),
+        tied=not (form.floating or form.symmetric),
+    )
+
+
+class Descent(GPTQ):
+    """Error feedback, then sweeps in which codes move to where the error of the output is least and scales are solved again.
+
+    Args:
+        damping: Relative to the mean of the second moments' diagonal.
+        shrinkage: By what share moments of two different inputs are taken to be smaller than the text says.
+        sweeps: Passes over the columns.
+    """
+
+    name, summary = "descent", "gptq, then codes and scales are improved in turn; a few times as long"
+
+    def __init__(self, *, damping: float = 0.01, shrinkage: float = 0.2, sweeps: int = 2) -> None:
+        super().__init__(damping=damping)
+        self.shrinkage, self.sweeps = shrinkage, sweeps
+
+    def prepare(self, moment: torch.Tensor) -> Factors:
+        """The shrunk moment, and the factors of its damped inverse."""
+        shrunk = moment * (1 - self.shrinkage)
+        shrunk.diagonal().copy_(moment.diagonal())
+        return Factors(shrunk, self.damping)
+
+    def weigh(self, errors: torch.Tensor, prepared: Factors) -> torch.Tensor:
+        """See :meth:`Quantiser.weigh`: ``e (X X' + damping) e'``."""
+        return ((errors @ prepared.whole.to(errors)) * errors).sum(1)
+
+    def grid(self, groups: torch.Tensor, form: Format, peak: float | None, importance: torch.Tensor) -> Grid:
+        """See :meth:`GPTQ.grid`: the range is searched, as ggml does it."""
+        return grid_of(groups, form, peak) if form.floating else _best_grid(groups, form, peak, importance, _COARSE)
+
+    def onto(self, weight: torch.Tensor, prepared: Factors, form: Format, peak: float | None) -> Rounded:
+        """See :meth:`Quantiser.onto`."""
+        return joined(self._by_rows(lambda rows: self._in_groups(rows, prepared, form, peak), weight, prepared, form))
+
+    def in_ggml(self, weight: torch.Tensor, prepared: Factors, form: Format) -> np.ndarray:
+        """See :meth:`Quantiser.in_ggml`."""
+        return np.concatenate(self._by_rows(lambda rows: self._in_type(rows, prepared, form), weight.cpu(), prepared, form))
+
+    def begin(self, weight: torch.Tensor, prepared: Factors, form: Format, peak: float | None) -> Rounded:
+        """Codes of compressed-tensors where the sweeps begin."""
+        return super().onto(weight, prepared, form, peak)
+
+    def _by_rows(self, work: Callable[[torch.Tensor], T], weight: torch.Tensor, prepared: Factors, form: Format) -> list[T]:
+        """What comes of pieces of rows. Each has one thread, so that sums come out the same however many threads there are."""
+        with one_thread():
+            prepared.of(form.group or weight.shape[1]), prepared.whole  # made once for all pieces
+        pieces = weight.split(_ROWS) if weight.device.type == "cpu" else (weight,)
+        if len(pieces) == 1:
+            with one_thread():
+                return [work(weight)]
+        done: dict[int, T] = {}
+        in_threads(lambda i: done.__setitem__(i, work(pieces[i])), range(len(pieces)))
+        return [done[i] for i in range(len(pieces))]
+
+    def _in_groups(self, weight: torch.Tensor, prepared: Factors, form: Format, peak: float | None) -> Rounded:
+        """Rows in a format of compressed-tensors."""
+        begin = self.begin(weight, prepared, form, peak)
+        layout = _layout_of(form, weight, begin.unit)
+        scale = cast(torch.Tensor, begin.scale)
+        d = scale.T.to(torch.float32).contiguous() / layout.unit
+        m = torch.zeros_like(d) if begin.zero is None else begin.zero.T.to(torch.float32).neg()
+        level = (begin.weight.T.contiguous() / d.repeat_interleave(layout.sub, 0)).sub_(m.repeat_interleave(layout.sub, 0))
+        c = d.clone() if layout.tied else torch.zeros_like(d)
+        codes = Codes(level=layout.nearest(level), d=d, c=c, s=torch.ones_like(d), m=m)
+        self._descend(weight, prepared, codes, layout)
+        return Rounded(
+            weight=codes.weight(layout).T.contiguous(),
+            scale=(codes.d * layout.unit).T.to(scale.dtype).contiguous(),
+            zero=None if begin.zero is None else codes.m.neg().T.to(torch.int8).contiguous(),
+            unit=begin.unit,
+        )
+
+    def _in_type(self, weight: torch.Tensor, prepared: Factors, form: Format) -> np.ndarray:
+        """Rows in a type of llama.cpp; lattices, MXFP4 and NVFP4 stay as error feedback leaves them."""
+        data = feed_back(weight, prepared, form.name)
+        if form.name not in ggml_scales.FIELDS:
+            return data
+        codes = ggml_scales.read_codes(data, form.name)
+        self._descend(weight, prepared, codes, ggml_scales.layout_of(form.name))
+        return ggml_scales.write_codes(data, form.name, codes)
+
+    def _descend(self, weight: torch.Tensor, prepared: Factors, codes: Codes, layout: Layout) -> None:
+        held = weight.detach().to(torch.float32).T.contiguous()
+        descend(held, prepared.whole.to(held), codes, layout, self.sweeps)

@@ -9,7 +9,7 @@ import math
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,6 +46,17 @@ def give_back() -> None:
     """Give the system what :func:`keep_freed` has kept, between phases whose tensors have other sizes."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute in one thread: sums come out the same whatever the number of threads is."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def in_threads(work: Callable[[T], None], items: Sequence[T], workers: int | None = None) -> None:

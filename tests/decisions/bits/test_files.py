@@ -70,7 +70,7 @@ def logits(model):
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    [("llama", "weighted"), ("llama-tied", "gptq"), ("mistral", "rtn"), ("qwen2", "gptq"), ("qwen3", "rtn")],
+    [("llama", "weighted"), ("llama-tied", "gptq"), ("mistral", "rtn"), ("qwen2", "gptq"), ("qwen3", "descent")],
 )
 def test_a_gguf_file_is_the_rounded_model(tmp_path, name, method):
     model, plan, receipt = written(tmp_path / "out", name, "gguf", 6.0, method)
@@ -94,7 +94,12 @@ def test_a_gguf_file_is_the_rounded_model(tmp_path, name, method):
 
 @pytest.mark.parametrize(
     ("name", "runtime", "method"),
-    [("llama", "transformers", "gptq"), ("qwen2", "vllm", "rtn"), ("llama-tied", "transformers", "weighted")],
+    [
+        ("llama", "transformers", "gptq"),
+        ("mistral", "transformers", "descent"),
+        ("qwen2", "vllm", "rtn"),
+        ("llama-tied", "transformers", "weighted"),
+    ],
 )
 def test_a_compressed_tensors_folder_is_the_rounded_model(tmp_path, name, runtime, method):
     bits = 6.0 if runtime == "vllm" else 4.2
@@ -132,7 +137,7 @@ def test_loading_draws_no_bar_and_reports_nothing_and_restores_both(tmp_path, ca
     assert "100%" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq"])
+@pytest.mark.parametrize("method", ["rtn", "gptq", "descent"])
 @pytest.mark.parametrize("four", [f.name for f in FLOATING if f.bits == 4])
 def test_floating_point_and_integers_in_one_folder(tmp_path, four, method):
     """transformers reads the planned weights to the bit; what vLLM fuses shares a format and a global scale."""
@@ -213,12 +218,14 @@ def test_models_in_half_precision(tmp_path):
     assert files[0] == files[1]
 
 
-def test_llama_cpp_computes_the_same(tmp_path):
+@pytest.mark.parametrize("method", ["rtn", "descent"])
+def test_llama_cpp_computes_the_same(tmp_path, method):
     """The embedded model in mixed types, in llama.cpp itself: next-token probabilities of the rounded model."""
     llama = pytest.importorskip("xllamacpp")
     model, tokenizer = lb.load_model("demo"), lb.load_tokenizer("demo")
     text = lb.calibration("stdlib", tokenizer, samples=2, length=64)
-    write_bits(model, plan_bits(model, text, bits=5.5, family="gguf", draws=1), tmp_path / "out", tokenizer=tokenizer)
+    plan = plan_bits(model, text, bits=5.5, family="gguf", draws=1)
+    write_bits(model, plan, tmp_path / "out", text, tokenizer=tokenizer, method=method)
     options = llama.CommonParams()
     options.model.path, options.n_ctx = str(tmp_path / "out/model.gguf"), 256
     options.cpuparams.n_threads, options.warmup = 1, False
@@ -260,6 +267,17 @@ def test_the_types_that_people_download(tmp_path, formats, bits):
     assert near < 0.9 * far
     with pytest.raises(InvalidInput, match="IQ2_XS needs to know the inputs"):
         rounding_damage(dense, text, family="gguf", formats=["IQ2_XS"])
+
+
+def test_super_blocks_whose_scales_were_improved_are_read_by_transformers(tmp_path):
+    """Codes and scales of K types and IQ4_XS by descent, from a plan that was measured to nearest."""
+    size = {**WIDE, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+    model, text = zoo.build("llama", **size), zoo.tokens(24, 24, vocabulary=96)
+    plan = planned(model, "gguf", 4.6, formats=["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"])
+    assert len(set(plan.payload.formats.values())) > 2
+    write_bits(model, plan, tmp_path / "out", text, method="descent")
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf", dtype=torch.float32).eval()
+    assert torch.allclose(logits(back), logits(model), atol=2e-4, rtol=1e-4)
 
 
 def test_recipes_for_other_tools():
@@ -310,7 +328,12 @@ def test_what_cannot_be_written_is_one_sentence(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-CASES = [("compressed-tensors", "rtn", 4.2), ("compressed-tensors", "gptq", 9.0), ("gguf", "weighted", 6.0)]
+CASES = [
+    ("compressed-tensors", "rtn", 4.2),
+    ("compressed-tensors", "gptq", 9.0),
+    ("gguf", "weighted", 6.0),
+    ("gguf", "descent", 6.0),
+]
 
 
 @pytest.fixture(scope="module")

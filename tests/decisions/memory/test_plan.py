@@ -216,7 +216,7 @@ def test_the_check_rounds_both_at_once(measured):
         lb.apply_plan(zoo.build("llama", seed=5, **WIDE), plan)
 
 
-@pytest.mark.parametrize("method", ["weighted", "gptq"])
+@pytest.mark.parametrize("method", ["weighted", "gptq", "descent"])
 def test_a_quantiser_that_reads_inputs_rounds_alike_in_the_check_and_when_it_is_applied(measured, method):
     model, data, held, own, _, _ = measured
     plan = plan_memory(model, data, held, **own, draws=1, formats=["Q4_0", "Q8_0"], method=method)

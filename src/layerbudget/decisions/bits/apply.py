@@ -168,7 +168,7 @@ def write_bits(
         out_dir: Must not exist, or be empty.
         data: Calibration tokens, for quantisers that read inputs.
         tokenizer: Saved beside the model where it is not None; of a GGUF file its vocabulary is part.
-        method: ``rtn``, ``weighted`` or ``gptq``; by default the one that was measured when the plan was made.
+        method: ``rtn``, ``weighted``, ``gptq`` or ``descent``; by default the one that was measured when the plan was made.
         batch_size: Sequences per forward.
         resume: Folder that keeps finished layers; an interrupted run continues from it, to the same bytes. They stay there
             until :func:`layerbudget.storage.parts.clear`.

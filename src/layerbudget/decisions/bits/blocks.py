@@ -49,7 +49,7 @@ def formats_table(
         runtime: ``transformers``, ``vllm`` or ``llama.cpp``: which matrices must agree, and which formats run.
         by: One format per ``linear`` or per ``layer``.
         group: Group size of compressed-tensors.
-        method: The quantiser that will write the file: ``rtn``, ``weighted`` or ``gptq``.
+        method: The quantiser that will write the file: ``rtn``, ``weighted``, ``gptq`` or ``descent``.
         unwritten: What becomes of matrices that no file holds: ``refuse``, ``16-bit`` (they stay so, and count) or ``plan``
             (they are planned like all others, for a tool that writes them).
     """
@@ -95,7 +95,7 @@ def in_formats(table: Table, formats: Sequence[str] | None = None, group: int | 
         raise InvalidInput(
             f"{blind[0]} needs to know the inputs of a matrix, and {table.method} does not read them.",
             "Types that need them: " + ", ".join(f.name for f in TYPES if f.needs_inputs) + ".",
-            "Use --method weighted or gptq, or leave the type out.",
+            "Use --method weighted, gptq or descent, or leave the type out.",
         )
     size = np.array([[_bytes(b, f, target) for f in chosen] for b in table.blocks], dtype=np.int64)
     has = (size > 0) & (np.array([f.plain for f in chosen]) | ~kept[:, None])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...compressors.formats import GGUF, PACKED
+from ...compressors.formats import BY_MOMENTS, GGUF, PACKED
 from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
 from ...gguf.imatrix import imatrix_digest
@@ -221,7 +221,7 @@ def check_plan(
     rows = {name: measure(each) for name, each in formats.items()}
     beside = [n for n, each in plans.items() if not is_allowed(each, scores)]
     spent = {n: int((payload.baselines[n] if n in beside else p.budget)["spent"]) for n, p in plans.items()}
-    if "mix" in plans and method == "gptq":
+    if "mix" in plans and method in BY_MOMENTS:
         rows[PEER], spent[PEER] = measure(formats["mix"], "weighted"), spent["mix"]
     same = [n for n, each in formats.items() if each == payload.formats]
     record = check_record(dense, plan.rule, rows, spent, same, beside)

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ...compressors import ggml
-from ...compressors.formats import find_format, need_gguf
+from ...compressors.formats import BY_MOMENTS, find_format, need_gguf
 from ...data.calibration import CalibrationSet
 from ...errors import CorruptFile, CoverageError, InvalidInput, ModelMismatch, NotFound
 from ...gguf.architectures import CONVERT
@@ -59,7 +59,7 @@ def requantise(
     *,
     method: str | None = None,
     imatrix: str | None = None,
-    inputs: Annotated[Any, "the model that the file was converted from, for gptq and weighted"] = None,
+    inputs: Annotated[Any, "the model that the file was converted from, for descent, gptq and weighted"] = None,
     data: CalibrationSet | None = None,
     batch_size: int = 8,
     overwrite: bool = False,
@@ -71,10 +71,10 @@ def requantise(
         source: The file, in 16 or 32 bits as ``convert_hf_to_gguf.py`` writes it. One that is quantised is read back first.
         plan: Of kind ``bits`` for GGUF, made from the same model in transformers.
         out: The file to write (``planned.gguf``), or a folder for it with the plan, the record and a model card.
-        method: ``rtn``, ``weighted`` or ``gptq``; by default what the plan was measured with.
+        method: ``rtn``, ``weighted``, ``gptq`` or ``descent``; by default what the plan was measured with.
         imatrix: An importance matrix of llama.cpp, for ``weighted``.
-        inputs: The model that the file was converted from, in float32: its matrices' inputs on ``data`` are what ``gptq`` and
-            ``weighted`` read. It is rounded too.
+        inputs: The model that the file was converted from, in float32: its matrices' inputs on ``data`` are what ``descent``,
+            ``gptq`` and ``weighted`` read. It is rounded too.
         data: Calibration tokens, for ``inputs``.
         batch_size: Sequences per forward of it.
         overwrite: Replace what an earlier call wrote.
@@ -120,13 +120,13 @@ def _method(plan: Plan, method: str | None, imatrix: str | None, reads: bool) ->
         raise InvalidInput("This plan holds no gguf formats.", "", "Plan with --format gguf.")
     if reads and (imatrix is not None or method == "rtn"):
         what = "An importance matrix and the model were given." if imatrix is not None else "rtn reads no inputs."
-        raise InvalidInput(what, "The model's inputs are for gptq, and for weighted.", "Leave one out.")
+        raise InvalidInput(what, "The model's inputs are for descent, gptq and weighted.", "Leave one out.")
     if reads:
         quantiser_of(method)
         return method
-    if method == "gptq":
+    if method in BY_MOMENTS:
         raise InvalidInput(
-            "gptq needs the inputs of the model's matrices, and a GGUF file has none.",
+            f"{method} needs the inputs of the model's matrices, and a GGUF file has none.",
             "The model that it was converted from has them.",
             "Add --inputs MODEL; or use --method weighted --imatrix FILE, or --method rtn.",
         )

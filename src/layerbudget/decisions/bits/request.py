@@ -35,7 +35,9 @@ class BitsRequest(FormatsRequest):
     )
     rule: str = option("exact", choices=lambda: RULES, help="exact: the exact program (default); others need none")
     samples: int | None = option(
-        None, group=TEXT, help="number of calibration sequences (default: 32; for gptq as many as the widest matrix wants)"
+        None,
+        group=TEXT,
+        help="number of calibration sequences (default: 32; for gptq, descent as many as the widest matrix wants)",
     )
 
     @property
@@ -66,7 +68,7 @@ class BitsWrite(WriteRequest):
         None,
         metavar="MODEL",
         role="reads",
-        help="of a .gguf file: the model that it was converted from, whose inputs gptq and weighted read",
+        help="of a .gguf file: the model that it was converted from, whose inputs descent, gptq and weighted read",
     )
     verify: bool | None = option(
         None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Mapping, Sequence
 
+from ...compressors.formats import FED_BACK
 from ...decision import Table, decision_of
 from ...gguf.mixes import MIXES
 from ...plan import Plan
@@ -29,8 +30,8 @@ def damages_of(plan: Plan, payload: FormatsPayload) -> Damages:
 def names_of(payload: FormatsPayload, mix: str | None = None) -> dict[str, str]:
     """Return words for the choices beside a plan; ``mix`` is the mix of llama.cpp, or the one format, of the weights."""
     types = f"llama.cpp's {mix}" if mix in MIXES else f"the weights as {mix}"
-    if payload.check is not None and PEER in payload.check.rows:
-        types = f"the types of {mix} with gptq"
+    if isinstance(payload, WeightsPayload) and payload.check is not None and PEER in payload.check.rows:
+        types = f"the types of {mix} with {payload.method}"
     return {
         "mix": types,
         PEER: f"{mix} by llama-quantize",
@@ -66,7 +67,7 @@ def verdict(plan: Plan, payload: FormatsPayload, size: str, names: Mapping[str, 
     asked = payload.asked or plan.rule
     name = names.get(plan.rule, plan.rule)
     taken = "" if asked == plan.rule else f" {_on_taken(name, damage, *damages_of(plan, payload)[asked])}"
-    return f"{size} for {damage:.3g} nats per token{beside}, {on}.{taken}{_on_few_tokens(payload)}"
+    return f"{size} for {damage:.3g} nats per token{beside}, {on}.{taken}{_on_fed_back(payload)}{_on_few_tokens(payload)}"
 
 
 def _on_whole(whole: Whole) -> str:
@@ -88,13 +89,22 @@ def _on_taken(name: str, damage: float, other: float, error: float) -> str:
     return f"{name[0].upper()}{name[1:]} measured less damage than the program's choice{level}, so it was taken."
 
 
+def _on_fed_back(payload: FormatsPayload) -> str:
+    """A sentence on types whose codes descent does not improve."""
+    if not isinstance(payload, WeightsPayload) or payload.method != "descent":
+        return ""
+    chosen = set(payload.formats.values())
+    names = [name for name in FED_BACK if name in chosen]
+    return f" Descent does not improve {' and '.join(names)}: they are rounded as by gptq." if names else ""
+
+
 def _on_few_tokens(payload: FormatsPayload) -> str:
-    """A sentence on a text that is too short for error feedback."""
+    """A sentence on a text that is too short to choose codes by."""
     if not isinstance(payload, WeightsPayload) or not (few := payload.few_tokens):
         return ""
     return (
-        f" The text is short for gptq: {few['tokens']:,} tokens, rows of {few['columns']:,}. Its codes fit this text better "
-        f"than other text; give {few['wanted']:,} tokens or more (--samples)."
+        f" The text is short for {payload.method}: {few['tokens']:,} tokens, rows of {few['columns']:,}. Its codes fit this "
+        f"text better than other text; give {few['wanted']:,} tokens or more (--samples)."
     )
 
 

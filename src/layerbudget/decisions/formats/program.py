@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ...budget import parse_budget
-from ...compressors.formats import GGUF, SLOW, TOKENS, find_format
+from ...compressors.formats import BY_MOMENTS, GGUF, SLOW, TOKENS, find_format
 from ...decision import DECISIONS, check_kind
 from ...errors import InfeasibleBudget, InvalidInput, UnknownUnit
 from ...gguf.mixes import MIXES, Tensor, find_mix, needs_matrix, types_of
@@ -271,13 +271,13 @@ def sizes_of(spent: int, family: str, fixed: int, head: int) -> dict[str, int]:
 
 
 def few_tokens(table: Table, scores: Scores) -> dict[str, Any]:
-    """Return the tokens of the text and the columns of the widest matrix where they are too few for error feedback.
+    """Return the tokens of the text and the columns of the widest matrix where they are too few to choose codes by.
 
-    What it learned of the inputs it learned from this text: its codes fit the text, and other text less.
+    What is known of the inputs is known from this text: the codes fit the text, and other text less.
     """
     tokens = scores.data.get("tokens", scores.data.get("samples", 0) * scores.data.get("length", 0))
     columns = max((m.d_in for b in table.blocks for m in b.modules), default=0)
-    few = table.method == "gptq" and 0 < tokens < TOKENS * columns
+    few = table.method in BY_MOMENTS and 0 < tokens < TOKENS * columns
     return {"few_tokens": {"tokens": tokens, "columns": columns, "wanted": TOKENS * columns}} if few else {}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...compressors.base import QUANTISERS
-from ...compressors.formats import RUNTIMES, TOKENS, find_format, find_runtime, spoken_formats
+from ...compressors.formats import BY_MOMENTS, RUNTIMES, TOKENS, find_format, find_runtime, spoken_formats
 from ...decision import PlanRequest
 from ...errors import InvalidInput, LayerbudgetError
 from ...requests import ADVANCED, PLACING, READING, flag_of, names, option
@@ -135,9 +135,9 @@ class FormatsRequest(PlanRequest):
 
 
 def need_samples(session: Session) -> None:
-    """Ask for as many samples as the widest matrix wants, where error feedback rounds and nobody named a number of them."""
+    """Ask for as many samples as the widest matrix wants where the method learns inputs and nobody named a number of them."""
     request: Any = session.request
-    if request.method != "gptq" or request.samples is not None:
+    if request.method not in BY_MOMENTS or request.samples is not None:
         return
     import torch
 
@@ -150,7 +150,7 @@ def need_samples(session: Session) -> None:
     wanted = -(-TOKENS * columns // max(length, 1))
     if wanted > usual:
         request.samples = wanted
-        why = f"gptq wants {TOKENS} tokens for each of the {columns:,} columns of the widest matrix"
+        why = f"{request.method} wants {TOKENS} tokens for each of the {columns:,} columns of the widest matrix"
         session.announce(f"{why}: {wanted} samples of {length} tokens are taken, not {usual} (--samples).")
 
 

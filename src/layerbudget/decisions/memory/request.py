@@ -34,7 +34,9 @@ class MemoryRequest(FormatsRequest):
         "exact", choices=lambda: RULES, help="exact: the exact program (default); others decide one part after the other"
     )
     samples: int | None = option(
-        None, group=TEXT, help="number of calibration sequences (default: 16; for gptq as many as the widest matrix wants)"
+        None,
+        group=TEXT,
+        help="number of calibration sequences (default: 16; for gptq, descent as many as the widest matrix wants)",
     )
     length: int | None = option(None, group=TEXT, help="tokens per sequence (default: 512)")
     utilization: float | None = option(
