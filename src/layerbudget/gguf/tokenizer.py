@@ -50,7 +50,7 @@ def _json(record: Mapping[str, Any]) -> str:
 
 
 def _added(tokens: Sequence[str], kinds: Sequence[int], *, pieces: bool) -> list[int]:
-    """Tokens that are found in a text as it is written; SentencePiece's sign for a space is not in it, and merges make these."""
+    """Tokens that are found in a text as it is written; SentencePiece's sign for a space is not in it: merges make these."""
     return [
         i for i, kind in enumerate(kinds) if kind in (_CONTROL, _OWN) or (pieces and kind == _UNKNOWN) if SPACE not in tokens[i]
     ]
