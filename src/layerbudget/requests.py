@@ -302,7 +302,7 @@ def out_option(help: str, *, metavar: str = "FILE", default: Any = None) -> Any:
     return option(default, short="-o", flag="--out", metavar=metavar, role="writes", help=help)
 
 
-def model_option(help: str = "demo, a local folder, or a hub id (owner/name[@revision])") -> Any:
+def model_option(help: str = "demo, a local folder, a hub id (owner/name[@revision]), or a GGUF file") -> Any:
     """Return the positional argument MODEL."""
     return option(metavar="MODEL", role="reads", help=help)
 

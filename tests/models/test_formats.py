@@ -102,7 +102,7 @@ def test_activations_that_overflow_name_the_precision(hot):
 def test_a_gguf_file_and_a_context_that_is_too_long_are_refused_before_anything_is_loaded(tmp_path, monkeypatch, capsys):
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
     assert main(["doctor", str(tmp_path / "x.gguf")]) == 2
-    assert "is a GGUF file" in capsys.readouterr().err
+    assert "does not read as GGUF" in capsys.readouterr().err
     monkeypatch.setattr("layerbudget.models.loading.load_model", lambda *_, **__: pytest.fail("loaded"))
     words = ["--context", "1M", "-o", str(tmp_path / "p.json")]
     for own in (["memory", "demo", "--memory", "8 GiB"], ["cache", "demo", "--bits", "4"]):

@@ -24,7 +24,7 @@ class DoctorRequest(TextRequest):
     command: ClassVar[str] = "doctor"
     unread: ClassVar[tuple[str, ...]] = ("table", "dry_run")
 
-    model: str = model_option("demo, a local folder, a hub id, or a config.json (prices only)")
+    model: str = model_option("demo, a local folder, a hub id, a GGUF file, or a config.json (prices only)")
     card: str | None = option(
         None,
         metavar="SIZE",

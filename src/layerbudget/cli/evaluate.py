@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,7 +25,7 @@ class EvaluateRequest(PlaceRequest):
     command: ClassVar[str] = "evaluate"
     unread: ClassVar[tuple[str, ...]] = ("table",)
 
-    model: str = model_option("demo, a local folder, a hub id (owner/name[@revision]), or a GGUF file that transformers reads")
+    model: str = model_option()
     perplexity: tuple[str, ...] | None = option(
         None, metavar="TEXT", role="reads", several=True, help="texts to report perplexity on (default: stdlib)"
     )
@@ -72,6 +72,7 @@ def run(session: Session) -> dict[str, Any]:
     """Evaluate, show what was measured, with its parameters, and compare where asked."""
     from ..evaluation.statistics import compare_results
     from ..execution.processes import is_main, one_process
+    from ..models.loading import resolve
     from ..records import check_output, dumps, write_text
 
     request: EvaluateRequest = session.request
@@ -87,7 +88,7 @@ def run(session: Session) -> dict[str, Any]:
             local_rows(name, request.data_dir)  # what does not read is refused before the work
     other = _read(against) if against and against.endswith(".json") else None  # before the work
     for name in (model, *([against] if against and other is None else [])):
-        _check_model(request, name)
+        resolve(*split_revision(name))  # what cannot be loaded is refused before the work
     result, learned = _measured(session, 2.0 if against and other is None else 1.0)
     if against:
         if other is None:
@@ -106,31 +107,6 @@ def run(session: Session) -> dict[str, Any]:
         tasks = ["--tasks", request.tasks or ""] if request.names else []
         session.follow("evaluate", model, "--adapter", adapter, *texts, *tasks, "--against", model)
     return result
-
-
-def _check_model(request: EvaluateRequest, name: str) -> None:
-    """Refuse what cannot be loaded, before the work."""
-    from ..models.gguf_file import gguf_config
-    from ..models.loading import resolve
-    from ..storage.checkpoint import gguf_of
-
-    if (file := gguf_of(name)) is None:
-        resolve(*split_revision(name))
-        return
-    request.refuse(("stream", "four_bit"), f"{name}, whose types become numbers when it is loaded")
-    gguf_config(file)
-
-
-def _loaders(session: Session) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Return what loads the tokenizer and the model that the options name; a GGUF file by transformers' reader of it."""
-    from ..models.gguf_file import load_gguf, load_gguf_tokenizer
-    from ..storage.checkpoint import gguf_of
-
-    request = session.request
-    if gguf_of(request.model) is None:
-        return session.load_tokenizer, session.load_model
-    place = {"dtype": request.dtype or "auto", "device": request.device or "auto"}
-    return lambda: load_gguf_tokenizer(request.model), lambda: load_gguf(request.model, **place)
 
 
 def _on_text(folders: Sequence[str], texts: Iterable[str]) -> str:
@@ -186,10 +162,9 @@ def _measured(session: Session, models: float = 1.0) -> tuple[dict[str, Any], li
     from ..models.loading import precision_of
 
     request: EvaluateRequest = session.request
-    load_tokenizer, load_model = _loaders(session)
-    tokenizer = load_tokenizer()
+    tokenizer = session.load_tokenizer()
     sets = {s: evaluation_set(s, tokenizer, length=request.length or 256, windows=request.windows) for s in request.texts}
-    model = load_model()
+    model = session.load_model()
     options = Text(samples=4 * (request.limit or 1000), length=80, batch=session.batch(most=16))  # a forward for every option
     texts = [Text(samples=d.samples, length=d.length, batch=min(options.batch, d.samples)) for d in sets.values()]
     named = {source: named_text(source, "--perplexity") for source in sets}

@@ -37,7 +37,9 @@ class FinetuneRequest(_ProtocolRequest):  # type: ignore[misc]  # its fields are
 
     command: ClassVar[str] = "finetune"
 
-    model: str = option(metavar="MODEL", role="reads", help="demo, a local folder, or a hub id: a causal LM or an encoder")
+    model: str = option(
+        metavar="MODEL", role="reads", help="demo, a local folder, a hub id, or a GGUF file: a causal LM or an encoder"
+    )
     plan: str = option(metavar="PLAN", role="reads", help="plan.json of adapters, made for this model, or a folder with one")
     out: str = out_option("folder of the adapters and results", metavar="DIR", default=dataclasses.MISSING)
     data: str | None = option(

@@ -36,7 +36,15 @@ _SPLITS: Mapping[tuple[str, ...], str] = {
     (_MARKS, _GPT2, "[0-9][0-9][0-9]"): "falcon",
     (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", _DIGIT): "deepseek-coder",
 }
-_WHOLE_WORDS = ("llama-bpe", "tekken")  # llama.cpp takes a word that is a token as it is: the tokenizer's ignore_merges
+#: Other names that llama.cpp has for the same steps.
+ALIASES: Mapping[str, str] = {
+    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "pixtral"), "llama-bpe"),
+    **dict.fromkeys(("smollm", "refact", "command-r"), "starcoder"),
+    **dict.fromkeys(("stablelm2", "deepseek-r1-qwen"), "qwen2"),
+    **dict.fromkeys(("gpt2", "phi-2", "olmo", "roberta-bpe"), "gpt-2"),
+    "llama4": "gpt-4o",
+}
+WHOLE_WORDS = ("llama-bpe", "tekken")  # llama.cpp takes a word that is a token as it is: the tokenizer's ignore_merges
 _ASCII_CASES = ("tekken", "gpt-4o")  # it tells capital letters from small ones in ASCII only, and takes no marks for letters
 _RULE = "llama.cpp splits texts as GPT-2 does here, the tokenizer by a rule of its own: some words become other tokens."
 
@@ -56,6 +64,24 @@ def split_of(held: Mapping[str, Any]) -> str | None:
     """Return llama.cpp's name of what splits a text; None where it has none."""
     steps = [_split_step(s) for s in steps_of(held)]
     return None if None in steps else _SPLITS.get(tuple(s for s in steps if s))
+
+
+def steps_named(name: str) -> list[dict[str, Any]] | None:
+    """Return the steps of that name in llama.cpp, as ``tokenizer.json`` has them; None where they are not known."""
+    found: list[dict[str, Any]] = []
+    words = next((words for words, known in _SPLITS.items() if known == name), None)
+    for word in words or ():
+        if word == _GPT2:
+            found.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True})
+        elif word == _DIGIT:
+            found.append({"type": "Digits", "individual_digits": True})
+        elif word == _MARKS:
+            found.append({"type": "Punctuation", "behavior": "Contiguous"})
+        else:
+            found.append({"type": "Split", "pattern": {"Regex": word}, "behavior": "Isolated", "invert": False})
+    if found and _GPT2 not in (words or ()):
+        found.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False})
+    return found or None
 
 
 def _split_step(step: Mapping[str, Any]) -> str | None:
@@ -104,7 +130,7 @@ def byte_level_notes(held: Mapping[str, Any], backend: Any, name: str) -> list[s
             f"The vocabulary has no token for {len(lacks)} of 256 bytes: the tokenizer makes unknown ones, llama.cpp none."
         )
     whole = bool(held["model"].get("ignore_merges"))
-    if whole != (known in _WHOLE_WORDS) and (words := _unmerged(held, backend)):
+    if whole != (known in WHOLE_WORDS) and (words := _unmerged(held, backend)):
         does, other = ("The tokenizer", "llama.cpp") if whole else ("llama.cpp", "the tokenizer")
         notes.append(f"{does} takes {len(words)} words whole that {other} merges into others, the first {words[0]!r}.")
     return [*notes, *merging_notes(held), *added_notes(held, name)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 import tempfile
@@ -21,68 +20,15 @@ from ..models.blocks import config_of, layers, name_of, text_config, text_parame
 from ..models.experts import EXPERTS_KEPT
 from ..models.offload import mapped
 from ..storage.checkpoint import GGUF_FILE
-from .architectures import CONVERT, Architecture, head_width
-from .names import ROUTERS, Names, Sizes, add_numbers, architecture, rope_factors, sizes_of
+from .architectures import Architecture
+from .names import ROUTERS, Sizes, add_numbers, architecture, rope_factors, sizes_of
+from .tensors import Stored, stored_tensors
 from .vocabulary import add_vocabulary
 
 _WORDS_ALONE = (
     "The file holds the language model. For images and sound llama.cpp wants a file beside it: "
     "convert_hf_to_gguf.py MODEL --mmproj writes it, from the model as it was."
 )
-
-
-def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return the rows of q or k as llama.cpp's rotary embedding reads them: halves of a head become neighbours."""
-    return weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-
-
-def unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return them the other way round."""
-    return weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Stored:
-    """A tensor of the file: some rows of a parameter, in the order of the file.
-
-    Attributes:
-        name: In the file.
-        part: Which of ``parts`` equal runs of rows of every matrix.
-        heads: Of how many heads the halves become neighbours, as llama.cpp's rotary embedding reads them; 0 leaves them.
-    """
-
-    name: str
-    part: int = 0
-    parts: int = 1
-    heads: int = 0
-
-    def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return its rows of a parameter, of a stack of matrices, or of their bytes."""
-        axis = max(0, tensor.ndim - 2)
-        rows = tensor.chunk(self.parts, axis)[self.part]
-        return permute(rows, self.heads) if self.heads else rows
-
-    def put(self, parameter: torch.Tensor, rows: torch.Tensor) -> None:
-        """Write them back into the parameter."""
-        turned = unpermute(rows, self.heads) if self.heads else rows
-        parameter.chunk(self.parts, max(0, parameter.ndim - 2))[self.part].copy_(turned)
-
-
-def stored_tensors(config: Any, shapes: Mapping[str, Sequence[int]], arch: Architecture) -> dict[str, tuple[Stored, ...]]:
-    """Return the tensors of the file by full parameter name."""
-    names, found = Names(arch.name, config.num_hidden_layers), {}
-    width = head_width(config) if arch.permuted else 0
-    for name, shape in shapes.items():
-        stack = len(shape) == 3
-        stem, ending = (name, "weight") if stack else name.rsplit(".", 1)
-        tensors = names.find(stem)
-        if not tensors:
-            raise InvalidInput(
-                f"GGUF's {arch.name} has no tensor for {name}.", "", f"{CONVERT} Or plan for compressed-tensors."
-            )
-        turn = shape[0] // width if width and stem.endswith((".q_proj", ".k_proj")) else 0
-        found[name] = tuple(Stored(name=f"{t}.{ending}", part=i, parts=len(tensors), heads=turn) for i, t in enumerate(tensors))
-    return found
 
 
 def check_even(model: nn.Module) -> None:

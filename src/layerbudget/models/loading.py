@@ -18,6 +18,9 @@ import torch
 from torch import nn
 
 from ..errors import BadModel, CorruptFile, InvalidInput, LayerbudgetError, MissingDependency, NotFound, UnknownStructure
+from ..gguf.folder import folder_of, rounded_before
+from ..gguf.header import open_gguf
+from ..gguf.tokenizer import tokenizer_of
 from ..records import Block
 from ..storage import reading
 from ..storage.checkpoint import gguf_of, weight_files
@@ -35,7 +38,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _WAIT = 3.0  # seconds for one connection; without it, libraries try for minutes
 _LAYERS = 100_000  # more than any model has, and few enough to be refused in seconds
-_MODEL_IS = "MODEL is demo, a local folder written by save_pretrained, or a hub id that this machine can reach."
+_MODEL_IS = "MODEL is demo, a local folder written by save_pretrained, a GGUF file, or a hub id that this machine can reach."
 
 
 def check_id(name: str, kind: str, *, file: str | None = None, revision: str | None = None) -> None:
@@ -48,7 +51,9 @@ def check_id(name: str, kind: str, *, file: str | None = None, revision: str | N
     if not _ID.fullmatch(name) or Path(name.split("/")[0]).is_dir():
         raise NotFound(
             f"There is no {kind} {name!r} here, and that is no hub id.",
-            f"A {kind} is a local path or owner/name." if kind == "dataset" else "MODEL is demo, a local folder or owner/name.",
+            f"A {kind} is a local path or owner/name."
+            if kind == "dataset"
+            else "MODEL is demo, a local folder, a GGUF file or owner/name.",
             "Check the name.",
         )
     if file is not None and isinstance(try_to_load_from_cache(name, file, revision=revision), str):
@@ -92,19 +97,15 @@ def check_adapter(name: str | Path) -> None:
 
 
 def resolve(name: str, revision: str | None = None) -> str:
-    """The packaged folder for ``demo``, a local folder that was checked, or the hub id as it is."""
+    """The packaged folder for ``demo``, a local folder that was checked, that of a GGUF file, or the hub id as it is."""
     path = Path(name).expanduser()
     check_adapter(name)
-    if revision is not None and (name == "demo" or path.is_dir()):
+    if revision is not None and (name == "demo" or path.exists()):
         raise InvalidInput(f"{name} has no revision {revision!r}.", "Hub repositories have revisions.", "Leave it out.")
     if name == "demo":
         return str(DEMO_MODEL)
     if (file := gguf_of(name)) is not None:
-        raise NotFound(
-            f"{name} is a GGUF file: it can be evaluated and be given the types of a plan, but nothing else is measured on it.",
-            "MODEL is demo, a local folder or a hub id.",
-            f"Plan on the folder that it was converted from, then layerbudget apply {file} PLAN -o planned.gguf.",
-        )
+        return str(folder_of(file))
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise NotFound(
@@ -121,7 +122,9 @@ def resolve(name: str, revision: str | None = None) -> str:
             )
         return str(path)
     if path.exists() or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
-        raise NotFound(f"There is no model folder {name}.", "MODEL is demo, a local folder or a hub id.", "Check the path.")
+        raise NotFound(
+            f"There is no model folder {name}.", "MODEL is demo, a local folder, a GGUF file or a hub id.", "Check the path."
+        )
     check_id(name, "model", file="config.json", revision=revision)
     return name
 
@@ -468,7 +471,7 @@ def load_model(
     The class follows the checkpoint: causal LM, masked LM, sequence classification, or the bare encoder.
 
     Args:
-        name: ``demo``, a local folder or a hub id.
+        name: ``demo``, a local folder, a GGUF file or a hub id.
         dtype: ``auto`` (what the checkpoint holds, as transformers does), ``quick`` (the same, but float32 where the processor
             can only emulate 16 bits), ``float32`` (default: scores and statistics are computed in it), ``bfloat16``,
             ``float16``, ``float64``.
@@ -521,8 +524,11 @@ def load_model(
     check_finite(model, once=bool(streamed))
     model.config._name_or_path = name
     vars(model).update(_read_from=where, _unread=tuple(report["unexpected_keys"]))
-    if not quiet and (sentence := told(model)):
-        logger.warning("%s: %s", name, sentence)
+    file = gguf_of(name)
+    sentences = (told(model), "" if file is None else rounded_before(file))
+    for sentence in sentences if not quiet else ():
+        if sentence:
+            logger.warning("%s: %s", name, sentence)
     return model
 
 
@@ -536,6 +542,8 @@ def load_tokenizer(name: str, *, revision: str | None = None) -> Any:
     from transformers import AutoTokenizer
 
     where = resolve(name, revision)
+    if (file := gguf_of(name)) is not None and not (Path(where) / "tokenizer.json").is_file():
+        return tokenizer_of(open_gguf(file))
     with foreign(f"{name} has no tokenizer that loads", "", "Save the tokenizer beside the model."):
         tokenizer = AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=False)
         tokenizer("a", truncation=True)  # a length that is no number shows here

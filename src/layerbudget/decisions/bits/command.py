@@ -224,7 +224,7 @@ def _checked(plan: Plan) -> int:
 
 def _end(session: Session, plan: Plan, cache: str) -> dict[str, Any]:
     """Say what the written model is expected to cost, and what measures it: of a GGUF file llama.cpp, where evaluate cannot."""
-    from ...models.gguf_file import is_read
+    from ...gguf.header import is_read
 
     request: BitsWrite = session.request
     if not request.out.endswith(".gguf") and plan.payload.family != GGUF:

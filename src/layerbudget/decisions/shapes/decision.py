@@ -203,7 +203,7 @@ def _end(session: Session, plan: Plan) -> dict[str, Any]:
 
 def _compare_in_llama_cpp(session: Session, plan: Plan) -> str:
     """Say how a GGUF file is compared with the dense model: by ``evaluate`` where it can be read here, else by llama.cpp."""
-    from ...models.gguf_file import is_read
+    from ...gguf.header import is_read
 
     request: ShapesWrite = session.request
     file = f"{request.out}/model.gguf"

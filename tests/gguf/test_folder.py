@@ -1,6 +1,7 @@
-"""GGUF files as models of transformers: the logits of the rounded model, or a refusal that names what does it."""
+"""GGUF files as models: the weights, scores and logits of the folder, or a refusal that says what is not read."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,9 +10,9 @@ from tests.gguf.test_writer import LINEAR, build, planned
 
 from layerbudget.cli import main
 from layerbudget.decisions.bits.apply import write_bits
-from layerbudget.errors import BadModel, InvalidInput
+from layerbudget.errors import BadModel, CorruptFile
 from layerbudget.gguf import writer as written
-from layerbudget.models.gguf_file import gguf_config, is_read, load_gguf
+from layerbudget.models.loading import load_model, load_tokenizer
 from layerbudget.storage.checkpoint import gguf_of
 
 HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}
@@ -30,6 +31,15 @@ READ = [
     ("starcoder2", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "tie_word_embeddings": False}),
     ("stablelm", {}),
     ("stablelm", {**HALF, "use_qkv_bias": False}),
+    ("mixtral", {}),
+    ("qwen2_moe", {}),
+    ("qwen3_moe", {}),
+    ("olmoe", {}),
+    ("granitemoe", {}),
+    ("gemma2", {}),
+    ("gemma3_text", {}),
+    ("olmo3", {}),
+    ("smollm3", {}),
 ]
 
 
@@ -48,7 +58,7 @@ def logits(model):
 def test_the_logits_are_those_of_the_rounded_model(kind, changes, tmp_path):
     model = build(kind, **changes)
     dense = logits(model)
-    loaded = load_gguf(str(file_of(model, tmp_path)))
+    loaded = load_model(str(file_of(model, tmp_path)), quiet=True)
     assert float((logits(loaded) - logits(model)).abs().max()) < 1e-3
     assert float((logits(model) - dense).abs().max()) > 0.01, "the file is rounded"
     assert not hasattr(loaded.config, "quantization_config")
@@ -58,20 +68,8 @@ def test_every_type_of_the_menu_reads(tmp_path):
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
     for name in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ4_NL", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "F16"):
         model = build("qwen2", **sizes)
-        loaded = load_gguf(str(file_of(model, tmp_path / name, [name])))
+        loaded = load_model(str(file_of(model, tmp_path / name, [name])), quiet=True)
         assert float((logits(loaded) - logits(model)).abs().max()) < 1e-3, name
-
-
-@pytest.mark.parametrize(
-    ("kind", "what"),
-    [("mixtral", "expert_count = 4"), ("gemma2", "the architecture gemma2"), ("qwen3_moe", "the architecture qwen3moe")],
-)
-def test_what_transformers_reads_otherwise_is_refused_with_the_command_that_evaluates_it(kind, what, tmp_path, capsys):
-    folder = file_of(build(kind), tmp_path)
-    assert main(["evaluate", str(folder)]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert what in said and f"llama-perplexity -m {folder}/model.gguf -f TEXT" in said
-    assert not is_read(folder / "model.gguf")
 
 
 @pytest.mark.parametrize(
@@ -92,26 +90,54 @@ def test_a_number_that_transformers_does_not_read_is_refused(says, what, tmp_pat
 
     monkeypatch.setattr(written, "add_numbers", more)
     folder = file_of(build("qwen2"), tmp_path)
-    with pytest.raises(BadModel, match=f"has {what}, which transformers does not read"):
-        gguf_config(folder / "model.gguf")
+    with pytest.raises(BadModel, match=f"has {what}, which is not read"):
+        load_model(str(folder))
 
 
 def test_a_tensor_that_no_parameter_takes_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("layerbudget.models.gguf_file._FACTORS", "none")
+    monkeypatch.setattr("layerbudget.gguf.header.FACTORS", "none")
     with pytest.raises(BadModel, match=r"the tensor rope_freqs.weight"):
-        gguf_config(file_of(build("llama"), tmp_path) / "model.gguf")
+        load_model(str(file_of(build("llama"), tmp_path)))
 
 
 def test_a_file_that_is_none_is_refused(tmp_path):
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
-    with pytest.raises(BadModel, match="does not read as GGUF"):
-        load_gguf(str(tmp_path / "x.gguf"))
-    with pytest.raises(InvalidInput, match="no GGUF file"):
-        load_gguf(str(tmp_path))
+    with pytest.raises(CorruptFile, match="does not read as GGUF"):
+        load_model(str(tmp_path / "x.gguf"))
     (tmp_path / "model.gguf").write_bytes(b"")
     assert gguf_of(str(tmp_path)) == tmp_path / "model.gguf"
     (tmp_path / "config.json").write_text("{}")
     assert gguf_of(str(tmp_path)) is None
+
+
+def test_scores_and_plans_on_a_file_are_those_of_the_folder_it_was_converted_from(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = tmp_path / "my.txt"
+    text.write_text("the cat sat on the mat, and the dog lay by the door of the house. " * 60)
+    load_model("demo", dtype="float16", quiet=True).save_pretrained("half")  # float16, as the file has it
+    load_tokenizer("demo").save_pretrained("half")
+    small = ["--dtype", "float32", "--data", str(text), "--samples", "2", "--length", "64"]
+    gguf = ["--format", "gguf", "--check", "0"]
+    types = [*gguf, "--formats", "Q4_0,Q8_0", "--bits", "5"]
+    assert main(["plan", "bits", "half", *gguf, "--formats", "F16", "--bits", "16", *small, "-o", "16.json"]) == 0
+    assert main(["apply", "half", "16.json", "-o", "out", "--no-check"]) == 0
+    Path("alone").mkdir()
+    Path("out/model.gguf").rename("alone/model-f16.gguf")
+    results = []
+    for name, model in (("folder", "half"), ("file", "alone/model-f16.gguf")):
+        assert main(["score", model, *small, "-o", f"{name}-scores.json"]) == 0
+        assert main(["plan", "bits", model, *types, *small, "-o", f"{name}.json"]) == 0
+        capsys.readouterr()
+        assert main(["evaluate", model, "--perplexity", str(text), "--length", "64", "--dtype", "float32", "--json"]) == 0
+        shown = json.loads(capsys.readouterr().out)["perplexity"][str(text)]["nll"]
+        scores, plan = (json.loads(Path(f"{name}{end}.json").read_text()) for end in ("-scores", ""))
+        results.append((scores["scores"], plan["allocation"], plan["scores"], plan["model"]["fingerprint"], shown))
+    assert results[0] == results[1]
+    assert main(["doctor", "alone/model-f16.gguf"]) == 0
+    for plan in ("folder.json", "file.json"):
+        assert main(["apply", "alone/model-f16.gguf", plan, "-o", f"{plan}.gguf", "--inputs", "alone/model-f16.gguf"]) == 0
+    assert Path("folder.json.gguf").read_bytes() == Path("file.json.gguf").read_bytes()
+    assert main(["apply", "alone/model-f16.gguf", "file.json", "-o", "other", "--no-check"]) == 0
 
 
 def test_evaluate_reads_what_apply_wrote_and_apply_names_it(tmp_path, monkeypatch, capsys):
@@ -136,7 +162,3 @@ def test_evaluate_reads_what_apply_wrote_and_apply_names_it(tmp_path, monkeypatc
     np.testing.assert_array_equal(first, second)
     assert results[0]["against"]["perplexity"][str(text)]["difference"] > 0, "five bits cost"
     assert all("my.txt decided the plan" in r["against"]["verdict"] for r in results)
-    for more in (["--stream"], ["--four-bit"]):
-        assert main(["evaluate", "out", *more]) == 2
-    assert main(["score", "out", "-o", "s.json"]) == 2
-    assert "can be evaluated" in capsys.readouterr().err
