@@ -29,7 +29,7 @@ from layerbudget.compressors import descent, quantisers
 from layerbudget.compressors.base import Level
 from layerbudget.compressors.feedback import Factors
 from layerbudget.compressors.formats import Format, find_format
-from layerbudget.compressors.quantisers import GPTQ, Descent, Rounded, Weighted
+from layerbudget.compressors.quantisers import Descent, Rounded, Weighted
 from layerbudget.compressors.treating import matrices
 from layerbudget.decisions.bits.apply import quantiser_of
 from layerbudget.decisions.bits.sensitivity import DenseOutput
@@ -60,16 +60,12 @@ def _nearest_in_ggml(weight: torch.Tensor, factors: Factors, name: str) -> np.nd
     return Weighted().in_ggml(weight, factors.moment.diagonal(), find_format(name))
 
 
-def _shrunk(quantiser: GPTQ, moment: torch.Tensor) -> Factors:
-    return Descent().prepare(moment)
-
-
 _CODES = (descent._State, "_choose_codes", _nothing)
 _SCALES = ((descent._State, "_solve_sub", _no_change), (descent._State, "_solve_block", _no_change))
 #: What a line of the ablation is made by: the method, its options, and what stands in the place of steps of descent.
 PARTS: dict[str, Way] = {
     "gptq": ("gptq", {}, ()),
-    "gptq, moments shrunk": ("gptq", {}, ((GPTQ, "prepare", _shrunk),)),
+    "gptq, moments shrunk": ("gptq", {"shrinkage": 0.2}, ()),
     "descent": ("descent", {}, ()),
     "descent without sweeps, scales kept": ("descent", {"sweeps": 0}, (_CODES, *_SCALES)),
     "descent without sweeps, scales solved once": ("descent", {"sweeps": 0}, ()),
