@@ -173,9 +173,10 @@ def main() -> None:
     p.add_argument("--length", type=int, default=256)
     p.add_argument("--windows", type=int, default=24)
     p.add_argument("--window", type=int, default=256)
+    p.add_argument("--kept", action="store_true", help="write the page of the rows that are kept, and measure none")
     p.add_argument("--out", type=Path, default=RESULTS)
     a = p.parse_args()
-    bench = functools.cache(lambda: Bench(a))
+    bench = None if a.kept else functools.cache(lambda: Bench(a))
     tables = {"": ("method", a.formats, {m: (m, {}, ()) for m in a.methods}), "_ablation": ("part", a.ablation, PARTS)}
     lines = [
         f"All matrices of one layer in {a.every} are rounded to one format and the others stay, as do matrices whose rows the format "
@@ -193,17 +194,17 @@ def main() -> None:
 
 
 def measure(
-    bench: Callable[[], Bench], kept: str, key: str, formats: Sequence[str], ways: Mapping[str, Way], out: Path
+    bench: Callable[[], Bench] | None, kept: str, key: str, formats: Sequence[str], ways: Mapping[str, Way], out: Path
 ) -> list[dict[str, Any]]:
     """Rows of ways to round, in every format; those that an earlier run kept are not measured again."""
     done = {(r["format"], r[key]): r for r in read_rows(kept, out)}
     for form, (name, way) in itertools.product(formats, ways.items()):
-        if (form, name) not in done:
+        if (form, name) not in done and bench is not None:
             done[form, name] = {"format": form, key: name, **bench().row(form, *way)}
             keep_row(kept, done[form, name], out)
             kl, error, *_ = _paired(done[form, name], done[form, name])
             print(f"{form} {name}: {kl:.4f} +- {error:.4f}, {done[form, name]['seconds']} s", flush=True)
-    return [done[form, name] for form in formats for name in ways]
+    return [done[form, name] for form in formats for name in ways if (form, name) in done]
 
 
 if __name__ == "__main__":
