@@ -29,7 +29,7 @@ from layerbudget.compressors import descent, quantisers
 from layerbudget.compressors.base import Level
 from layerbudget.compressors.feedback import Factors
 from layerbudget.compressors.formats import Format, find_format
-from layerbudget.compressors.quantisers import GPTQ, Descent, Rounded, Weighted
+from layerbudget.compressors.quantisers import Descent, Rounded, Weighted
 from layerbudget.compressors.treating import matrices
 from layerbudget.decisions.bits.apply import quantiser_of
 from layerbudget.decisions.bits.sensitivity import DenseOutput
@@ -60,16 +60,12 @@ def _nearest_in_ggml(weight: torch.Tensor, factors: Factors, name: str) -> np.nd
     return Weighted().in_ggml(weight, factors.moment.diagonal(), find_format(name))
 
 
-def _shrunk(quantiser: GPTQ, moment: torch.Tensor) -> Factors:
-    return Descent().prepare(moment)
-
-
 _CODES = (descent._State, "_choose_codes", _nothing)
 _SCALES = ((descent._State, "_solve_sub", _no_change), (descent._State, "_solve_block", _no_change))
 #: What a line of the ablation is made by: the method, its options, and what stands in the place of steps of descent.
 PARTS: dict[str, Way] = {
     "gptq": ("gptq", {}, ()),
-    "gptq, moments shrunk": ("gptq", {}, ((GPTQ, "prepare", _shrunk),)),
+    "gptq, moments shrunk": ("gptq", {"shrinkage": 0.2}, ()),
     "descent": ("descent", {}, ()),
     "descent without sweeps, scales kept": ("descent", {"sweeps": 0}, (_CODES, *_SCALES)),
     "descent without sweeps, scales solved once": ("descent", {"sweeps": 0}, ()),
@@ -177,9 +173,10 @@ def main() -> None:
     p.add_argument("--length", type=int, default=256)
     p.add_argument("--windows", type=int, default=24)
     p.add_argument("--window", type=int, default=256)
+    p.add_argument("--kept", action="store_true", help="write the page of the rows that are kept, and measure none")
     p.add_argument("--out", type=Path, default=RESULTS)
     a = p.parse_args()
-    bench = functools.cache(lambda: Bench(a))
+    bench = None if a.kept else functools.cache(lambda: Bench(a))
     tables = {"": ("method", a.formats, {m: (m, {}, ()) for m in a.methods}), "_ablation": ("part", a.ablation, PARTS)}
     lines = [
         f"All matrices of one layer in {a.every} are rounded to one format and the others stay, as do matrices whose rows the format "
@@ -197,17 +194,17 @@ def main() -> None:
 
 
 def measure(
-    bench: Callable[[], Bench], kept: str, key: str, formats: Sequence[str], ways: Mapping[str, Way], out: Path
+    bench: Callable[[], Bench] | None, kept: str, key: str, formats: Sequence[str], ways: Mapping[str, Way], out: Path
 ) -> list[dict[str, Any]]:
     """Rows of ways to round, in every format; those that an earlier run kept are not measured again."""
     done = {(r["format"], r[key]): r for r in read_rows(kept, out)}
     for form, (name, way) in itertools.product(formats, ways.items()):
-        if (form, name) not in done:
+        if (form, name) not in done and bench is not None:
             done[form, name] = {"format": form, key: name, **bench().row(form, *way)}
             keep_row(kept, done[form, name], out)
             kl, error, *_ = _paired(done[form, name], done[form, name])
             print(f"{form} {name}: {kl:.4f} +- {error:.4f}, {done[form, name]['seconds']} s", flush=True)
-    return [done[form, name] for form in formats for name in ways]
+    return [done[form, name] for form in formats for name in ways if (form, name) in done]
 
 
 if __name__ == "__main__":

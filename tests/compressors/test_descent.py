@@ -11,6 +11,7 @@ import torch
 from layerbudget.compressors import descent, formats, ggml, ggml_scales, quantisers
 from layerbudget.compressors.base import Level, find_quantiser
 from layerbudget.compressors.descent import Codes, Layout, descend
+from layerbudget.errors import InvalidInput
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp")
@@ -179,6 +180,12 @@ def test_the_codes_do_not_depend_on_threads(name, monkeypatch):
     assert torch.equal(found[0], found[1]) and torch.equal(found[2], found[3])
 
 
+@pytest.mark.parametrize("options", [{"shrinkage": 1.0}, {"shrinkage": -0.1}, {"sweeps": -1}])
+def test_options_that_mean_nothing_are_refused(options):
+    with pytest.raises(InvalidInput, match="Try"):
+        find_quantiser("descent").with_options(options)
+
+
 def test_rows_of_zeros_and_inputs_that_never_came():
     """Steps of zero stay where they are, and a column without inputs is rounded by what is added to all."""
     weight, moment = case(4, 256)
@@ -198,10 +205,10 @@ def test_types_without_codes_of_their_own_are_rounded_by_error_feedback(name):
     """Of the shrunk moments, as all that this method rounds."""
     assert {f.name for f in formats.TYPES if not f.plain} == {*ggml_scales.FIELDS, *formats.FED_BACK}
     weight, moment = case(4)
-    gptq, quantiser = find_quantiser("gptq"), find_quantiser("descent")
+    gptq, quantiser = find_quantiser("gptq").with_options({"shrinkage": 0.2}), find_quantiser("descent")
     level, shrunk = Level(format=name), quantiser.prepare(moment).moment
     made = [
-        q.quantise(weight, p, level).weight for q, p in ((gptq, gptq.prepare(shrunk)), (quantiser, quantiser.prepare(moment)))
+        q.quantise(weight, p, level).weight for q, p in ((gptq, gptq.prepare(moment)), (quantiser, quantiser.prepare(moment)))
     ]
     assert torch.equal(*made)
     assert torch.equal(shrunk.diagonal(), moment.diagonal()) and torch.allclose(shrunk.triu(1), 0.8 * moment.triu(1))

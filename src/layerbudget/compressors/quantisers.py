@@ -297,16 +297,22 @@ class GPTQ(Quantiser):
 
     Args:
         damping: Relative to the mean of the second moments' diagonal.
+        shrinkage: By what share moments of two different inputs are taken to be smaller than the text says.
     """
 
     name, summary = "gptq", "later columns make up for the rounding of earlier ones, by second moments of the inputs"
     statistic = "gram"
 
-    def __init__(self, *, damping: float = 0.01) -> None:
-        self.damping = damping
+    def __init__(self, *, damping: float = 0.01, shrinkage: float = 0.0) -> None:
+        if not 0 <= shrinkage < 1:
+            raise InvalidInput(f"A shrinkage of {shrinkage:g} was given.", "It is 0 or more, and less than 1.", "Try 0.2.")
+        self.damping, self.shrinkage = damping, shrinkage
 
     def prepare(self, moment: torch.Tensor) -> Factors:
-        """The factors of the damped inverse."""
+        """The factors of the inverse of the moment, shrunk and damped."""
+        if self.shrinkage:
+            diagonal, moment = moment.diagonal(), moment * (1 - self.shrinkage)
+            moment.diagonal().copy_(diagonal)
         return Factors(moment, self.damping)
 
     def weigh(self, errors: torch.Tensor, prepared: Factors) -> torch.Tensor:
@@ -391,14 +397,10 @@ class Descent(GPTQ):
     name, summary = "descent", "gptq, then codes and scales are improved in turn; a few times as long"
 
     def __init__(self, *, damping: float = 0.01, shrinkage: float = 0.2, sweeps: int = 2) -> None:
-        super().__init__(damping=damping)
-        self.shrinkage, self.sweeps = shrinkage, sweeps
-
-    def prepare(self, moment: torch.Tensor) -> Factors:
-        """The shrunk moment, and the factors of its damped inverse."""
-        shrunk = moment * (1 - self.shrinkage)
-        shrunk.diagonal().copy_(moment.diagonal())
-        return Factors(shrunk, self.damping)
+        super().__init__(damping=damping, shrinkage=shrinkage)
+        if sweeps < 0:
+            raise InvalidInput(f"{sweeps} sweeps were given.", "There are 0 or more.", "Try 2.")
+        self.sweeps = sweeps
 
     def weigh(self, errors: torch.Tensor, prepared: Factors) -> torch.Tensor:
         """See :meth:`Quantiser.weigh`: ``e (X X' + damping) e'``."""
