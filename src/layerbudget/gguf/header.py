@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -254,7 +254,8 @@ def _windows(held: GgufFile, arch: Architecture, known: set[str]) -> dict[str, A
         pattern = [i % pattern < pattern - 1 for i in range(count)]
     if pattern is None:  # llama.cpp's own, which is that of the class
         return {"sliding_window": window}
-    return {"sliding_window": window, "layer_types": [f"{'sliding' if s else 'full'}_attention" for s in pattern[:count]]}
+    slides = cast(Sequence[bool], pattern)
+    return {"sliding_window": window, "layer_types": [f"{'sliding' if s else 'full'}_attention" for s in slides[:count]]}
 
 
 def _ropes(held: GgufFile, config: Any, width: int) -> dict[str, Any]:
