@@ -102,6 +102,8 @@ def follow(session: Session, plan: Plan, weights: Plan) -> str:
             return session.follow(*requantises)
         if plan is weights:
             session.say(f"A GGUF file that you have gets these types by {shlex.join(['layerbudget', *requantises])}")
+    if needs := find_runtime(weights.extra["runtime"], weights.extra["family"]).needs(formats_of_plan(weights)):
+        session.say(needs)
     if plan.extra["runtime"] == "vllm" and method == "rtn":
         session.say("The plan was measured with weights that are rounded to nearest (rtn). gptq loses less, and takes longer.")
         options += ["--method", "gptq"]
