@@ -130,6 +130,9 @@ def mlx(folder: Path, kind: str, plan: Plan) -> tuple[Found, Found]:
     from mlx_lm import convert, load
 
     table = json.loads(EXPORTS.find("mlx").text(plan, {"model_type": kind}))["quantization"]
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"rope_theta": config["rope_parameters"]["rope_theta"], "num_experts": MIXTURE["num_experts"]}
+    (folder / "config.json").write_text(json.dumps(config))  # names of transformers 4, which mlx_lm reads
     with tempfile.TemporaryDirectory() as place:
         convert(
             str(folder), str(Path(place) / "out"), quantize=True, q_group_size=table["group_size"],
@@ -196,6 +199,13 @@ TOOLS: dict[str, tuple[Callable[[Path, str, Plan], tuple[Found, Found]], str, st
 REFUSED = {("torchao", "qwen3_moe"): "its configurations of integers take matrices, no stacks of experts"}
 
 
+def version(package: str) -> str:
+    """The version of a tool; GPTQModel is read from its source, which has no metadata."""
+    if package == "gptqmodel":
+        return str(importlib.import_module("gptqmodel.version").__version__)
+    return importlib.metadata.version(package)
+
+
 def measure(tool: str, kind: str) -> dict[str, Any]:
     """Give a plan for a model to a tool; returns how many modules there are in the plan, and how many got its format."""
     run, package, how, formats = TOOLS[tool]
@@ -209,7 +219,7 @@ def measure(tool: str, kind: str) -> dict[str, Any]:
     same = sum(found.get(name) == form for name, form in planned.items())
     wrong = {n: (form, found.get(n)) for n, form in planned.items() if found.get(n) != form}
     return {
-        "tool": tool, "version": importlib.metadata.version(package), "how": how, "model": kind, "planned": len(planned),
+        "tool": tool, "version": version(package), "how": how, "model": kind, "planned": len(planned),
         "same": same, "else": sorted(found.keys() - planned.keys()), "formats": len(set(planned.values())), "wrong": wrong,
     }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Plans of bits in the words of other tools: every planned matrix and no other, refusals by name, and the tools' own answers."""
+"""Plans of bits in the words of other tools: every planned matrix and no other, refusals, and the tools' own answers."""
 
 from __future__ import annotations
 
