@@ -1,8 +1,9 @@
-"""Pruning beside the code of other projects, from their checkouts. Writes results/peers.md."""
+"""Beside the code of other projects, and plans read by it. Writes results/peers.md."""
 
 from benchmarks.stamp import run_parts
 
 PARTS = {
+    "exports": "exports of bits, read by the released packages of their tools",
     "pruning": "masks, time and memory beside wanda, sparsegpt and llm-compressor",
     "sparsity": "our counts in wanda's code; EvoPress's own search beside ours",
 }

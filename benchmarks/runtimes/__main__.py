@@ -8,6 +8,7 @@ PARTS = {
     "shapes": "tokens per second that measured rates predict for shapes (needs xllamacpp)",
     "llama_quantise": "llama.cpp's own quantiser by our tensor types (needs llama-quantize)",
     "vllm_schemes": "vLLM's own code reads our folders (needs its Python files)",
+    "vllm_kernels": "the kernels of vLLM's rules for widths and groups (needs its Python files)",
     "vllm_shapes": "vLLM's own classes on layers that differ (needs its Python files)",
 }
 

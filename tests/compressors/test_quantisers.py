@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from layerbudget.compressors import base
 from layerbudget.compressors.base import QUANTISERS, TREATMENTS, Level, find_quantiser, find_treatment
-from layerbudget.compressors.formats import FLOATING, TYPES, find_format, find_runtime, need_packing
+from layerbudget.compressors.formats import FLOATING, TYPES, VLLM, find_format, find_runtime, need_packing
 from layerbudget.compressors.quantisers import Quantiser, grid_of, grouped
-from layerbudget.decisions.bits.packed import _pack, _scheme, _unpack
+from layerbudget.decisions.bits.packed import _pack, _unpack
 from layerbudget.errors import InvalidInput
 
 gguf = pytest.importorskip("gguf")
@@ -42,7 +44,7 @@ def prepared_for(quantiser, x):
 
 
 def scheme(form):
-    return need_packing(form.packing)[1](targets=["Linear"], weights=_scheme(form))
+    return need_packing(form.packing)[1](targets=["Linear"], weights=form.arguments())
 
 
 def pack(rounded, form):
@@ -201,6 +203,31 @@ def test_sixteen_bits_and_unseen_matrices():
     assert all(torch.equal(find_quantiser(m).apply(w, None, Level(format="w4-g32")), nearest) for m in ("gptq", "weighted"))
 
 
+def test_vllm_has_fewer_integers_for_experts_and_says_its_least_version():
+    vllm, experts, plain = find_runtime("vllm"), "layers.0.mlp.experts.down_proj", "layers.0.self_attn.q_proj"
+    cases = {"w3-g32": True, "w3-channel": False, "w4-channel": False, "w8-g32": True, "w8-g32-asym": False, "fp8": False}
+    for name, fits in {**cases, "nvfp4": True, "bf16": True, "w7-g16-asym": True}.items():
+        form = vllm.check(find_format(name))
+        assert vllm.fits([plain], form) and vllm.fits([plain, experts], form) == fits, name
+    assert vllm.least({plain: "w4-g32", experts: "w8-g128"}) == "" == vllm.needs({plain: "nvfp4"})
+    assert vllm.least({plain: "w3-g32", experts: "w8-g128"}) == "0.25" and vllm.least({experts: "w5-g32"}) == "0.29"
+    assert "vllm 0.29 or later, on NVIDIA cards from SM75" in vllm.needs({experts: "w5-g32", plain: "w8-g32-asym"})
+    assert find_runtime(None).needs({plain: "w3-g32"}) == ""
+
+
+def test_the_table_of_vllm_in_the_docs_is_that_of_the_code():
+    text = (Path(__file__).parents[2] / "docs" / "bits.md").read_text().split("### Which integers does vLLM compute?")[1]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")][1:7]
+
+    def groups(found):
+        return ", ".join("row" if g is None else str(g) for g in found) or "none"
+
+    for row, k in zip(rows, VLLM, strict=True):
+        zeros = ", ".join("yes" if z else "no" for z in k.zeros)
+        since = (k.since or "any", (k.experts_since or "any") if k.experts else "none")
+        assert row == [", ".join(map(str, k.bits)), zeros, groups(k.groups), groups(k.experts), *since, k.cards]
+
+
 def test_formats_know_their_bytes_and_refuse_what_they_cannot_store():
     gguf, packed, vllm = find_runtime("llama.cpp", "gguf"), find_runtime(None), find_runtime("vllm")
     assert [f.name for f in gguf.formats([64])] == ["MXFP4", "Q4_0", "IQ4_NL", *OLD[1:], "F16"]
@@ -210,14 +237,15 @@ def test_formats_know_their_bytes_and_refuse_what_they_cannot_store():
     assert [f.name for f in gguf.formats([64, 512], ["Q5_0", "Q4_K", "IQ3_S"])] == ["IQ3_S", "Q4_K", "Q5_0", "F16"]
     assert packed.formats([192, 320])[1].name == "w3-g64" and packed.formats([256], group=32)[0].name == "w2-g32"
     assert [f.name for f in vllm.formats([256], ["w8-g64", "w4-channel", "bf16"])] == ["w4-channel", "w8-g64", "bf16"]
+    assert [f.name for f in vllm.formats([256])] == [*(f"w{b}-g128" for b in (2, 3, 4, 5, 6, 8)), "bf16"]
     assert find_format("w3-g32").bytes(1024, 1024) * 8 == pytest.approx(3.5 * 1024**2, rel=1e-3)
     assert find_format("q8_0").bytes(64, 64) * 8 == 8.5 * 64 * 64
     assert [f.name for f in vllm.formats([64], ["fp8", "w8-g32", "NVFP4"])] == ["nvfp4", "fp8", "w8-g32", "bf16"]
     assert [f.name for f in gguf.formats([64], ["nvfp4", "mxfp4"])] == ["MXFP4", "NVFP4", "F16"]  # the types of llama.cpp
     assert [find_format(n).family for n in ("MXFP4", "mxfp4", "NVFP4", "nvfp4")] == ["gguf", "compressed-tensors"] * 2
     assert find_format("mxfp4").bytes(96, 64) == 96 * 64 // 32 * 17
-    with pytest.raises(InvalidInput, match="no kernel for w3-g32.*of 4 and 8 bits.*mxfp4, nvfp4, fp8"):
-        vllm.formats([64], ["w3-g32"])
+    with pytest.raises(InvalidInput, match="no kernel for w6-g6.*of 2 to 8 bits in groups of 16, .*mxfp4, nvfp4, fp8"):
+        vllm.formats([64], ["w6-g6"])
     assert find_format("nvfp4").bytes(64, 96) == 64 * 96 // 2 + 64 * 6 + 4 and find_format("fp8").bytes(64, 90) == 64 * 92
     with pytest.raises(InvalidInput, match="40 inputs, which nvfp4 cannot store"):
         find_format("nvfp4").check("lm_head", 40)

@@ -53,8 +53,8 @@ def swapped(how):
 
     def add(writer, *known):
         notes = add_vocabulary(writer, *known)
-        field = writer.kv_data[0]["tokenizer.ggml.merges"]
-        field.value = field.value[: len(field.value) // 2]
+        if field := writer.kv_data[0].get("tokenizer.ggml.merges"):  # not in a header that is counted without a vocabulary
+            field.value = field.value[: len(field.value) // 2]
         return notes
 
     return add

@@ -24,7 +24,7 @@ import dataclasses
 import functools
 import importlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidInput, MissingDependency
@@ -121,6 +121,18 @@ class Format:
     def needs_inputs(self) -> bool:
         """Whether only a quantiser that reads inputs rounds to it."""
         return self.name in _NEED_INPUTS
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of compressed-tensors for such weights (its ``QuantizationArgs``)."""
+        shape: dict[str, Any] = (
+            {"strategy": "channel"} if self.group is None else {"strategy": "group", "group_size": self.group}
+        )
+        if self.united:
+            shape |= {"strategy": "tensor_group"}
+        if self.floats is not None and self.floats.scale != "bfloat16":
+            shape |= {"scale_dtype": f"torch.{self.floats.scale}"}
+        kind = "float" if self.floating else "int"
+        return {"num_bits": self.bits, "type": kind, "symmetric": self.symmetric, "dynamic": False, **shape}
 
     def fits(self, d_in: int) -> bool:
         """Whether rows of so many inputs can be stored."""
@@ -254,6 +266,47 @@ _FUSED = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """Integers that a runtime computes with.
+
+    Attributes:
+        bits: Of one integer.
+        zeros: False for symmetric grids, True for those with zero points.
+        groups: Inputs that share a scale, in matrices; None for a whole row.
+        experts: The same in the experts of a mixture.
+        since: The least version for matrices; empty where every version that is in use has it.
+        experts_since: The least version for experts.
+        cards: Graphics cards that it is for.
+    """
+
+    bits: tuple[int, ...]
+    zeros: tuple[bool, ...]
+    groups: tuple[int | None, ...]
+    experts: tuple[int | None, ...]
+    since: str = ""
+    experts_since: str = ""
+    cards: str = "NVIDIA from SM75, AMD"
+
+    def has(self, form: Format, experts: bool = False) -> bool:
+        """Return whether it computes with a format, in matrices or in experts."""
+        groups = self.experts if experts else self.groups
+        return not form.floating and form.bits in self.bits and (not form.symmetric) in self.zeros and form.group in groups
+
+
+_MARLIN, _HUMMING = (32, 64, 128), (16, 32, 64, 128, 256)
+_NEW: dict[str, Any] = {"since": "0.25", "experts_since": "0.29", "cards": "NVIDIA from SM75 (bfloat16 from SM80)"}
+# What the rules of vLLM 0.33 give a kernel on every card from SM75 on; `benchmarks.runtimes vllm_kernels` executes them.
+VLLM = (
+    Kernel(bits=(4,), zeros=(False, True), groups=(*_MARLIN, None), experts=_MARLIN),
+    Kernel(bits=(8,), zeros=(False,), groups=(*_MARLIN, None), experts=_MARLIN),
+    Kernel(bits=(4,), zeros=(False, True), groups=(16, 256), experts=(16, 256), **_NEW),
+    Kernel(bits=(8,), zeros=(False,), groups=(16, 256), experts=(16, 256), **_NEW),
+    Kernel(bits=(8,), zeros=(True,), groups=(*_HUMMING, None), experts=(), **_NEW),
+    Kernel(bits=(2, 3, 5, 6, 7), zeros=(False, True), groups=(*_HUMMING, None), experts=_HUMMING, **_NEW),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Runtime:
     """A runtime: the formats that it runs, and the matrices that it wants in one format.
 
@@ -262,16 +315,14 @@ class Runtime:
         family: The family of formats that it reads.
         fused: Whether q/k/v, gate/up and the experts of a layer must agree.
         ends: Whether embedding and head may be quantised.
-        bits: Integers that it has kernels for; all where it is empty.
-        groups: Group sizes that it has kernels for; all where it is empty.
+        kernels: Integers that it computes with; all where it is empty.
     """
 
     name: str
     family: str
     fused: bool = False
     ends: bool = False
-    bits: tuple[int, ...] = ()
-    groups: tuple[int | None, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
 
     def together(self, module: str) -> str:
         """Name of the block that a matrix is decided in: its own, or that of the matrices that it must agree with."""
@@ -279,24 +330,42 @@ class Runtime:
         return next((match.expand(name) for match, name in found if match), module)
 
     def fits(self, names: Sequence[str], form: Format) -> bool:
-        """Return whether it computes with matrices of those names in a format: vLLM has experts of some (:class:`Floats`)."""
-        experts = form.floats is None or form.floats.experts
-        return experts or not self.fused or not any(".experts." in name for name in names)
+        """Return whether it computes with matrices of those names in a format: fewer are for experts."""
+        if form.plain or not self.kernels or not any(".experts." in name for name in names):
+            return True
+        return (
+            form.floats.experts if form.floats is not None else any(kernel.has(form, experts=True) for kernel in self.kernels)
+        )
+
+    def least(self, formats: Mapping[str, str]) -> str:
+        """Return the least version that computes with matrices in formats, by name; empty where every one does."""
+        found = {""}
+        for name, form in ((n, find_format(f)) for n, f in formats.items()):
+            experts = ".experts." in name
+            kernels = [k for k in self.kernels if k.has(form, experts)]
+            found |= {k.experts_since if experts else k.since for k in kernels}
+        return max(found, key=lambda version: [int(part) for part in version.split(".") if part])
+
+    def needs(self, formats: Mapping[str, str]) -> str:
+        """Return a sentence on the least version and the cards that matrices in formats need; empty where all do."""
+        version = self.least(formats)
+        return f"It needs {self.name} {version} or later, on NVIDIA cards from SM75 (in bfloat16 from SM80)." if version else ""
 
     def _runs(self, form: Format) -> bool:
-        kernel = (not self.bits or form.bits in self.bits) and (not self.groups or form.group in self.groups)
-        return form.family == self.family and (form.plain or form.floating or kernel)
+        integers = not self.kernels or any(kernel.has(form) for kernel in self.kernels)
+        return form.family == self.family and (form.plain or form.floating or integers)
 
     def check(self, form: Format) -> Format:
         """Return a format that it can run, refuse others."""
         if self._runs(form):
             return form
-        bits = f" of {' and '.join(map(str, self.bits))} bits" if self.bits else ""
-        groups = f" in groups of {', '.join('a row' if g is None else str(g) for g in self.groups)}" if self.groups else ""
+        bits = sorted({b for kernel in self.kernels for b in kernel.bits})
+        groups = sorted({g for kernel in self.kernels for g in kernel.groups if g})
+        integers = f" of {bits[0]} to {bits[-1]} bits in groups of {', '.join(map(str, groups))} or a row" if bits else ""
         floats = f", and {', '.join(f.name for f in FLOATING)}" if bits else ""
         raise InvalidInput(
             f"{self.name} has no kernel for {form.name}.",
-            f"It reads {self.family} formats{bits}{groups}{floats}.",
+            f"It reads {self.family} formats{integers}{floats}.",
             "Choose one of those.",
         )
 
@@ -344,7 +413,7 @@ class Runtime:
 RUNTIMES = {
     "llama.cpp": Runtime(name="llama.cpp", family=GGUF, ends=True),
     "transformers": Runtime(name="transformers", family=PACKED),
-    "vllm": Runtime(name="vllm", family=PACKED, fused=True, bits=(4, 8), groups=(32, 64, 128, None)),
+    "vllm": Runtime(name="vllm", family=PACKED, fused=True, kernels=VLLM),
 }
 
 

@@ -118,7 +118,8 @@ def test_a_compressed_tensors_folder_is_the_rounded_model(tmp_path, name, runtim
     assert len(set(plan.payload.formats.values())) > 1
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     bits = {g["weights"]["num_bits"] for g in config["config_groups"].values()}
-    assert config["format"] == "pack-quantized" and (runtime != "vllm" or bits <= {4, 8})
+    assert config["format"] == "pack-quantized" and len(bits) > 1
+    assert any("vllm 0.25 or later" in note for note in receipt.notes) == (runtime == "vllm" and not bits <= {4, 8})
 
 
 def test_loading_draws_no_bar_and_reports_nothing_and_restores_both(tmp_path, capfd):

@@ -212,7 +212,7 @@ def test_runtimes_say_what_must_agree():
     scores = rounding_damage(zoo.build("llama", intermediate_size=64), zoo.tokens(2, 8), runtime="vllm", group=32, draws=1)
     plan = plan_bits(scores, bits=6.5)
     formats = plan.payload.formats
-    assert scores.extra["formats"]["formats"] == ["w4-g32", "w8-g32", "bf16"]
+    assert scores.extra["formats"]["formats"] == [*(f"w{b}-g32" for b in (2, 3, 4, 5, 6, 8)), "bf16"]
     for i in range(3):
         assert len({formats[f"model.layers.{i}.self_attn.{p}_proj"] for p in "qkv"}) == 1
         assert len({formats[f"model.layers.{i}.mlp.{p}_proj"] for p in ("gate", "up")}) == 1
@@ -459,8 +459,8 @@ def test_the_error_of_a_plan_is_that_of_its_damage_by_sequence(monkeypatch):
 
 def test_bad_input_is_one_sentence():
     model, data = zoo.build("llama"), zoo.tokens(2, 8)
-    with pytest.raises(InvalidInput, match="vllm has no kernel for w3-g32"):
-        rounding_damage(model, data, runtime="vllm", formats=["w3-g32"])
+    with pytest.raises(InvalidInput, match="vllm has no kernel for w3-g8.*of 2 to 8 bits in groups of 16, 32"):
+        rounding_damage(model, data, runtime="vllm", formats=["w3-g8"])
     with pytest.raises(InvalidInput, match="32 inputs, which w4-g128 cannot store"):
         rounding_damage(model, data, formats=["w4-g128"])
     with pytest.raises(InvalidInput, match="llama.cpp does not read compressed-tensors"):

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ...compressors.base import Level, find_quantiser
-from ...compressors.formats import GGUF, find_format, find_runtime
+from ...compressors.formats import GGUF, RUNTIMES, find_format, find_runtime
 from ...compressors.ggml import dequantise
 from ...compressors.quantisers import FED_BACK, Quantiser, Rounded, joined
 from ...compressors.treating import Found, Job, Treating, check
@@ -36,7 +36,7 @@ from ...models.machine import computation, versions
 from ...models.offload import mapped
 from ...plan import Plan, payload_of
 from ...progress import Progress, Steps
-from ...records import Receipt, stacks, write_text
+from ...records import Receipt, write_text
 from ...storage.folders import check_folder, new_folder
 from ...storage.parts import Parts
 from ...storage.source import complete, write_readers
@@ -437,10 +437,12 @@ def _finish(
         write_text(folder / "tensor-types.txt", llama_cpp(plan))
         if rounding.sums and rounding.data is not None:
             write_imatrix(folder / IMATRIX_FILE, rounding.sums, rounding.data.describe())
-    elif not (stacks(formats) or any(find_format(f).floating for f in formats.values())):
+    elif not any(find_format(f).floating for f in formats.values()):
         write_text(folder / "autoround-layer_config.json", auto_round(plan))
+    runtime = payload_of(plan, BitsPayload).runtime
+    notes += [needs] if (needs := RUNTIMES[runtime].needs(formats)) else []
     if not gguf and UNREAD.isdisjoint(notes):
-        notes += check_loads(folder, payload_of(plan, BitsPayload).runtime)
+        notes += check_loads(folder, runtime)
     said = ""
     if isinstance(writer, GgufWriter) and check:
         known = tokenizer if writer.head.has_vocabulary else None

@@ -1,20 +1,44 @@
-"""A plan of bits in the words of other tools, which quantise by it themselves: text, no weights. No torch."""
+"""A plan of bits in the words of other tools, which quantise by it themselves: text, no weights. No torch.
+
+Every function gives each planned matrix its format, or refuses by name what the tool does not have. Regular expressions are
+anchored and escaped. Where a tool takes every expert for a module of its own, one expression stands for the experts of a layer.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...compressors.formats import GGUF, PACKED, Format, find_format
+import yaml
+
+from ...compressors.formats import BY_MOMENTS, GGUF, PACKED, Format, find_format
 from ...decision import Export
 from ...errors import InvalidInput
 from ...gguf.names import find_names
-from ...plan import Plan
+from ...plan import Plan, payload_of
 from ...records import stacks
+from ..formats.payload import WeightsPayload
 from ..formats.program import formats_of_plan
 
+_INTEGERS = "Plan with integers (--formats w4-g32,w8-g64, ...)."
+_MODIFIERS = {"rtn": "QuantizationModifier", "gptq": "GPTQModifier", "autoround": "AutoRoundModifier"}
 _MLX_BITS, _MLX_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
+# The module of mlx_lm that computes the experts of a layer, behind the layer's own name.
+_MLX_EXPERTS = {
+    "qwen2_moe": "mlp.switch_mlp",
+    "qwen3_moe": "mlp.switch_mlp",
+    "qwen3_next": "mlp.switch_mlp",
+    "olmoe": "mlp.switch_mlp",
+    "glm4_moe": "mlp.switch_mlp",
+    "deepseek_v2": "mlp.switch_mlp",
+    "deepseek_v3": "mlp.switch_mlp",
+    "ernie4_5_moe": "mlp.switch_mlp",
+    "mixtral": "block_sparse_moe.switch_mlp",
+    "phimoe": "block_sparse_moe.switch_mlp",
+}
+_STACK = re.compile(r"(?P<layer>.*?)\.[^.]+\.experts\.(?P<leaf>\w+)")
 
 
 def llama_cpp(plan: Plan) -> str:
@@ -27,27 +51,134 @@ def llama_cpp(plan: Plan) -> str:
 
 
 def auto_round(plan: Plan) -> str:
-    """Return ``{module: {bits, group_size, sym, data_type}}`` as JSON, for ``AutoRound(layer_config=...)``."""
+    """Return ``{module: {bits, group_size, sym, data_type}}`` as JSON, for ``AutoRound(layer_config=...)``.
+
+    Experts have a regular expression in the place of a name. What the plan keeps in 16 bits stands there too: AutoRound gives
+    its own scheme to modules that are not named.
+    """
     found: dict[str, dict[str, Any]] = {}
-    formats = _formats(plan, PACKED)
-    if stacked := stacks(formats):
-        told = f"{stacked[0]} is a stack of experts, and AutoRound takes each expert for a module."
-        raise InvalidInput(told, "Its table would match nothing.", "Plan for llama.cpp (--format gguf).")
-    for name, form in formats.items():
-        if form.floating:
-            what = f"{name} gets {form.name}, and AutoRound's table is written for integers alone."
-            raise InvalidInput(what, "", "Apply the plan here, or plan with integers (w4-g32, ...).")
-        whole = {"bits": form.bits, "group_size": -1 if form.group is None else form.group, "sym": form.symmetric}
-        found[name] = {"bits": 16, "data_type": "float"} if form.plain else {**whole, "data_type": "int"}
+    for name, form in _formats(plan, PACKED).items():
+        _check("AutoRound's table", name, form, (2, 3, 4, 5, 6, 7, 8))
+        whole = {"bits": form.bits, "group_size": _group(form), "sym": form.symmetric, "data_type": "int"}
+        key = rf"{_pattern(name)}$" if stacks([name]) else name
+        found[key] = {"bits": 16, "data_type": "float"} if form.plain else whole
     return json.dumps(found, indent=1) + "\n"
 
 
-def mlx(plan: Plan) -> str:
+def llm_compressor(plan: Plan, *, method: str | None = None) -> str:
+    """Return a recipe of llm-compressor as YAML: one group for every format, with the matrices that it is for.
+
+    The modifier is ``QuantizationModifier`` for ``rtn``, ``GPTQModifier`` for ``gptq`` and ``AutoRoundModifier`` for
+    ``autoround``; by default what comes next to what the plan was measured with. What no group names stays in 16 bits.
+
+    Raises:
+        InvalidInput: A method that has no modifier.
+    """
+    method = method or ("gptq" if payload_of(plan, WeightsPayload).method in BY_MOMENTS else "rtn")
+    if method not in _MODIFIERS:
+        raise InvalidInput(
+            f"llm-compressor's recipe has no {method}.", f"It has {', '.join(_MODIFIERS)}.", "Use --method gptq."
+        )
+    groups: dict[str, dict[str, Any]] = {}
+    for name, form in _formats(plan, PACKED).items():
+        if not form.plain:
+            group = groups.setdefault(form.name, {"targets": [], "weights": form.arguments()})
+            group["targets"].append(f"re:^{_pattern(name)}$")
+    stage = {"quantization_stage": {"quantization_modifiers": {_MODIFIERS[method]: {"config_groups": groups}}}}
+    return "# what no group names stays in 16 bits\n" + str(yaml.safe_dump(stage, sort_keys=False, width=1000))
+
+
+def gptqmodel(plan: Plan) -> str:
+    """Return the arguments of GPTQModel's ``QuantizeConfig`` as JSON, with its table ``dynamic`` of regular expressions.
+
+    GPTQModel applies negative expressions first and gives all other modules ``bits`` and ``group_size``; so one negative
+    expression says all that the plan does not round.
+    """
+    dynamic: dict[str, dict[str, Any]] = {}
+    for name, form in _formats(plan, PACKED).items():
+        _check("GPTQModel", name, form, (2, 3, 4, 5, 6, 7, 8))
+        if not form.plain:
+            dynamic[f"+:^{_pattern(name)}$"] = {"bits": form.bits, "group_size": _group(form), "sym": form.symmetric}
+    if not dynamic:
+        raise InvalidInput("This plan keeps all matrices in 16 bits.", "", "Plan with fewer --bits.")
+    named = "|".join(key[3:-1] for key in dynamic)
+    first = next(iter(dynamic.values()))
+    whole = {**first, "desc_act": False, "dynamic": {f"-:^(?!(?:{named})$)": {}, **dynamic}}
+    return json.dumps(whole, indent=1) + "\n"
+
+
+def torchao(plan: Plan) -> str:
+    """Return torchao's ``FqnToConfig`` as JSON, as its ``config_from_dict`` reads it. What is not named stays in 16 bits."""
+    held: dict[str, Any] = {}
+    for name, form in _formats(plan, PACKED).items():
+        if form.plain:
+            continue
+        if stacks([name]):
+            what = f"{name} is a stack of experts, which torchao's configurations of integers do not take."
+            raise InvalidInput(what, "They take matrices.", "Keep experts in 16 bits, or plan for vLLM or llama.cpp.")
+        if form.floating and form.bits == 4:
+            what = f"{name} gets {form.name}, whose weights torchao rounds together with inputs."
+            raise InvalidInput(what, "It has w1 to w8 and fp8.", "Plan with --formats w4-g32,fp8.")
+        held[name] = _torchao(form)
+    return json.dumps(_typed("FqnToConfig", {"fqn_to_config": held}), indent=1) + "\n"
+
+
+def _torchao(form: Format) -> dict[str, Any]:
+    """The configuration of one format."""
+    if form.floating:
+        return _typed("Float8WeightOnlyConfig", {"granularity": _typed("PerRow", {"dim": -1})}, 2)
+    per = _typed("PerAxis", {"axis": 0}) if form.group is None else _typed("PerGroup", {"group_size": form.group})
+    fields = {
+        "weight_dtype": {"_type": "torch.dtype", "_data": f"int{form.bits}"},
+        "granularity": per,
+        "mapping_type": {"_type": "MappingType", "_data": "SYMMETRIC" if form.symmetric else "ASYMMETRIC"},
+    }
+    return _typed("IntxWeightOnlyConfig", fields, 2)
+
+
+def _typed(kind: str, fields: dict[str, Any], version: int = 1) -> dict[str, Any]:
+    return {"_type": kind, "_version": version, "_data": fields}
+
+
+def modelopt(plan: Plan) -> str:
+    """Return ModelOpt's ``{quant_cfg, algorithm}`` as JSON, for ``modelopt.torch.quantization.quantize``.
+
+    Weights alone are rounded. ModelOpt's own export then writes ``quantized_layers``. All quantisers are off but those that are
+    named.
+    """
+    rows: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
+    for name, form in _formats(plan, PACKED).items():
+        if form.plain:
+            continue
+        if not form.symmetric:
+            raise InvalidInput(f"{name} gets {form.name}, and ModelOpt's grids are symmetric.", "", "Leave out -asym.")
+        rows.append({"quantizer_name": _quantiser(name), "cfg": _modelopt(form)})
+    return json.dumps({"quant_cfg": rows, "algorithm": "max"}, indent=1) + "\n"
+
+
+def _quantiser(name: str) -> str:
+    """The pattern of ModelOpt's quantiser of a matrix; every expert of a stack has one."""
+    head, _, leaf = name.rpartition(".")
+    return f"{head}.{leaf}_weight_quantizer" if stacks([name]) else f"{name}.weight_quantizer"
+
+
+def _modelopt(form: Format) -> dict[str, Any]:
+    """Attributes of ModelOpt's quantiser for a format."""
+    if form.floating and form.bits == 4:
+        scales = [4, 3] if form.united else [8, 0]
+        return {"num_bits": [2, 1], "block_sizes": {"-1": form.group, "type": "dynamic", "scale_bits": scales}}
+    bits = [4, 3] if form.floating else form.bits
+    return {"num_bits": bits, "axis": 0} if form.group is None else {"num_bits": bits, "block_sizes": {"-1": form.group}}
+
+
+def mlx(plan: Plan, *, model_type: str | None = None) -> str:
     """Return the entry ``quantization`` of ``config.json`` as mlx_lm keeps it: ``{module: {group_size, bits}}``, 16 bits false.
 
-    MLX's own grids have a minimum in 16 bits for every group: a matrix takes 16 bits per group more than planned.
+    MLX's own grids have a minimum in 16 bits for every group: a matrix takes 16 bits per group more than planned. Experts have
+    names of MLX's own, which depend on the architecture: ``model_type`` is that of the model's config.json.
     """
     forms = _formats(plan, PACKED)
+    held: dict[str, Any] = {}
     for name, form in forms.items():
         if not form.plain and (form.floating or form.bits not in _MLX_BITS or form.group not in _MLX_GROUPS):
             raise InvalidInput(
@@ -55,12 +186,52 @@ def mlx(plan: Plan) -> str:
                 "It has 2, 3, 4, 5, 6 and 8 bits in groups of 32, 64 and 128.",
                 "Plan with --formats w2-g64,w3-g64,w4-g64,w6-g64,w8-g64.",
             )
-        if ".experts." in name:
-            raise InvalidInput(f"{name} is a stack of experts, which MLX names otherwise.", "", "Keep experts in 16 bits.")
-    held = {n: False if f.plain else {"group_size": f.group, "bits": f.bits} for n, f in forms.items()}
+        for own in _mlx_names(name, model_type):
+            held[own] = False if form.plain else {"group_size": form.group, "bits": form.bits}
     rounded = [f for f in forms.values() if not f.plain]
     least = {"group_size": min((f.group or 0 for f in rounded), default=64), "bits": min((f.bits for f in rounded), default=4)}
     return json.dumps({"quantization": {**least, **held}}, indent=1) + "\n"
+
+
+def _mlx_names(name: str, model_type: str | None) -> list[str]:
+    """Names in mlx_lm of a matrix: two for gate and up of experts that are one parameter here."""
+    if not stacks([name]):
+        return [name]
+    found = _STACK.fullmatch(name)
+    if found is None or model_type not in _MLX_EXPERTS:
+        known = f"The names are known for {', '.join(_MLX_EXPERTS)}."
+        told = f" (not known: {model_type})" if model_type else ""
+        raise InvalidInput(
+            f"{name} is a stack of experts, which MLX names by the architecture{told}.",
+            known,
+            "Say --model-type, as config.json has it, or keep experts in 16 bits.",
+        )
+    return [f"{found['layer']}.{_MLX_EXPERTS[model_type]}.{leaf}" for leaf in _leaves(found["leaf"])]
+
+
+def _leaves(leaf: str) -> tuple[str, ...]:
+    """The matrices of one expert that a stack holds in a row."""
+    return ("gate_proj", "up_proj") if leaf == "gate_up_proj" else (leaf,)
+
+
+def _pattern(name: str) -> str:
+    """A regular expression for a matrix; for a stack, the matrices of all its experts, each a module of its own."""
+    if not stacks([name]):
+        return re.escape(name)
+    head, _, leaf = name.rpartition(".")
+    leaves = "|".join(_leaves(leaf))
+    return rf"{re.escape(head)}\.\d+\.(?:{leaves})"
+
+
+def _group(form: Format) -> int:
+    return -1 if form.group is None else form.group
+
+
+def _check(tool: str, name: str, form: Format, bits: Sequence[int]) -> None:
+    """Refuse a format that is no integer of some widths."""
+    if not form.plain and (form.floating or form.bits not in bits):
+        has = f"It has integers of {', '.join(map(str, bits))} bits."
+        raise InvalidInput(f"{name} gets {form.name}, which {tool} does not take.", has, f"{_INTEGERS} Or apply the plan here.")
 
 
 def _formats(plan: Plan, family: str) -> dict[str, Format]:
@@ -70,30 +241,60 @@ def _formats(plan: Plan, family: str) -> dict[str, Format]:
     return found
 
 
+def _export(name: str, call: Callable[..., str], file: str, summary: str, use: str) -> Export:
+    return Export(name=name, call=call, kinds=("bits",), file=file, summary=summary, use=use)
+
+
 EXPORTS = (
-    Export(
-        name="tensor-types",
-        call=llama_cpp,
-        kinds=("bits",),
-        file="tensor-types.txt",
-        summary="llama.cpp's types of tensors",
-        use="llama-quantize --tensor-type-file {file} quantises by it.",
+    _export(
+        "tensor-types",
+        llama_cpp,
+        "tensor-types.txt",
+        "llama.cpp's types of tensors",
+        "llama-quantize --tensor-type-file {file} quantises by it.",
     ),
-    Export(
-        name="auto-round",
-        call=auto_round,
-        kinds=("bits",),
-        file="layer_config.json",
-        summary="AutoRound's layer_config",
-        use="AutoRound(model, layer_config=json.load(open('{file}'))) quantises by it.",
+    _export(
+        "auto-round",
+        auto_round,
+        "layer_config.json",
+        "AutoRound's layer_config",
+        "AutoRound(model, layer_config=json.load(open('{file}'))) quantises by it.",
     ),
-    Export(
-        name="mlx",
-        call=mlx,
-        kinds=("bits",),
-        file="quantization.json",
-        summary="mlx_lm's entry quantization",
-        use="q = json.load(open('{file}'))['quantization']; mlx_lm.convert(MODEL, quantize=True, q_group_size=q['group_size'], "
+    _export(
+        "llm-compressor",
+        llm_compressor,
+        "bits-recipe.yaml",
+        "llm-compressor's groups of formats",
+        "llmcompressor.oneshot(model=..., dataset=..., recipe='{file}') quantises by it.",
+    ),
+    _export(
+        "gptqmodel",
+        gptqmodel,
+        "quantize_config.json",
+        "GPTQModel's QuantizeConfig with dynamic",
+        "GPTQModel.load(MODEL, QuantizeConfig(**json.load(open('{file}')))).quantize(TEXTS) quantises by it.",
+    ),
+    _export(
+        "torchao",
+        torchao,
+        "torchao.json",
+        "torchao's FqnToConfig",
+        "torchao.quantization.quantize_(model, config_from_dict(json.load(open('{file}'))), filter_fn=None) quantises by it "
+        "(from torchao.core.config import config_from_dict).",
+    ),
+    _export(
+        "modelopt",
+        modelopt,
+        "modelopt.json",
+        "ModelOpt's quant_cfg",
+        "modelopt.torch.quantization.quantize(model, json.load(open('{file}'))) quantises by it.",
+    ),
+    _export(
+        "mlx",
+        mlx,
+        "quantization.json",
+        "mlx_lm's entry quantization",
+        "q = json.load(open('{file}'))['quantization']; mlx_lm.convert(MODEL, quantize=True, q_group_size=q['group_size'], "
         "quant_predicate=lambda path, _: q.get(path, False)) quantises by it.",
     ),
 )

@@ -152,7 +152,7 @@ class PackedWriter:
         groups = {form: patterns for form, patterns in groups.items() if not form.plain}
         idle = {"input_activations": None, "output_activations": None}
         config_groups = {
-            f"group_{i}": {"targets": patterns, "weights": _scheme(form), **idle, "format": form.packing}
+            f"group_{i}": {"targets": patterns, "weights": form.arguments(), **idle, "format": form.packing}
             for i, (form, patterns) in enumerate(groups.items())
         }
         packings = {form.packing for form in groups} or {"pack-quantized"}
@@ -173,17 +173,6 @@ def _rows(rounded: Rounded, part: Part) -> Rounded:
     return dataclasses.replace(rounded, scale=scale, zero=zero)
 
 
-def _scheme(form: Format) -> dict[str, Any]:
-    """Arguments of a format as compressed-tensors names them."""
-    shape: dict[str, Any] = {"strategy": "channel"} if form.group is None else {"strategy": "group", "group_size": form.group}
-    if form.united:
-        shape |= {"strategy": "tensor_group"}
-    if form.floats is not None and form.floats.scale != "bfloat16":
-        shape |= {"scale_dtype": f"torch.{form.floats.scale}"}
-    kind = "float" if form.floating else "int"
-    return {"num_bits": form.bits, "type": kind, "symmetric": form.symmetric, "dynamic": False, **shape}
-
-
 def _pack(weight: torch.Tensor, rounded: Rounded, form: Format, name: str) -> dict[str, torch.Tensor]:
     """The tensors of one matrix ``(d_out, d_in)``; read back, they are the rounded weights."""
     packer, scheme = need_packing(form.packing)
@@ -192,7 +181,7 @@ def _pack(weight: torch.Tensor, rounded: Rounded, form: Format, name: str) -> di
         given["weight_scale"] = cast(torch.Tensor, rounded.scale).float()
     if rounded.unit is not None:
         given["weight_global_scale"] = torch.tensor([rounded.unit])
-    how = scheme(targets=["Linear"], weights=_scheme(form))
+    how = scheme(targets=["Linear"], weights=form.arguments())
     stored = {k: v.contiguous() for k, v in packer.compress(given, how).items() if v is not None}
     if form.floats is not None and form.floats.scale == "bfloat16":
         stored["weight_scale"] = stored["weight_scale"].to(torch.bfloat16)
@@ -207,7 +196,7 @@ def _unpack(tensors: Mapping[str, torch.Tensor], form: Format, name: str) -> tor
     packer, scheme = need_packing(form.packing)
     stored = {k: tensors[f"{name}.{k}"] for k in ("weight", *PARTS) if f"{name}.{k}" in tensors}
     stored["weight_scale"] = stored["weight_scale"].float()
-    weight: torch.Tensor = packer.decompress(stored, scheme(targets=["Linear"], weights=_scheme(form)))["weight"]
+    weight: torch.Tensor = packer.decompress(stored, scheme(targets=["Linear"], weights=form.arguments()))["weight"]
     return weight.float()
 
 

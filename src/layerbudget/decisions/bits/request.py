@@ -31,7 +31,7 @@ class BitsRequest(FormatsRequest):
     runtime: str | None = option(
         None,
         choices=lambda: tuple(RUNTIMES),
-        help="who runs it; vllm: q/k/v, gate/up and experts agree, 4 and 8 bits only",
+        help="who runs it; vllm: q/k/v, gate/up and experts agree",
     )
     rule: str = option("exact", choices=lambda: RULES, help="exact: the exact program (default); others need none")
     samples: int | None = option(

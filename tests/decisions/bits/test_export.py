@@ -1,0 +1,144 @@
+"""Plans of bits in the words of other tools: every planned matrix and no other, refusals, and the tools' own answers."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+
+import pytest
+import yaml
+
+from layerbudget.decisions.bits.payload import BitsPayload
+from layerbudget.errors import InvalidInput
+from layerbudget.exports import EXPORTS
+from layerbudget.plan import Plan, PlanBlock
+
+FORMS = {
+    "model.layers.0.self_attn.q_proj": "w3-g32",
+    "model.layers.0.self_attn.k_proj": "w8-channel",
+    "model.layers.0.self_attn.o_proj": "bf16",
+    "model.layers.10.self_attn.q_proj": "w4-g64-asym",
+}
+MIXED = {**FORMS, "model.layers.1.mlp.experts.gate_up_proj": "w2-g64", "model.layers.1.mlp.experts.down_proj": "w5-g64"}
+EXPERTS = [f"model.layers.1.mlp.experts.{i}.{leaf}" for i in (0, 17) for leaf in ("gate_proj", "up_proj", "down_proj")]
+BESIDE = [
+    "model.layers.100.self_attn.q_proj",
+    "xmodel.layers.0.self_attn.q_proj",
+    "model.layers.0.self_attn.q_proj.x",
+    "lm_head",
+]
+
+
+def plan_of(forms, method="rtn"):
+    blocks = tuple(PlanBlock(name=n, value=4.0, count=4, numel=64, modules=(n,)) for n in forms)
+    nothing = {"fixed_bytes": 0, "bits": 8.0, "predicted": 0.0, "predicted_error": 0.0, "baselines": {}, "near_ties": []}
+    payload = BitsPayload(formats=forms, family="compressed-tensors", runtime="transformers", method=method, **nothing)
+    return Plan(kind="bits", rule="by-hand", model={}, blocks=blocks, budget={}, payload=payload)
+
+
+def text(name, forms, **options):
+    return EXPORTS.find(name).text(plan_of(forms), options)
+
+
+def matched(patterns, names):
+    """How many expressions match each name from its start, as the tools match them."""
+    return {n: sum(bool(re.match(p, n)) for p in patterns) for n in names}
+
+
+def test_a_recipe_of_llm_compressor_has_a_group_for_every_format():
+    stage = yaml.safe_load(text("llm-compressor", MIXED))["quantization_stage"]["quantization_modifiers"]
+    groups = stage["QuantizationModifier"]["config_groups"]
+    assert set(groups) == set(MIXED.values()) - {"bf16"} and groups["w3-g32"]["weights"]["num_bits"] == 3
+    assert groups["w8-channel"]["weights"]["strategy"] == "channel" and not groups["w4-g64-asym"]["weights"]["symmetric"]
+    patterns = [t.removeprefix("re:") for g in groups.values() for t in g["targets"]]
+    rounded = [n for n, f in FORMS.items() if f != "bf16"]
+    assert set(matched(patterns, [*rounded, *EXPERTS]).values()) == {1}
+    assert set(matched(patterns, [*BESIDE, "model.layers.0.self_attn.o_proj"]).values()) == {0}
+    gptq = EXPORTS.find("llm-compressor").text(plan_of(FORMS, "gptq"), {})
+    assert "GPTQModifier" in gptq and "AutoRoundModifier" in text("llm-compressor", FORMS, method="autoround")
+    assert "nvfp4" in text("llm-compressor", {"a": "nvfp4"}) and "torch.float8_e4m3fn" in text("llm-compressor", {"a": "nvfp4"})
+    with pytest.raises(InvalidInput, match="has no wanda.*rtn, gptq, autoround"):
+        text("llm-compressor", FORMS, method="wanda")
+
+
+def test_gptqmodel_rounds_what_is_named_and_nothing_else():
+    """Its negative expressions come first, and modules that none names get the whole configuration's bits."""
+    config = json.loads(text("gptqmodel", MIXED))
+    (negative, nothing), *positive = config["dynamic"].items()
+    assert nothing == {} and negative.startswith("-:")
+    patterns = {p.removeprefix("+:"): own for p, own in positive}
+    for name in [*(n for n, f in FORMS.items() if f != "bf16"), *EXPERTS]:
+        assert matched(patterns, [name]) == {name: 1} and not re.match(negative[2:], name)
+    for name in [*BESIDE, "model.layers.0.self_attn.o_proj"]:
+        assert re.match(negative[2:], name) and not any(re.match(p, name) for p in patterns)
+    own = patterns[re.escape("model.layers.0.self_attn.k_proj").join("^$")]
+    assert own == {"bits": 8, "group_size": -1, "sym": True} and config["desc_act"] is False
+    with pytest.raises(InvalidInput, match="keeps all matrices in 16 bits"):
+        text("gptqmodel", {"a": "bf16"})
+
+
+def test_auto_round_names_also_what_stays():
+    table = json.loads(text("auto-round", MIXED))
+    assert table["model.layers.0.self_attn.o_proj"] == {"bits": 16, "data_type": "float"}
+    assert table["model.layers.0.self_attn.k_proj"] == {"bits": 8, "group_size": -1, "sym": True, "data_type": "int"}
+    patterns = [key for key in table if "\\" in key]
+    assert set(matched(patterns, EXPERTS).values()) == {1} and len(table) == len(MIXED)
+
+
+def test_torchao_and_modelopt_name_modules_and_refuse_what_they_do_not_have():
+    held = json.loads(text("torchao", {**FORMS, "lm_head": "fp8"}))["_data"]["fqn_to_config"]
+    assert set(held) == {*(n for n, f in FORMS.items() if f != "bf16"), "lm_head"}
+    assert held["model.layers.10.self_attn.q_proj"]["_data"]["mapping_type"]["_data"] == "ASYMMETRIC"
+    assert held["lm_head"]["_type"] == "Float8WeightOnlyConfig"
+    with pytest.raises(InvalidInput, match="gate_up_proj is a stack of experts, which torchao.*plan for vLLM or llama.cpp"):
+        text("torchao", MIXED)
+    with pytest.raises(InvalidInput, match="gets nvfp4"):
+        text("torchao", {"a": "nvfp4"})
+    rows = json.loads(text("modelopt", {"a.b": "nvfp4", "c": "bf16", "d": "fp8", "x.experts.down_proj": "w4-g32"}))["quant_cfg"]
+    names = [row["quantizer_name"] for row in rows]
+    assert names == ["*", "a.b.weight_quantizer", "d.weight_quantizer", "x.experts.down_proj_weight_quantizer"]
+    assert rows[0] == {"quantizer_name": "*", "enable": False} and rows[2]["cfg"] == {"num_bits": [4, 3], "axis": 0}
+    with pytest.raises(InvalidInput, match="w4-g64-asym, and ModelOpt's grids are symmetric"):
+        text("modelopt", FORMS)
+
+
+def test_mlx_names_experts_by_the_architecture():
+    forms = {n: f for n, f in MIXED.items() if f not in ("w8-channel", "w4-g64-asym")}
+    table = json.loads(text("mlx", forms, model_type="mixtral"))["quantization"]
+    names = [f"model.layers.1.block_sparse_moe.switch_mlp.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj")]
+    assert [table[n]["bits"] for n in names] == [2, 2, 5] and not any("experts" in n for n in table)
+    qwen = json.loads(text("mlx", forms, model_type="qwen3_moe"))["quantization"]
+    assert "model.layers.1.mlp.switch_mlp.down_proj" in qwen and qwen["group_size"] == 32
+    for options in ({}, {"model_type": "llama"}):
+        with pytest.raises(InvalidInput, match="which MLX names by the architecture.*--model-type"):
+            text("mlx", forms, **options)
+
+
+@pytest.mark.parametrize("name", ["auto-round", "gptqmodel"])
+def test_floating_point_is_refused_by_tools_of_integers(name):
+    with pytest.raises(InvalidInput, match="a gets nvfp4, which .* does not take.*integers of 2, 3"):
+        text(name, {"a": "nvfp4"})
+
+
+PACKAGES = {
+    "torchao": "torchao", "llm-compressor": "llmcompressor", "gptqmodel": "gptqmodel", "mlx": "mlx-lm",
+    "modelopt": "nvidia-modelopt", "auto-round": "auto-round",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("tool", PACKAGES)
+def test_the_tool_gives_every_planned_module_its_format(tool, kind):
+    """The released package of the tool itself, on a processor; see the benchmark for how it is installed."""
+    from benchmarks.peers import exports
+
+    if (tool, kind) in exports.REFUSED:
+        pytest.skip(f"refused: {exports.REFUSED[tool, kind]}")
+    try:
+        importlib.metadata.version(PACKAGES[tool])
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"{PACKAGES[tool]} is not installed")
+    found = exports.row(tool, kind, [])
+    assert found["same"] == found["planned"] > 0 and not found["else"], found["wrong"]
