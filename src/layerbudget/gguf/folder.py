@@ -24,7 +24,7 @@ import torch
 from ..compressors.formats import need_gguf
 from ..errors import BadModel
 from ..storage.writing import check_space, new_temporary, release, sweep
-from .header import PLAIN, READ, GgufFile, Place, configuration, open_gguf, places
+from .header import PLAIN, READ, GgufFile, Place, configuration, open_gguf, places, state_of
 from .tokenizer import tokenizer_of
 
 logger = logging.getLogger(__name__)
@@ -52,12 +52,11 @@ def folder_of(file: Path) -> Path:
         BadModel: The file is not read: see :mod:`.header`. Nothing was written.
         InvalidInput: The disk has no room for it.
     """
-    state = file.stat()
-    return _folder_of(file.absolute(), state.st_mtime_ns, state.st_size)
+    return _folder_of(file.absolute(), state_of(file))
 
 
 @functools.cache
-def _folder_of(file: Path, *_: int) -> Path:
+def _folder_of(file: Path, _: tuple[tuple[int, int], ...]) -> Path:
     held = open_gguf(file)
     config = configuration(held)
     where, dtype = places(held, config), precision(held)

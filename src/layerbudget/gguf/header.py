@@ -138,12 +138,16 @@ def _parts_of(path: Path) -> list[Path]:
 
 def open_gguf(path: Path) -> GgufFile:
     """Return a file; one that was opened before and did not change is not read again."""
-    state = path.stat()
-    return _opened(path.absolute(), state.st_mtime_ns, state.st_size)
+    return _opened(path.absolute(), state_of(path))
+
+
+def state_of(path: Path) -> tuple[tuple[int, int], ...]:
+    """Return the time of change and the size of every part, by which a changed file is known."""
+    return tuple((state.st_mtime_ns, state.st_size) for state in (part.stat() for part in _parts_of(path)))
 
 
 @functools.lru_cache(maxsize=4)
-def _opened(path: Path, *_: int) -> GgufFile:
+def _opened(path: Path, _: tuple[tuple[int, int], ...]) -> GgufFile:
     return GgufFile(path)
 
 
@@ -158,6 +162,10 @@ def _short(value: Any) -> Any:
 def model_type(held: GgufFile) -> str:
     """Return transformers' name of the architecture; one that is not read is refused."""
     kinds = [kind for kind, arch in READ.items() if arch.name == held.arch]
+    if held.fields.get("general.type") == "imatrix" or "imatrix.datasets" in held.fields:
+        raise held.refuse("an importance matrix and no model", "Give the model's own file as MODEL; --imatrix takes this one.")
+    if held.arch == "clip" or held.fields.get("general.type") == "mmproj":
+        raise held.refuse("the part for images and no language model", "Give the file of the language model.")
     if not kinds:
         raise held.refuse(f"the architecture {held.arch}")
     if held.arch == "llama":
