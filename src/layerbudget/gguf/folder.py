@@ -82,7 +82,8 @@ def _folder_of(file: Path, _: tuple[tuple[int, int], ...]) -> Path:
 def _class_of(config: Any) -> str:
     from transformers import AutoModelForCausalLM
 
-    return str(AutoModelForCausalLM._model_mapping[type(config)].__name__)
+    classes: Any = AutoModelForCausalLM._model_mapping
+    return str(classes[type(config)].__name__)
 
 
 def rounded_before(file: Path) -> str:
@@ -191,7 +192,7 @@ def _header(where: Mapping[str, Place], kinds: Mapping[str, torch.dtype]) -> str
 def _write_generation(held: GgufFile, config: Any, folder: Path) -> None:
     """How texts are sampled, and the tokens at which they end."""
     ends = [held.fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    ends = list(dict.fromkeys(i for i in ends if i is not None and i < config.vocab_size))
+    ends = list(dict.fromkeys(i for i in ends if i is not None and i < (config.vocab_size or 0)))
     fields: dict[str, Any] = {f"{kind}_token_id": getattr(config, f"{kind}_token_id") for kind in ("bos", "pad")}
     fields["eos_token_id"] = ends if len(ends) > 1 else config.eos_token_id
     sampled = {field: held.fields.get(f"general.sampling.{word}") for word, field in _SAMPLING.items()}

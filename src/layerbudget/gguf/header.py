@@ -215,8 +215,9 @@ def configuration(held: GgufFile) -> Any:
 
 def _uniform(value: Any) -> Any:
     """A value of every layer as one, where all are the same."""
-    several = isinstance(value, list) and value and not isinstance(value[0], bool)
-    return value[0] if several and all(v == value[0] for v in value) else value
+    if not isinstance(value, list) or not value or isinstance(value[0], bool):
+        return value
+    return value[0] if all(v == value[0] for v in value) else value
 
 
 def _is_no_field(word: str, said: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
