@@ -191,8 +191,8 @@ def _header(where: Mapping[str, Place], kinds: Mapping[str, torch.dtype]) -> str
 
 def _write_generation(held: GgufFile, config: Any, folder: Path) -> None:
     """How texts are sampled, and the tokens at which they end."""
-    ends = [held.fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    ends = list(dict.fromkeys(i for i in ends if i is not None and i < (config.vocab_size or 0)))
+    ends: list[Any] = [held.fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    ends = list(dict.fromkeys(i for i in ends if i is not None and i < config.vocab_size))
     fields: dict[str, Any] = {f"{kind}_token_id": getattr(config, f"{kind}_token_id") for kind in ("bos", "pad")}
     fields["eos_token_id"] = ends if len(ends) > 1 else config.eos_token_id
     sampled = {field: held.fields.get(f"general.sampling.{word}") for word, field in _SAMPLING.items()}

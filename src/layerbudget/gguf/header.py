@@ -251,7 +251,8 @@ def _switches(held: GgufFile, known: set[str]) -> dict[str, bool]:
 
 def _windows(held: GgufFile, arch: Architecture, known: set[str]) -> dict[str, Any]:
     """Windows of attention: of architectures that have some, the file's; of others none."""
-    window, pattern = held.said.get("attention.sliding_window"), held.said.get("attention.sliding_window_pattern")
+    window: Any = held.said.get("attention.sliding_window")
+    pattern: Any = held.said.get("attention.sliding_window_pattern")
     if not arch.windows:
         if window:
             raise held.refuse(f"attention.sliding_window = {window}")
