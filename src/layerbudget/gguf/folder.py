@@ -195,7 +195,7 @@ def _write_generation(held: GgufFile, config: Any, folder: Path) -> None:
     ends = list(dict.fromkeys(i for i in ends if i is not None and i < config.vocab_size))
     fields: dict[str, Any] = {f"{kind}_token_id": getattr(config, f"{kind}_token_id") for kind in ("bos", "pad")}
     fields["eos_token_id"] = ends if len(ends) > 1 else config.eos_token_id
-    sampled = {field: held.fields.get(f"general.sampling.{word}") for word, field in _SAMPLING.items()}
+    sampled: dict[str, Any] = {field: held.fields.get(f"general.sampling.{word}") for word, field in _SAMPLING.items()}
     sampled = {field: float(str(np.float32(v))) if isinstance(v, float) else v for field, v in sampled.items() if v is not None}
     if "temperature" in sampled:
         fields["do_sample"] = sampled["temperature"] > 0
