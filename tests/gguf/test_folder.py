@@ -10,7 +10,7 @@ from tests.gguf.test_writer import LINEAR, build, planned
 
 from layerbudget.cli import main
 from layerbudget.decisions.bits.apply import write_bits
-from layerbudget.errors import BadModel, CorruptFile
+from layerbudget.errors import BadModel, CorruptFile, NotFound
 from layerbudget.gguf import writer as written
 from layerbudget.models.loading import load_model, load_tokenizer
 from layerbudget.storage.checkpoint import gguf_of
@@ -137,6 +137,51 @@ def test_scores_and_plans_on_a_file_are_those_of_the_folder_it_was_converted_fro
     for plan in ("folder.json", "file.json"):
         assert main(["apply", "alone/model-f16.gguf", plan, "-o", f"{plan}.gguf"]) == 0
     assert Path("folder.json.gguf").read_bytes() == Path("file.json.gguf").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arch", "kind", "remedy"),
+    [
+        ("none", "imatrix", "--imatrix takes this one"),
+        ("clip", "mmproj", "the language model"),
+        ("rwkv7", "model", "the folder"),
+    ],
+)
+def test_what_is_no_language_model_is_refused_with_a_remedy(arch, kind, remedy, tmp_path, capsys):
+    import gguf
+
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", arch)
+    writer.add_type(kind)
+    writer.add_tensor("x", np.zeros((2, 32), np.float32))
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
+    for command in (["doctor"], ["score", "-o", "s.json"], ["evaluate"]):
+        assert main([command[0], str(tmp_path / "x.gguf"), *command[1:]]) == 2
+        assert remedy in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_file_in_parts_is_read_whole_and_a_missing_part_is_named(tmp_path):
+    import gguf
+
+    model = build("qwen2")
+    source = gguf.GGUFReader(file_of(model, tmp_path, ["F16"]) / "model.gguf")
+    parts, half = [tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2)], len(source.tensors) // 2
+    for number, (part, tensors) in enumerate(zip(parts, (source.tensors[:half], source.tensors[half:]), strict=True)):
+        writer = gguf.GGUFWriter(part, "qwen2")
+        for field in source.fields.values() if number == 0 else ():
+            if not field.name.startswith(("GGUF.", "tokenizer.", "general.architecture")):
+                writer.add_key_value(
+                    field.name, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None
+                )
+        writer.add_uint16("split.count", 2)
+        for tensor in tensors:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+            step()
+    assert torch.equal(logits(load_model(str(parts[0]), quiet=True)), logits(load_model(str(tmp_path / "out"), quiet=True)))
+    parts[1].unlink()
+    with pytest.raises(NotFound, match="there is no m-00002-of-00002.gguf"):
+        load_model(str(parts[0]), quiet=True)
 
 
 def test_evaluate_reads_what_apply_wrote_and_apply_names_it(tmp_path, monkeypatch, capsys):

@@ -24,7 +24,7 @@ import torch
 from ..compressors.formats import need_gguf
 from ..errors import BadModel
 from ..storage.writing import check_space, new_temporary, release, sweep
-from .header import PLAIN, READ, GgufFile, Place, configuration, open_gguf, places
+from .header import PLAIN, READ, GgufFile, Place, configuration, open_gguf, places, state_of
 from .tokenizer import tokenizer_of
 
 logger = logging.getLogger(__name__)
@@ -52,12 +52,11 @@ def folder_of(file: Path) -> Path:
         BadModel: The file is not read: see :mod:`.header`. Nothing was written.
         InvalidInput: The disk has no room for it.
     """
-    state = file.stat()
-    return _folder_of(file.absolute(), state.st_mtime_ns, state.st_size)
+    return _folder_of(file.absolute(), state_of(file))
 
 
 @functools.cache
-def _folder_of(file: Path, *_: int) -> Path:
+def _folder_of(file: Path, _: tuple[tuple[int, int], ...]) -> Path:
     held = open_gguf(file)
     config = configuration(held)
     where, dtype = places(held, config), precision(held)
@@ -83,8 +82,8 @@ def _folder_of(file: Path, *_: int) -> Path:
 def _class_of(config: Any) -> str:
     from transformers import AutoModelForCausalLM
 
-    found: Any = AutoModelForCausalLM._model_mapping[type(config)]
-    return str(found.__name__)
+    classes: Any = AutoModelForCausalLM._model_mapping
+    return str(classes[type(config)].__name__)
 
 
 def rounded_before(file: Path) -> str:
@@ -192,8 +191,8 @@ def _header(where: Mapping[str, Place], kinds: Mapping[str, torch.dtype]) -> str
 
 def _write_generation(held: GgufFile, config: Any, folder: Path) -> None:
     """How texts are sampled, and the tokens at which they end."""
-    named = [held.fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    ends = list(dict.fromkeys(token for token in named if token in range(config.vocab_size)))
+    ends: list[Any] = [held.fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    ends = list(dict.fromkeys(i for i in ends if i is not None and i < config.vocab_size))
     fields: dict[str, Any] = {f"{kind}_token_id": getattr(config, f"{kind}_token_id") for kind in ("bos", "pad")}
     fields["eos_token_id"] = ends if len(ends) > 1 else config.eos_token_id
     sampled: dict[str, Any] = {field: held.fields.get(f"general.sampling.{word}") for word, field in _SAMPLING.items()}

@@ -138,12 +138,16 @@ def _parts_of(path: Path) -> list[Path]:
 
 def open_gguf(path: Path) -> GgufFile:
     """Return a file; one that was opened before and did not change is not read again."""
-    state = path.stat()
-    return _opened(path.absolute(), state.st_mtime_ns, state.st_size)
+    return _opened(path.absolute(), state_of(path))
+
+
+def state_of(path: Path) -> tuple[tuple[int, int], ...]:
+    """Return the time of change and the size of every part, by which a changed file is known."""
+    return tuple((state.st_mtime_ns, state.st_size) for state in (part.stat() for part in _parts_of(path)))
 
 
 @functools.lru_cache(maxsize=4)
-def _opened(path: Path, *_: int) -> GgufFile:
+def _opened(path: Path, _: tuple[tuple[int, int], ...]) -> GgufFile:
     return GgufFile(path)
 
 
@@ -158,6 +162,10 @@ def _short(value: Any) -> Any:
 def model_type(held: GgufFile) -> str:
     """Return transformers' name of the architecture; one that is not read is refused."""
     kinds = [kind for kind, arch in READ.items() if arch.name == held.arch]
+    if held.fields.get("general.type") == "imatrix" or "imatrix.datasets" in held.fields:
+        raise held.refuse("an importance matrix and no model", "Give the model's own file as MODEL; --imatrix takes this one.")
+    if held.arch == "clip" or held.fields.get("general.type") == "mmproj":
+        raise held.refuse("the part for images and no language model", "Give the file of the language model.")
     if not kinds:
         raise held.refuse(f"the architecture {held.arch}")
     if held.arch == "llama":
@@ -207,8 +215,9 @@ def configuration(held: GgufFile) -> Any:
 
 def _uniform(value: Any) -> Any:
     """A value of every layer as one, where all are the same."""
-    several = isinstance(value, list) and value and not isinstance(value[0], bool)
-    return value[0] if several and all(v == value[0] for v in value) else value
+    if not isinstance(value, list) or not value or isinstance(value[0], bool):
+        return value
+    return value[0] if all(v == value[0] for v in value) else value
 
 
 def _is_no_field(word: str, said: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
@@ -242,7 +251,8 @@ def _switches(held: GgufFile, known: set[str]) -> dict[str, bool]:
 
 def _windows(held: GgufFile, arch: Architecture, known: set[str]) -> dict[str, Any]:
     """Windows of attention: of architectures that have some, the file's; of others none."""
-    window, pattern = held.said.get("attention.sliding_window"), held.said.get("attention.sliding_window_pattern")
+    window: Any = held.said.get("attention.sliding_window")
+    pattern: Any = held.said.get("attention.sliding_window_pattern")
     if not arch.windows:
         if window:
             raise held.refuse(f"attention.sliding_window = {window}")

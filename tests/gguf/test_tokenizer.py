@@ -1,0 +1,34 @@
+"""The tokenizer that a GGUF file gives back: the tokens of the one it was written from, or of llama.cpp where they differ."""
+
+import pytest
+from tests.vocabularies import MADE, TEXTS, by_llama_cpp, file_of
+
+from layerbudget.errors import BadModel
+from layerbudget.gguf.header import open_gguf
+from layerbudget.gguf.tokenizer import tokenizer_of
+
+pytest.importorskip("gguf")
+NONE = ("words, BERT", "unigrams, T5", "pieces, lower case", "pieces, unknown apart")  # no file holds them
+CASES = ("bytes, tekken", "bytes, gpt-4o")  # llama.cpp tells capital letters from small ones in ASCII only
+OVERLAP = "bytes, added, overlapping"  # the writer says that llama.cpp finds other ones of these
+
+
+@pytest.mark.parametrize("name", [name for name in MADE if name not in NONE])
+def test_tokens_are_those_of_the_tokenizer_or_of_llama_cpp_where_the_file_cannot_say_it(name, tmp_path):
+    tokenizer, file = MADE[name](), tmp_path / "m.gguf"
+    notes = file_of(tokenizer, file)
+    made = tokenizer_of(open_gguf(file))
+    found = [made(text)["input_ids"] for text in TEXTS]
+    if not notes or name in CASES:
+        assert found == [tokenizer(text)["input_ids"] for text in TEXTS]
+    elif name != OVERLAP:
+        pytest.importorskip("xllamacpp")
+        assert found == by_llama_cpp(file, TEXTS)[0]
+
+
+@pytest.mark.parametrize("name", NONE)
+def test_a_file_without_a_vocabulary_is_refused_with_a_remedy(name, tmp_path):
+    file_of(MADE[name](), tmp_path / "m.gguf")
+    with pytest.raises(BadModel, match="no vocabulary") as refused:
+        tokenizer_of(open_gguf(tmp_path / "m.gguf"))
+    assert "beside the GGUF file" in str(refused.value)
