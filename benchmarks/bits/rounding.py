@@ -40,7 +40,10 @@ from layerbudget.sensitivity.sequences import per_token
 
 Way = tuple[str, dict[str, Any], tuple[Any, ...]]  #: a method, its options, and what stands in the place of its steps
 FORMATS = ("w3-g32", "w4-g32", "nvfp4", "Q4_0", "IQ4_NL", "Q3_K", "Q4_K")
-METHODS = ("weighted", "gptq", "descent")
+METHODS: dict[str, Way] = {
+    **{method: (method, {}, ()) for method in ("weighted", "gptq", "descent")},
+    "descent, 1 sweep": ("descent", {"sweeps": 1}, ()),
+}
 
 
 def _nothing(*_: Any) -> None:
@@ -140,10 +143,10 @@ def _paired(row: Mapping[str, Any], beside: Mapping[str, Any]) -> tuple[float, f
     return (*per_token(kl, tokens), difference / base, error / base)
 
 
-def lines_of(rows: Sequence[Mapping[str, Any]], key: str, first: str) -> list[str]:
+def lines_of(rows: Sequence[Mapping[str, Any]], key: str) -> list[str]:
     """A table with one row per measurement, each beside gptq in the same format."""
     lines = [
-        f"| format | {first} | bytes | KL | beside `gptq` | processor (s) | of gptq's |",
+        f"| format | {key} | bytes | KL | beside `gptq` | processor (s) | of gptq's |",
         "|---|---|---:|---|---|---:|---:|",
     ]
     for row in rows:
@@ -177,7 +180,7 @@ def main() -> None:
     p.add_argument("--out", type=Path, default=RESULTS)
     a = p.parse_args()
     bench = None if a.kept else functools.cache(lambda: Bench(a))
-    tables = {"": ("method", a.formats, {m: (m, {}, ()) for m in a.methods}), "_ablation": ("part", a.ablation, PARTS)}
+    tables = {"": ("method", a.formats, {m: METHODS[m] for m in a.methods}), "_ablation": ("part", a.ablation, PARTS)}
     lines = [
         f"All matrices of one layer in {a.every} are rounded to one format and the others stay, as do matrices whose rows the format "
         f"does not divide. Inputs of {a.samples} x {a.length} tokens of {Path(a.fit).name}; KL from the dense model, in nats per "
@@ -187,7 +190,7 @@ def main() -> None:
     for suffix, (key, formats, ways) in tables.items():
         early += len(read_rows(f"rounding_{a.name}{suffix}", a.out)) if formats else 0
         rows = measure(bench, f"rounding_{a.name}{suffix}", key, formats, ways, a.out)
-        lines += ["", *lines_of(rows, key, key)] if rows else []
+        lines += ["", *lines_of(rows, key)] if rows else []
     if early:
         lines += ["", f"{early} rows are of earlier runs of the same command, whose time and memory are not in the stamp."]
     write_section("rounding", a.name, lines, out=a.out, peers=("gguf", "xllamacpp"))
