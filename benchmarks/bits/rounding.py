@@ -42,7 +42,7 @@ Way = tuple[str, dict[str, Any], tuple[Any, ...]]  #: a method, its options, and
 FORMATS = ("w3-g32", "w4-g32", "nvfp4", "Q4_0", "IQ4_NL", "Q3_K", "Q4_K")
 METHODS: dict[str, Way] = {
     **{method: (method, {}, ()) for method in ("weighted", "gptq", "descent")},
-    "descent, 1 sweep": ("descent", {"sweeps": 1}, ()),
+    "descent, 2 sweeps": ("descent", {"sweeps": 2}, ()),
 }
 
 
@@ -65,20 +65,21 @@ def _nearest_in_ggml(weight: torch.Tensor, factors: Factors, name: str) -> np.nd
 
 _CODES = (descent._State, "_choose_codes", _nothing)
 _SCALES = ((descent._State, "_solve_sub", _no_change), (descent._State, "_solve_block", _no_change))
+_NEAREST = ((Descent, "begin", _nearest), (quantisers, "feed_back", _nearest_in_ggml))
 #: What a line of the ablation is made by: the method, its options, and what stands in the place of steps of descent.
 PARTS: dict[str, Way] = {
     "gptq": ("gptq", {}, ()),
     "gptq, moments shrunk": ("gptq", {"shrinkage": 0.2}, ()),
     "descent": ("descent", {}, ()),
-    "descent without sweeps, scales kept": ("descent", {"sweeps": 0}, (_CODES, *_SCALES)),
-    "descent without sweeps, scales solved once": ("descent", {"sweeps": 0}, ()),
-    "descent, scales kept": ("descent", {}, _SCALES),
-    "descent from nearest codes": ("descent", {}, ((Descent, "begin", _nearest), (quantisers, "feed_back", _nearest_in_ggml))),
-    "descent, 1 sweep": ("descent", {"sweeps": 1}, ()),
-    "descent, 4 sweeps": ("descent", {"sweeps": 4}, ()),
-    "descent, shrinkage 0": ("descent", {"shrinkage": 0.0}, ()),
-    "descent, shrinkage .1": ("descent", {"shrinkage": 0.1}, ()),
-    "descent, shrinkage .4": ("descent", {"shrinkage": 0.4}, ()),
+    "no sweep, scales kept": ("descent", {"sweeps": 0}, (_CODES, *_SCALES)),
+    "no sweep, scales solved": ("descent", {"sweeps": 0}, ()),
+    "2 sweeps": ("descent", {"sweeps": 2}, ()),
+    "2 sweeps, scales kept": ("descent", {"sweeps": 2}, _SCALES),
+    "2 sweeps, from nearest codes": ("descent", {"sweeps": 2}, _NEAREST),
+    "2 sweeps, shrinkage 0": ("descent", {"sweeps": 2, "shrinkage": 0.0}, ()),
+    "2 sweeps, shrinkage .1": ("descent", {"sweeps": 2, "shrinkage": 0.1}, ()),
+    "2 sweeps, shrinkage .4": ("descent", {"sweeps": 2, "shrinkage": 0.4}, ()),
+    "4 sweeps": ("descent", {"sweeps": 4}, ()),
 }
 
 
