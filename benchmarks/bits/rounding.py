@@ -193,7 +193,7 @@ def main() -> None:
         rows = measure(bench, f"rounding_{a.name}{suffix}", key, formats, ways, a.out)
         lines += ["", *lines_of(rows, key)] if rows else []
     if early:
-        lines += ["", f"{early} rows are of earlier runs of the same command, whose time and memory are not in the stamp."]
+        lines += ["", f"{early} rows are of earlier runs: the stamp has neither their commit nor their time and memory."]
     write_section("rounding", a.name, lines, out=a.out, peers=("gguf", "xllamacpp"))
 
 
