@@ -30,6 +30,7 @@ nitpick_ignore = [  # type variables
     ("py:obj", "layerbudget.storage.reading.T"),
     ("py:obj", "layerbudget.solvers.steps.Point"),
     ("py:class", "layerbudget.solvers.steps.Point"),
+    ("py:class", "types.ProtocolRequest"),  # made from the fields of the protocol
 ]
 nitpick_ignore_regex = [
     ("py:class", r"(None\.|v, ).*"),  # signatures of dict in the words of its own docstrings

@@ -302,6 +302,8 @@ def main() -> None:
     parser.add_argument("--name")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
+    if given.scratch is not None:
+        given.scratch.mkdir(parents=True, exist_ok=True)
     if given.task:
         sys.stdout.write(json.dumps(run_one(given)) + "\n")
         return
@@ -314,10 +316,11 @@ def main() -> None:
             continue
         rows.append(json.loads(done.stdout.strip().splitlines()[-1]))
         sys.stderr.write(f"{rows[-1]}\n")
+        size = f"{rows[0]['parameters'] / 1e9:.2f} B parameters, {given.samples} x {given.length} tokens"
+        title = f"{given.name or given.model.name}: {size}"
+        write_section("size", title, table(rows, given), out=given.out)  # after each: a later one may be ended
     if not rows:
         raise SystemExit("No task ended well.")
-    size = f"{rows[0]['parameters'] / 1e9:.2f} B parameters, {given.samples} x {given.length} tokens"
-    write_section("size", f"{given.name or given.model.name}: {size}", table(rows, given), out=given.out)
 
 
 if __name__ == "__main__":

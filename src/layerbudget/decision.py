@@ -170,7 +170,7 @@ class Session(Protocol):
         """Return the same as it follows what is done; empty without a text."""
 
     def size(self, data: Any) -> Any:
-        """Return how much text is read, as :mod:`layerbudget.cost` counts it."""
+        """Return how much text is read, as forecasts count it."""
 
     def share(self, model: Any, blocks: Sequence[Any]) -> None:
         """Say which share of the weights the blocks hold, where that is not nearly all."""

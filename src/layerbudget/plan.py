@@ -50,7 +50,7 @@ class Plan(BlockRecord):
     what: ClassVar[str] = "plan"
     aside: ClassVar[tuple[str, ...]] = (*BlockRecord.aside, "data")
 
-    kind: str  #: ``sparsity``, ``bits``, ``ranks``, ... (:mod:`layerbudget.kinds`).
+    kind: str  #: ``sparsity``, ``bits``, ``ranks``, ... (:mod:`layerbudget.decision`).
     rule: str  #: Name of the rule that made it (``mdl``, ``uniform``, ``owl``, ...).
     model: Mapping[str, Any]  #: ``{id, revision, digest}`` of the model that it belongs to.
     blocks: tuple[PlanBlock, ...]  #: What each block gets, in natural order.

@@ -85,10 +85,10 @@ class Request:
         (), group=EVERY, metavar="FILE", help="run this Python file first: what it registers is then there (repeatable)"
     )
 
-    command: ClassVar[str] = ""  #: The words of the command, without those of the program: ``plan bits``.
-    #: Options of every command that this one does not read: ``table`` without long tables, ``dry_run`` of what takes seconds.
+    command: ClassVar[str] = ""  #: The words of the command without those of the program, such as ``plan bits``.
+    #: Options of every command that this one does not read, such as ``table`` where no table is long.
     unread: ClassVar[tuple[str, ...]] = ()
-    #: Options that are known only once another one is: those of a rule, an estimator or a pruner, by name.
+    #: Options that are known only once another one is (those of a rule, an estimator or a pruner), by name.
     more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod

@@ -41,7 +41,7 @@ class CacheRequest(PlanRequest):
 
     @property
     def measures(self) -> bool:
-        """Whether the source is a model: it always is."""
+        """Whether the source is a model, which it always is."""
         return True
 
     @property

@@ -15,7 +15,7 @@ from .payload import FormatsPayload, WeightsPayload, Whole
 from .program import PEER
 from .reasons import types_of_blocks
 
-Damages = dict[str, tuple[float, float]]  #: by choice: nats per token, and the standard error of the difference to the plan
+Damages = dict[str, tuple[float, float]]  #: nats per token and the standard error of the difference to the plan, by choice
 
 
 def damages_of(plan: Plan, payload: FormatsPayload) -> Damages:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...storage import reading
 
-Step = tuple[str, int, float]  #: another format: its name, its bytes, its damage
+Step = tuple[str, int, float]  #: the name, the bytes and the damage of another format
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

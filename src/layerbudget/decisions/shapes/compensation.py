@@ -110,7 +110,7 @@ class Aim:
         """The damping and stiffness with the least error on folds that their fit has not seen; the first of each without."""
         if len(self.folds) < 2:
             return dampings[0], stiffness[0]
-        total, errors = self.total, torch.zeros(len(dampings), len(stiffness), dtype=torch.float64)
+        total, errors = self.total, weight.new_zeros(len(dampings), len(stiffness), dtype=torch.float64)
         for fold in self.folds:
             fit = _Fit.of(total.plus(fold, -1), keep, centred=centred)
             cross, inner = fold.columns(keep, centred=centred)

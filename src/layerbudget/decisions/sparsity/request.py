@@ -72,7 +72,7 @@ class SparsityRequest(PlanRequest):
 
     @property
     def measures(self) -> bool:
-        """Whether the source is a model: it is no file, and no rule is named that needs its shapes alone."""
+        """Whether the source is a model, and no rule is named that needs its shapes alone."""
         return not Path(self.source).is_file() and not self.source.endswith((".json", ".csv")) and self.rule is None
 
     def check(self) -> None:
