@@ -40,7 +40,10 @@ from layerbudget.sensitivity.sequences import per_token
 
 Way = tuple[str, dict[str, Any], tuple[Any, ...]]  #: a method, its options, and what stands in the place of its steps
 FORMATS = ("w3-g32", "w4-g32", "nvfp4", "Q4_0", "IQ4_NL", "Q3_K", "Q4_K")
-METHODS = ("weighted", "gptq", "descent")
+METHODS: dict[str, Way] = {
+    **{method: (method, {}, ()) for method in ("weighted", "gptq", "descent")},
+    "descent, 2 sweeps": ("descent", {"sweeps": 2}, ()),
+}
 
 
 def _nothing(*_: Any) -> None:
@@ -62,20 +65,21 @@ def _nearest_in_ggml(weight: torch.Tensor, factors: Factors, name: str) -> np.nd
 
 _CODES = (descent._State, "_choose_codes", _nothing)
 _SCALES = ((descent._State, "_solve_sub", _no_change), (descent._State, "_solve_block", _no_change))
+_NEAREST = ((Descent, "begin", _nearest), (quantisers, "feed_back", _nearest_in_ggml))
 #: What a line of the ablation is made by: the method, its options, and what stands in the place of steps of descent.
 PARTS: dict[str, Way] = {
     "gptq": ("gptq", {}, ()),
     "gptq, moments shrunk": ("gptq", {"shrinkage": 0.2}, ()),
     "descent": ("descent", {}, ()),
-    "descent without sweeps, scales kept": ("descent", {"sweeps": 0}, (_CODES, *_SCALES)),
-    "descent without sweeps, scales solved once": ("descent", {"sweeps": 0}, ()),
-    "descent, scales kept": ("descent", {}, _SCALES),
-    "descent from nearest codes": ("descent", {}, ((Descent, "begin", _nearest), (quantisers, "feed_back", _nearest_in_ggml))),
-    "descent, 1 sweep": ("descent", {"sweeps": 1}, ()),
-    "descent, 4 sweeps": ("descent", {"sweeps": 4}, ()),
-    "descent, shrinkage 0": ("descent", {"shrinkage": 0.0}, ()),
-    "descent, shrinkage .1": ("descent", {"shrinkage": 0.1}, ()),
-    "descent, shrinkage .4": ("descent", {"shrinkage": 0.4}, ()),
+    "no sweep, scales kept": ("descent", {"sweeps": 0}, (_CODES, *_SCALES)),
+    "no sweep, scales solved": ("descent", {"sweeps": 0}, ()),
+    "2 sweeps": ("descent", {"sweeps": 2}, ()),
+    "2 sweeps, scales kept": ("descent", {"sweeps": 2}, _SCALES),
+    "2 sweeps, from nearest codes": ("descent", {"sweeps": 2}, _NEAREST),
+    "2 sweeps, shrinkage 0": ("descent", {"sweeps": 2, "shrinkage": 0.0}, ()),
+    "2 sweeps, shrinkage .1": ("descent", {"sweeps": 2, "shrinkage": 0.1}, ()),
+    "2 sweeps, shrinkage .4": ("descent", {"sweeps": 2, "shrinkage": 0.4}, ()),
+    "4 sweeps": ("descent", {"sweeps": 4}, ()),
 }
 
 
@@ -140,10 +144,10 @@ def _paired(row: Mapping[str, Any], beside: Mapping[str, Any]) -> tuple[float, f
     return (*per_token(kl, tokens), difference / base, error / base)
 
 
-def lines_of(rows: Sequence[Mapping[str, Any]], key: str, first: str) -> list[str]:
+def lines_of(rows: Sequence[Mapping[str, Any]], key: str) -> list[str]:
     """A table with one row per measurement, each beside gptq in the same format."""
     lines = [
-        f"| format | {first} | bytes | KL | beside `gptq` | processor (s) | of gptq's |",
+        f"| format | {key} | bytes | KL | beside `gptq` | processor (s) | of gptq's |",
         "|---|---|---:|---|---|---:|---:|",
     ]
     for row in rows:
@@ -177,7 +181,7 @@ def main() -> None:
     p.add_argument("--out", type=Path, default=RESULTS)
     a = p.parse_args()
     bench = None if a.kept else functools.cache(lambda: Bench(a))
-    tables = {"": ("method", a.formats, {m: (m, {}, ()) for m in a.methods}), "_ablation": ("part", a.ablation, PARTS)}
+    tables = {"": ("method", a.formats, {m: METHODS[m] for m in a.methods}), "_ablation": ("part", a.ablation, PARTS)}
     lines = [
         f"All matrices of one layer in {a.every} are rounded to one format and the others stay, as do matrices whose rows the format "
         f"does not divide. Inputs of {a.samples} x {a.length} tokens of {Path(a.fit).name}; KL from the dense model, in nats per "
@@ -187,9 +191,9 @@ def main() -> None:
     for suffix, (key, formats, ways) in tables.items():
         early += len(read_rows(f"rounding_{a.name}{suffix}", a.out)) if formats else 0
         rows = measure(bench, f"rounding_{a.name}{suffix}", key, formats, ways, a.out)
-        lines += ["", *lines_of(rows, key, key)] if rows else []
+        lines += ["", *lines_of(rows, key)] if rows else []
     if early:
-        lines += ["", f"{early} rows are of earlier runs of the same command, whose time and memory are not in the stamp."]
+        lines += ["", f"{early} rows are of earlier runs: the stamp has neither their commit nor their time and memory."]
     write_section("rounding", a.name, lines, out=a.out, peers=("gguf", "xllamacpp"))
 
 

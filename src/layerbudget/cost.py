@@ -194,7 +194,7 @@ WORK: dict[str, Work] = SCORES | {
     ),
     "norms": Work(2.0, "none", 0, lambda shape, text: 8.0 * max(m.numel for m in shape.matrices), _numel(_MASK)),
     "gram": Work(2.0, "none", 0, _squares, _numel(1500, 1.0)),
-    "descent": Work(2.0, "none", 0, _squares, _numel(4500, 4.0)),
+    "descent": Work(2.0, "none", 0, _squares, _numel(3500, 2.0)),
 }
 
 

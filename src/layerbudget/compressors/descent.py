@@ -103,7 +103,7 @@ class Codes:
         return step.mul_(self.level).add_(base)
 
 
-def descend(weight: torch.Tensor, moment: torch.Tensor, codes: Codes, layout: Layout, sweeps: int = 2) -> None:
+def descend(weight: torch.Tensor, moment: torch.Tensor, codes: Codes, layout: Layout, sweeps: int = 1) -> None:
     """Improve codes and scales in place until ``sweeps`` went over all columns; scales are solved once more at the end.
 
     Args:

@@ -10,8 +10,8 @@ r"""Quantisers: round a matrix onto the grid of a format, plainly, for the input
   (:class:`layerbudget.compressors.feedback.Factors`). The grid of a group is fixed when its first column comes: for GGUF types
   by ggml (:func:`layerbudget.compressors.feedback.feed_back`).
 
-* **descent** begins with gptq, under ranges that are searched as those of weighted, and lowers the same form in sweeps over the
-  columns, with the scales solved again in between (:mod:`layerbudget.compressors.descent`). Lattices, MXFP4 and NVFP4 of
+* **descent** begins with gptq, under ranges that are searched as those of weighted, and lowers the same form, column by
+  column, with the scales solved again in between (:mod:`layerbudget.compressors.descent`). Lattices, MXFP4 and NVFP4 of
   llama.cpp stay as gptq leaves them, and so do the scales of ``fp8``.
 
 The grid of a group of compressed-tensors is ``base + d q``, ``q`` an integer or a floating-point number of few bits, with ``d``
@@ -394,12 +394,12 @@ class Descent(GPTQ):
         sweeps: Passes over the columns.
     """
 
-    name, summary = "descent", "gptq, then codes and scales are improved in turn; a few times as long"
+    name, summary = "descent", "gptq, then codes and scales are improved in turn; two or three times as long"
 
-    def __init__(self, *, damping: float = 0.01, shrinkage: float = 0.2, sweeps: int = 2) -> None:
+    def __init__(self, *, damping: float = 0.01, shrinkage: float = 0.2, sweeps: int = 1) -> None:
         super().__init__(damping=damping, shrinkage=shrinkage)
         if sweeps < 0:
-            raise InvalidInput(f"{sweeps} sweeps were given.", "There are 0 or more.", "Try 2.")
+            raise InvalidInput(f"{sweeps} sweeps were given.", "There are 0 or more.", "Try 1.")
         self.sweeps = sweeps
 
     def weigh(self, errors: torch.Tensor, prepared: Factors) -> torch.Tensor:
