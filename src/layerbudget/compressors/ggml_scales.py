@@ -128,7 +128,7 @@ def absolute_levels(name: str) -> np.ndarray:
 
 
 def layout_of(name: str) -> Layout:
-    """Return what a type of :data:`FIELDS` can hold."""
+    """Return what a type of ``FIELDS`` can hold."""
     fields, form = FIELDS[name], find_format(name)
     block, t = form.group or 1, np.sort(absolute_levels(name))
     if name == "Q8_0":

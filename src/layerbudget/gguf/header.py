@@ -28,7 +28,7 @@ _GPT2 = Architecture(
     takes=frozenset(("layer_norm_epsilon", "n_inner", "activation_function")),
     expects={"activation_function": "gelu_new", "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
 )
-#: By transformers' model type, what is read: all that is written, and GPT-2.
+#: What is read, by transformers' model type. It is all that is written, and GPT-2.
 READ: Mapping[str, Architecture] = {**{k: a for k, a in ARCHITECTURES.items() if k != "mistral"}, "gpt2": _GPT2}
 PLAIN = ("F64", "F32", "F16", "BF16")  # types that are plain numbers
 FACTORS = "rope_freqs.weight"

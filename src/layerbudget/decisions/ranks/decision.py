@@ -42,7 +42,7 @@ class Ranks(Decision):
         return plan_ranks
 
     def apply(self, model: nn.Module, plan: Plan, data: CalibrationSet | None = None, **options: Any) -> Receipt:
-        """Adapt the model; the receipt has the ``PeftModel``. See :func:`layerbudget.add_ranks`."""
+        """Adapt the model; the receipt has the ``PeftModel``. See :func:`~layerbudget.decisions.ranks.apply.add_ranks`."""
         from ..adapters import AdapterReceipt
         from .apply import adapted_ranks, add_ranks
 
