@@ -62,7 +62,7 @@ class Plan(BlockRecord):
     #: ``{status, multiplier, gap, kkt_residual, inert[], ...}``; empty for rules without a program.
     certificate: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     scores_digest: str | None = None  #: Content hash of the scores file, null for rules that use none.
-    #: The ``Payload`` of the decision, which has what only its plans say. It is ``extra`` in the file; see :func:`payload_of`.
+    #: The ``Payload`` of the decision. It has what only its plans say, and is ``extra`` in the file. See :func:`payload_of`.
     payload: Any = None
     #: ``{source, samples, length, digest, seed}`` of the text that decided, where the plan was made from measured damages.
     data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
