@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import transformers
+import yaml
 from benchmarks.stamp import RESULTS, write_section
 
 import layerbudget as lb
@@ -151,12 +152,13 @@ def mlx(folder: Path, kind: str, plan: Plan) -> tuple[Found, Found]:
 def modelopt(folder: Path, kind: str, plan: Plan) -> tuple[Found, Found]:
     """ModelOpt quantises (it rounds in the forward), and its quantisers that are on are read."""
     import modelopt.torch.quantization as mtq
+    from modelopt.torch.quantization.nn import TensorQuantizer
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    mtq.quantize(model, json.loads(EXPORTS.find("modelopt").text(plan, {})))
+    mtq.quantize(model, yaml.safe_load(EXPORTS.find("modelopt").text(plan, {})))
     found: Found = {}
     for name, module in model.named_modules():
-        if type(module).__name__ == "TensorQuantizer" and module.is_enabled:
+        if isinstance(module, TensorQuantizer) and module.is_enabled:
             own = re.sub(r"(\.|_)weight_quantizers?(\.\d+)?$", "", name)
             sizes = module.block_sizes or {}
             bits = module.num_bits if isinstance(module.num_bits, int) else sum(module.num_bits) + 1

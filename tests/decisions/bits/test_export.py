@@ -95,10 +95,13 @@ def test_torchao_and_modelopt_name_modules_and_refuse_what_they_do_not_have():
         text("torchao", MIXED)
     with pytest.raises(InvalidInput, match="gets nvfp4"):
         text("torchao", {"a": "nvfp4"})
-    rows = json.loads(text("modelopt", {"a.b": "nvfp4", "c": "bf16", "d": "fp8", "x.experts.down_proj": "w4-g32"}))["quant_cfg"]
+    rows = yaml.safe_load(text("modelopt", {"a.b": "nvfp4", "c": "bf16", "d": "fp8", "x.experts.down_proj": "w4-g32"}))[
+        "quant_cfg"
+    ]
     names = [row["quantizer_name"] for row in rows]
     assert names == ["*", "a.b.weight_quantizer", "d.weight_quantizer", "x.experts.down_proj_weight_quantizer"]
     assert rows[0] == {"quantizer_name": "*", "enable": False} and rows[2]["cfg"] == {"num_bits": [4, 3], "axis": 0}
+    assert rows[3]["cfg"] == {"num_bits": 4, "block_sizes": {-1: 32}}
     with pytest.raises(InvalidInput, match="w4-g64-asym, and ModelOpt's grids are symmetric"):
         text("modelopt", FORMS)
 

@@ -141,7 +141,9 @@ def _typed(kind: str, fields: dict[str, Any], version: int = 1) -> dict[str, Any
 
 
 def modelopt(plan: Plan) -> str:
-    """Return ModelOpt's ``{quant_cfg, algorithm}`` as JSON, for ``modelopt.torch.quantization.quantize``.
+    """Return ModelOpt's ``{quant_cfg, algorithm}`` as YAML, for ``modelopt.torch.quantization.quantize``.
+
+    It is YAML because ModelOpt wants the axis of a block as an integer key.
 
     Weights alone are rounded. ModelOpt's own export then writes ``quantized_layers``. All quantisers are off but those that are
     named.
@@ -153,7 +155,7 @@ def modelopt(plan: Plan) -> str:
         if not form.symmetric:
             raise InvalidInput(f"{name} gets {form.name}, and ModelOpt's grids are symmetric.", "", "Leave out -asym.")
         rows.append({"quantizer_name": _quantiser(name), "cfg": _modelopt(form)})
-    return json.dumps({"quant_cfg": rows, "algorithm": "max"}, indent=1) + "\n"
+    return str(yaml.safe_dump({"quant_cfg": rows, "algorithm": "max"}, sort_keys=False))
 
 
 def _quantiser(name: str) -> str:
@@ -166,9 +168,9 @@ def _modelopt(form: Format) -> dict[str, Any]:
     """Attributes of ModelOpt's quantiser for a format."""
     if form.floating and form.bits == 4:
         scales = [4, 3] if form.united else [8, 0]
-        return {"num_bits": [2, 1], "block_sizes": {"-1": form.group, "type": "dynamic", "scale_bits": scales}}
+        return {"num_bits": [2, 1], "block_sizes": {-1: form.group, "type": "dynamic", "scale_bits": scales}}
     bits = [4, 3] if form.floating else form.bits
-    return {"num_bits": bits, "axis": 0} if form.group is None else {"num_bits": bits, "block_sizes": {"-1": form.group}}
+    return {"num_bits": bits, "axis": 0} if form.group is None else {"num_bits": bits, "block_sizes": {-1: form.group}}
 
 
 def mlx(plan: Plan, *, model_type: str | None = None) -> str:
@@ -285,9 +287,9 @@ EXPORTS = (
     _export(
         "modelopt",
         modelopt,
-        "modelopt.json",
+        "modelopt.yaml",
         "ModelOpt's quant_cfg",
-        "modelopt.torch.quantization.quantize(model, json.load(open('{file}'))) quantises by it.",
+        "modelopt.torch.quantization.quantize(model, yaml.safe_load(open('{file}'))) quantises by it.",
     ),
     _export(
         "mlx",

@@ -38,7 +38,10 @@ class LoraExperts(Decision):
         return plan_lora_experts
 
     def apply(self, model: nn.Module, plan: Plan, data: CalibrationSet | None = None, **options: Any) -> Receipt:
-        """Adapt the model; the receipt has the ``PeftModel``. See :func:`~layerbudget.decisions.lora_experts.method.add_lora_experts`."""
+        """Adapt the model; the receipt has the ``PeftModel``.
+
+        See :func:`~layerbudget.decisions.lora_experts.method.add_lora_experts`.
+        """
         from ..adapters import AdapterReceipt
         from .method import adapted_experts, add_lora_experts
 
