@@ -85,7 +85,7 @@ def test_mistakes_are_one_sentence_and_leave_nothing(saved_model, tmp_path, caps
     monkeypatch.chdir(work)
     for words, said in (
         (["score", "./nowhere"], "There is no model folder"),
-        (["plan", "bits", tmp_path / "m.gguf", "--bits", "4"], "m.gguf PLAN -o planned.gguf"),
+        (["plan", "bits", tmp_path / "m.gguf", "--bits", "4"], "m.gguf does not read as GGUF: it is empty."),
         (["score", folder, "--data", tmp_path / "empty.txt"], "holds no text"),
         (["score", folder, "--length", "10000000"], "tokens, one sample needs 10000000"),
         (["score", folder, *SMALL, "--estimator", "magic"], "There is no estimator"),

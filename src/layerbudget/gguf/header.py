@@ -99,8 +99,9 @@ class GgufFile:
             readers = [gguf.GGUFReader(part) for part in self.parts]
             self.fields = {key: field.contents() for key, field in readers[0].fields.items()}
         except _BROKEN as error:
+            reason = str(error).rstrip(".") if path.stat().st_size else "it is empty"
             raise CorruptFile(
-                f"{path} does not read as GGUF: {error}", "It may be cut off.", "Write or copy it again."
+                f"{path} does not read as GGUF: {reason}.", "It may be cut off.", "Write or copy it again."
             ) from error
         self.arch = str(self.fields.get("general.architecture"))
         self.said = {k.partition(".")[2]: v for k, v in self.fields.items() if k.startswith(f"{self.arch}.")}

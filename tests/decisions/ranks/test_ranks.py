@@ -22,7 +22,7 @@ from layerbudget.decisions.ranks.plan import serving_note
 from layerbudget.decisions.ranks.start import initialise_from_gradients
 from layerbudget.errors import CoverageError, InvalidInput, ModelMismatch, UnknownBlock
 from layerbudget.finetuning.adapters import load_adapter
-from layerbudget.gguf.writer import permute
+from layerbudget.gguf.tensors import permute
 from layerbudget.records import stacks
 from layerbudget.reporting.explain import explain_plan
 from layerbudget.sensitivity.adapter_space import accumulated_gradients
