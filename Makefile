@@ -55,6 +55,7 @@ lint: install
 	$(BIN)/mypy
 
 docs: install
+	rm -rf docs/_build  # of modules that are gone, and of pages whose warnings were said once
 	$(BIN)/sphinx-build -W --keep-going -q -b html -d docs/_build/doctrees docs site
 
 clean:
