@@ -60,7 +60,7 @@ def auto_round(plan: Plan) -> str:
     for name, form in _formats(plan, PACKED).items():
         _check("AutoRound's table", name, form, (2, 3, 4, 5, 6, 7, 8))
         whole = {"bits": form.bits, "group_size": _group(form), "sym": form.symmetric, "data_type": "int"}
-        key = rf"{_pattern(name)}$" if stacks([name]) else name
+        key = f"^{_pattern(name)}$".replace(r"\.", ".") if stacks([name]) else name  # AutoRound escapes dots by itself
         found[key] = {"bits": 16, "data_type": "float"} if form.plain else whole
     return json.dumps(found, indent=1) + "\n"
 
