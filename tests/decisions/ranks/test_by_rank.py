@@ -7,8 +7,9 @@ import pytest
 
 from layerbudget.decisions.ranks.payload import SmallerReserve
 from layerbudget.decisions.ranks.plan import plan_ranks
-from layerbudget.errors import InfeasibleBudget, InvalidInput
+from layerbudget.errors import CorruptFile, InfeasibleBudget, InvalidInput
 from layerbudget.models.loading import blocks_from_config
+from layerbudget.plan import Plan
 from layerbudget.reporting.explain import advice, explain_plan
 from layerbudget.reporting.sweep import diff_plans, sweep
 from layerbudget.reporting.verdict import verdict
@@ -124,6 +125,20 @@ def test_a_sweep_has_the_share_of_noise_at_every_budget(scores):
     for row in sweep(dataclasses.replace(scores, extra=known), kind="ranks", budgets=[2, 8], rule="by-rank")["rows"]:
         assert row["noise_share"] == pytest.approx(0.3)
     assert sweep(scores, kind="ranks", budgets=[2], rule="by-rank")["rows"][0]["noise_share"] is None
+
+
+@pytest.mark.parametrize("floor", ["many", [[["a"]]], [[[[1.0]]]], [[[0.1]]]])
+def test_a_floor_that_is_no_table_is_refused(scores, floor):
+    """It was added up as it stood: a TypeError."""
+    broken = dataclasses.replace(scores, extra={**scores.extra, "increments_floor": floor})
+    with pytest.raises(InvalidInput, match="increments_floor of these scores"):
+        plan_ranks(broken, mean_rank=6)
+
+
+def test_a_mean_rank_that_is_no_number_is_refused_where_a_plan_is_read(scores):
+    record = plan_ranks(scores, mean_rank=6).to_dict()
+    with pytest.raises(CorruptFile, match="hyperparameters of this plan"):
+        Plan.from_dict({**record, "hyperparameters": {**record["hyperparameters"], "mean_rank": [6]}})
 
 
 def test_blocks_get_at_most_the_ranks_that_were_measured(scores):

@@ -15,7 +15,7 @@ from ..files import load_scores
 from .describe import MOSTLY_NOISE, advice_on, advises_uniform, noise_alone, summary_of
 from .export import EXPORTS
 from .gains import gain_of, increments_of, measured
-from .payload import RanksPayload
+from .payload import RanksPayload, RanksSettings
 from .rank_table import RankTable, by_rule_of_thumb, how_much_rank
 from .request import RanksRequest
 
@@ -33,7 +33,7 @@ class Ranks(Decision):
     whole, swept, trains, budget, command = True, True, True, "mean_rank", "finetune"
     priced, asked = "adapter parameters", "mean rank {}"
     protocol_options = ("ratio", "alpha_policy", "start")
-    Payload, Request, exports = RanksPayload, RanksRequest, EXPORTS
+    Payload, Settings, Request, exports = RanksPayload, RanksSettings, RanksRequest, EXPORTS
 
     def planner(self) -> Callable[..., Plan]:
         """Return :func:`~layerbudget.decisions.ranks.plan.plan_ranks`."""

@@ -24,20 +24,24 @@ def measured(scores: object) -> bool:
 
 def increments_of(scores: Scores, damping: float | None) -> list[list[float]]:
     """Return the gain of the first, second, ... rank of every block."""
-    found = scores.extra.get("increments")
-    if found is None:
+    if not measured(scores):
         raise InvalidInput(
             "The rule by-rank needs the gain of every further rank.",
             f"The scores of {scores.estimator} have one number per block.",
             "Score with --estimator rank-gain --by linear.",
         )
+    return _table_of(scores, "increments", damping)
+
+
+def _table_of(scores: Scores, name: str, damping: float | None) -> list[list[float]]:
+    """Return numbers of scores, dampings x blocks x ranks, at one damping: ``(blocks, ranks)``."""
     try:
-        rows: list[list[list[float]]] = reading.converted(found, list[list[list[float]]])
+        rows: list[list[list[float]]] = reading.converted(scores.extra[name], list[list[list[float]]])
     except ValueError as error:
-        raise InvalidInput(f"The increments of these scores do not read ({error}).", "", "Score again.") from error
+        raise InvalidInput(f"The {name} of these scores do not read ({error}).", "", "Score again.") from error
     if (len(rows), {len(row) for row in rows}) != (len(scores.damping), {len(scores.blocks)}):
         raise InvalidInput(
-            "The increments of these scores are of another shape than the scores.",
+            f"The {name} of these scores are of another shape than the scores.",
             f"They are {len(scores.damping)} dampings x {len(scores.blocks)} blocks x ranks.",
             "Score again.",
         )
@@ -51,10 +55,9 @@ def gain_of(rows: Sequence[Sequence[float]], counts: Iterable[int]) -> float:
 
 def noise_share(scores: Scores, counts: Iterable[int], value: float, damping: float | None = None) -> float | None:
     """Share of a gain that noise alone gives the same ranks; None where the scores have no floor or nothing is gained."""
-    floors = scores.extra.get("increments_floor")
-    if floors is None or value <= 0:
+    if "increments_floor" not in scores.extra or value <= 0:
         return None
-    return gain_of(floors[scores.index(damping)], counts) / value
+    return gain_of(_table_of(scores, "increments_floor", damping), counts) / value
 
 
 def uniform_share(problem: Problem, rows: Sequence[Sequence[float]], value: float, high: Vector) -> float | None:

@@ -21,6 +21,13 @@ class SmallerReserve:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RanksSettings:
+    """Those hyperparameters of a plan that are said of it."""
+
+    mean_rank: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RanksPayload:
     """Fields of ``extra`` in the file of a plan of ranks; what is None does not stand there.
 
