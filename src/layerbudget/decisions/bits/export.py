@@ -53,14 +53,14 @@ def llama_cpp(plan: Plan) -> str:
 def auto_round(plan: Plan) -> str:
     """Return ``{module: {bits, group_size, sym, data_type}}`` as JSON, for ``AutoRound(layer_config=...)``.
 
-    Experts have a regular expression in the place of a name. What the plan keeps in 16 bits stands there too: AutoRound gives
-    its own scheme to modules that are not named.
+    Experts have a regular expression in the place of a name, whose dots AutoRound escapes itself. What the plan keeps in 16 bits
+    stands there too: AutoRound gives its own scheme to modules that are not named.
     """
     found: dict[str, dict[str, Any]] = {}
     for name, form in _formats(plan, PACKED).items():
         _check("AutoRound's table", name, form, (2, 3, 4, 5, 6, 7, 8))
         whole = {"bits": form.bits, "group_size": _group(form), "sym": form.symmetric, "data_type": "int"}
-        key = rf"{_pattern(name)}$" if stacks([name]) else name
+        key = f"^{_pattern(name)}$".replace(r"\.", ".") if stacks([name]) else name
         found[key] = {"bits": 16, "data_type": "float"} if form.plain else whole
     return json.dumps(found, indent=1) + "\n"
 
