@@ -194,7 +194,7 @@ TOOLS: dict[str, tuple[Callable[[Path, str, Plan], tuple[Found, Found]], str, st
     "llm-compressor": (llm_compressor, "llmcompressor", "executed", ["w3-g32", "w4-g64", "w6-g32", "w8-channel"]),
     "gptqmodel": (gptqmodel, "gptqmodel", "parsed", ["w2-g32", "w3-g32", "w5-g64", "w8-channel"]),
     "mlx": (mlx, "mlx-lm", "executed", ["w2-g32", "w3-g64", "w5-g32", "w8-g64"]),
-    "modelopt": (modelopt, "nvidia-modelopt", "executed", ["nvfp4", "fp8", "w4-g32"]),
+    "modelopt": (modelopt, "nvidia-modelopt", "executed", ["nvfp4", "mxfp4", "fp8", "w4-g64"]),
     "auto-round": (auto_round, "auto-round", "executed", ["w2-g32", "w3-g32", "w4-g64", "w8-g32"]),
 }
 

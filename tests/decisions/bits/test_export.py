@@ -82,8 +82,9 @@ def test_auto_round_names_also_what_stays():
     table = json.loads(text("auto-round", MIXED))
     assert table["model.layers.0.self_attn.o_proj"] == {"bits": 16, "data_type": "float"}
     assert table["model.layers.0.self_attn.k_proj"] == {"bits": 8, "group_size": -1, "sym": True, "data_type": "int"}
-    patterns = [key for key in table if "\\" in key]
+    patterns = [key.replace(".", r"\.") for key in table if key.startswith("^")]  # AutoRound escapes dots itself
     assert set(matched(patterns, EXPERTS).values()) == {1} and len(table) == len(MIXED)
+    assert r"^model.layers.1.mlp.experts.\d+.(?:down_proj)$" in table
 
 
 def test_torchao_and_modelopt_name_modules_and_refuse_what_they_do_not_have():
@@ -93,8 +94,9 @@ def test_torchao_and_modelopt_name_modules_and_refuse_what_they_do_not_have():
     assert held["lm_head"]["_type"] == "Float8WeightOnlyConfig"
     with pytest.raises(InvalidInput, match="gate_up_proj is a stack of experts, which torchao.*plan for vLLM or llama.cpp"):
         text("torchao", MIXED)
-    with pytest.raises(InvalidInput, match="gets nvfp4"):
-        text("torchao", {"a": "nvfp4"})
+    for name in ("nvfp4", "mxfp4"):
+        with pytest.raises(InvalidInput, match=f"gets {name}"):
+            text("torchao", {"a": name})
     rows = yaml.safe_load(text("modelopt", {"a.b": "nvfp4", "c": "bf16", "d": "fp8", "x.experts.down_proj": "w4-g32"}))[
         "quant_cfg"
     ]
@@ -102,6 +104,8 @@ def test_torchao_and_modelopt_name_modules_and_refuse_what_they_do_not_have():
     assert names == ["*", "a.b.weight_quantizer", "d.weight_quantizer", "x.experts.down_proj_weight_quantizer"]
     assert rows[0] == {"quantizer_name": "*", "enable": False} and rows[2]["cfg"] == {"num_bits": [4, 3], "axis": 0}
     assert rows[3]["cfg"] == {"num_bits": 4, "block_sizes": {-1: 32}}
+    blocks = [yaml.safe_load(text("modelopt", {"a": n}))["quant_cfg"][1]["cfg"]["block_sizes"] for n in ("nvfp4", "mxfp4")]
+    assert [(b[-1], b["scale_bits"]) for b in blocks] == [(16, [4, 3]), (32, [8, 0])]
     with pytest.raises(InvalidInput, match="w4-g64-asym, and ModelOpt's grids are symmetric"):
         text("modelopt", FORMS)
 

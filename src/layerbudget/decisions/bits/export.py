@@ -53,8 +53,8 @@ def llama_cpp(plan: Plan) -> str:
 def auto_round(plan: Plan) -> str:
     """Return ``{module: {bits, group_size, sym, data_type}}`` as JSON, for ``AutoRound(layer_config=...)``.
 
-    Experts have a regular expression in the place of a name. What the plan keeps in 16 bits stands there too: AutoRound gives
-    its own scheme to modules that are not named.
+    Experts have a regular expression in the place of a name, whose dots AutoRound escapes itself. What the plan keeps in
+    16 bits stands there too: AutoRound gives its own scheme to modules that are not named.
     """
     found: dict[str, dict[str, Any]] = {}
     for name, form in _formats(plan, PACKED).items():
