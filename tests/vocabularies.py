@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import functools
 import json
+import string
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -414,3 +415,16 @@ def compared(tokenizer: Any, folder: Path, texts: Sequence[str] = TEXTS) -> Outc
     ours = [tokenizer(t)["input_ids"] for t in texts]
     theirs, _ = by_llama_cpp(file, texts)
     return Outcome(notes, [(t, a, b) for t, a, b in zip(texts, ours, theirs, strict=True) if a != b])
+
+
+def letters():
+    """A tokenizer of 96 tokens whose every token is text, so that llama.cpp names the probabilities of all of them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    single = [*string.ascii_letters, *string.digits]
+    pairs = [(a, b) for a in "ab" for b in string.ascii_lowercase][: 94 - len(single)]
+    vocabulary = {t: i for i, t in enumerate(["<s>", "</s>", *single, *(a + b for a, b in pairs)])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import string
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from tests import zoo
+from tests import vocabularies, zoo
 
 import layerbudget as lb
 from layerbudget.cli import main
@@ -98,15 +97,8 @@ def planned(model, formats):
 
 @pytest.fixture(scope="module")
 def letters():
-    """A tokenizer whose every token is text, so that llama.cpp names the probabilities of all of them."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    single = [*string.ascii_letters, *string.digits]
-    pairs = [(a, b) for a in "ab" for b in string.ascii_lowercase][: 94 - len(single)]
-    vocabulary = {t: i for i, t in enumerate(["<s>", "</s>", *single, *(a + b for a, b in pairs)])}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    """A tokenizer whose vocabulary takes bytes of a GGUF file."""
+    return vocabularies.letters()
 
 
 def log_probabilities(file, prompts):

@@ -1,14 +1,10 @@
 """Every byte of a written file is one that the plan counted."""
 
-import string
-
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tests import zoo
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tests import vocabularies, zoo
 
 import layerbudget as lb
 from layerbudget.compressors.base import Level, find_quantiser
@@ -26,12 +22,7 @@ SHAPES = dict(hidden_size=64, intermediate_size=64, num_attention_heads=4, vocab
 @pytest.fixture(scope="module")
 def letters():
     """A tokenizer whose vocabulary takes bytes of a GGUF file."""
-    single = [*string.ascii_letters, *string.digits]
-    pairs = [(a, b) for a in "ab" for b in string.ascii_lowercase][: 94 - len(single)]
-    vocabulary = {t: i for i, t in enumerate(["<s>", "</s>", *single, *(a + b for a, b in pairs)])}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    return vocabularies.letters()
 
 
 def source(folder, change=None, tied=True):
