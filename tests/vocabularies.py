@@ -338,7 +338,7 @@ class Outcome:
 def file_of(tokenizer: Any, file: Path, configs: Sequence[Any] = (), generation: Any = None, spare: int = 3) -> list[str]:
     """Write a GGUF file of a model of one layer, all zeros, with this vocabulary; returns the notes on it."""
     import gguf
-    from layerbudget.gguf.vocabulary import add_vocabulary
+    from layerbudget.llama_cpp.vocabulary import add_vocabulary
 
     size, width = len(tokenizer) + spare, 32
     writer = gguf.GGUFWriter(file, "llama")

@@ -42,8 +42,8 @@ from layerbudget.decisions.formats.table import Table
 from layerbudget.execution.inputs import InputStatistics
 from layerbudget.execution.modes import inference
 from layerbudget.execution.walk import Walk
-from layerbudget.gguf.imatrix import counted, entries, write_imatrix
 from layerbudget.gguf.tensors import unpermute
+from layerbudget.llama_cpp.imatrix import counted, entries, write_imatrix
 from layerbudget.models.blocks import config_of, describe, weight_of
 from layerbudget.sensitivity.directional.terms import DirectionalSums
 from layerbudget.solvers.choices import choose

@@ -24,7 +24,7 @@ import layerbudget as lb
 from layerbudget.compressors import ggml
 from layerbudget.compressors.quantisers import Rounded
 from layerbudget.decisions.shapes.speed import request_seconds
-from layerbudget.gguf.writer import GgufWriter
+from layerbudget.llama_cpp.writer import GgufWriter
 
 TYPES = ("F16", "Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", "IQ4_XS", "IQ4_NL", "Q3_K", "IQ3_S", "Q2_K", "IQ2_S")
 ROWS = 8

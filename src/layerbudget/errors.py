@@ -7,6 +7,9 @@ exit code 2.
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 
 class LayerbudgetError(Exception):
     """Base of all errors of this package: what is wrong, what would have been accepted, what to do about it."""
@@ -93,3 +96,15 @@ class AlreadyExists(LayerbudgetError, FileExistsError):
 
 class CorruptFile(LayerbudgetError, ValueError):
     """A file of this package that does not parse or has another schema version."""
+
+
+def need_package(module: str, what: str, other: str) -> Any:
+    """Return a module of a package that is optional; ``other`` is what to do without it.
+
+    Raises:
+        MissingDependency: It is not installed; ``what`` says what needs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingDependency(what, "", f"pip install '.[bits]' in the clone, or {other}.") from error

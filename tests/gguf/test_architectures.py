@@ -16,8 +16,8 @@ from layerbudget.compressors.ggml import library_file
 from layerbudget.decisions.bits.apply import write_bits
 from layerbudget.errors import InvalidInput
 from layerbudget.gguf.architectures import ARCHITECTURES, HARMLESS, WRITTEN
-from layerbudget.gguf.llama_cpp import LlamaError, ask
 from layerbudget.gguf.names import architecture
+from layerbudget.llama_cpp.runtime import LlamaError, ask
 
 pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp")

@@ -11,7 +11,7 @@ from tests.gguf.test_writer import LINEAR, build, planned
 from layerbudget.cli import main
 from layerbudget.decisions.bits.apply import write_bits
 from layerbudget.errors import BadModel, CorruptFile, NotFound
-from layerbudget.gguf import writer as written
+from layerbudget.llama_cpp import writer as written
 from layerbudget.models.loading import load_model, load_tokenizer
 from layerbudget.storage.checkpoint import gguf_of
 

@@ -8,6 +8,7 @@ from tests import zoo
 from layerbudget.cli import main
 from layerbudget.errors import NotFound
 from layerbudget.models import loading
+from layerbudget.storage import hub
 
 
 def counted(monkeypatch, *commands):
@@ -59,7 +60,7 @@ def test_what_is_a_hub_id(tmp_path, monkeypatch):
     (tmp_path / "models").mkdir()
     for name in ("models/typo", "lama", "a b/c", "/x/y", ""):
         with pytest.raises(NotFound, match="no hub id"):
-            loading.check_id(name, "model")
+            hub.check_id(name, "model")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(NotFound, match="switched off"):
-        loading.check_id("org/name", "model", file="config.json")
+        hub.check_id("org/name", "model", file="config.json")

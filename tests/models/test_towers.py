@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import load_file
 
 from layerbudget.cli import main
-from layerbudget.gguf.writer import GgufWriter
+from layerbudget.llama_cpp.writer import GgufWriter
 from layerbudget.models.blocks import partition
 from layerbudget.models.loading import load_model
 

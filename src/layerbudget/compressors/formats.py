@@ -22,12 +22,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import InvalidInput, MissingDependency
+from ..errors import InvalidInput, need_package
 
 BY_MOMENTS = ("gptq", "descent")  # methods that choose codes by the second moments of all inputs together
 FED_BACK = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "MXFP4", "NVFP4")  # descent leaves as gptq does
@@ -429,20 +428,8 @@ def find_runtime(name: str | None, family: str = PACKED) -> Runtime:
     return found
 
 
-def need_gguf() -> Any:
-    """Return the package ``gguf``, or say that it is missing."""
-    return _need("gguf", "GGUF formats need the package gguf.", "use compressed-tensors")
-
-
 def need_packing(packing: str = "pack-quantized") -> tuple[Any, Any]:
     """Return a packer of compressed-tensors and its scheme, or say that they are missing."""
     what, other = "Writing these formats needs the package compressed-tensors.", "plan for gguf"
-    packer = _need("compressed_tensors.compressors", what, other).BaseCompressor.get_value_from_registry(packing)
-    return packer, _need("compressed_tensors.quantization", what, other).QuantizationScheme
-
-
-def _need(module: str, what: str, other: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingDependency(what, "", f"pip install '.[bits]' in the clone, or {other}.") from error
+    packer = need_package("compressed_tensors.compressors", what, other).BaseCompressor.get_value_from_registry(packing)
+    return packer, need_package("compressed_tensors.quantization", what, other).QuantizationScheme

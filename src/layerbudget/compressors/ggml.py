@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import InvalidInput, MissingDependency
-from .formats import find_format, need_gguf
+from ..gguf.names import need_gguf
+from .formats import find_format
 
 _TRIES = 6  # blocks of random weights: a bit of a code may change nothing in one of them (the sign of a zero)
 

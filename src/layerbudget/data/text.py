@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ..errors import InvalidInput, MissingDependency, NotEnoughText, NotFound
-from ..models.loading import check_id
+from ..storage.hub import check_id
 from . import stdlib
 from .calibration import CalibrationSet
 from .columns import of_every_row

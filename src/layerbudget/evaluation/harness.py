@@ -18,9 +18,9 @@ from torch import nn
 
 from ..data.tasks import known_label
 from ..errors import CorruptFile, InvalidInput, LayerbudgetError, MissingDependency, NotFound
-from ..models.loading import check_id
 from ..progress import Progress, Steps, say
 from ..records import digest
+from ..storage.hub import check_id
 
 Row = dict[str, Any]
 _ENTAILMENT = {"entailment": 0, "not_entailment": 1}

@@ -1,1 +1,1 @@
-"""Files of llama.cpp: architectures, names of tensors, vocabulary, importance matrix, writer and check."""
+"""GGUF files as models: their architectures, names, tensors, tokenizers, and the folder that is made of one."""

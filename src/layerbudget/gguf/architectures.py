@@ -223,6 +223,11 @@ _WINDOWED = ("cohere2", "exaone4", "gemma3n_text", "gemma4_text", "gpt_oss", "ll
 UNEVEN, UNEVEN_TYPES = Architecture(name="deci", permuted=True, factors=True, takes=_BIASES), ("llama", "mistral", "qwen2")
 
 
+def layer_configs(config: Any) -> list[Any]:
+    """Return the configuration of every layer: those of Gemma 4 differ, in most models all are one."""
+    return list(getattr(config, "per_layer_config", None) or [config] * (getattr(config, "num_hidden_layers", None) or 0))
+
+
 def head_width(config: Any) -> int:
     """Return the channels of an attention head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..compressors.formats import need_gguf
 from ..errors import BadModel
+from ..gguf.names import need_gguf
 from ..storage.writing import check_space, new_temporary, release, sweep
 from .header import PLAIN, READ, GgufFile, Place, configuration, open_gguf, places, state_of
 from .tokenizer import tokenizer_of

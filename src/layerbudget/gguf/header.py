@@ -16,8 +16,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from ..compressors.formats import need_gguf
 from ..errors import BadModel, CorruptFile, InvalidInput, NotFound
+from ..gguf.names import need_gguf
 from .architectures import ARCHITECTURES, Architecture, rope_of
 from .names import rope_factors
 from .tensors import Stored, stored_tensors

@@ -15,10 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from ..compressors.formats import need_gguf
-from ..errors import InvalidInput
-from ..models.memory import layer_configs
-from .architectures import ARCHITECTURES, CONVERT, UNEVEN, UNEVEN_TYPES, Architecture, Odd, head_width, rope_of
+from ..errors import InvalidInput, need_package
+from .architectures import ARCHITECTURES, CONVERT, UNEVEN, UNEVEN_TYPES, Architecture, Odd, head_width, layer_configs, rope_of
+
+
+def need_gguf() -> Any:
+    """Return the package ``gguf``, or say that it is missing."""
+    return need_package("gguf", "GGUF formats need the package gguf.", "use compressed-tensors")
 
 
 @dataclasses.dataclass(frozen=True)

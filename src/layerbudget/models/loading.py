@@ -6,13 +6,9 @@ import contextlib
 import dataclasses
 import importlib.util
 import logging
-import os
-import re
-import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 import torch
 from torch import nn
@@ -24,6 +20,7 @@ from ..gguf.tokenizer import tokenizer_of
 from ..records import Block
 from ..storage import reading
 from ..storage.checkpoint import gguf_of, weight_files
+from ..storage.hub import check_id
 from ..storage.source import told
 from .blocks import check_finite, partition, pretrained, text_config
 from .experts import EXPERTS_KEPT, uneven
@@ -35,42 +32,8 @@ logger = logging.getLogger(__name__)
 DEMO_MODEL = Path(__file__).parents[1] / "demo" / "model"
 HEADS = ["classifier", "score", r".*pooler", "pre_classifier", "lm_head", "embed_out"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_WAIT = 3.0  # seconds for one connection; without it, libraries try for minutes
 _LAYERS = 100_000  # more than any model has, and few enough to be refused in seconds
 _MODEL_IS = "MODEL is demo, a local folder written by save_pretrained, a GGUF file, or a hub id that this machine can reach."
-
-
-def check_id(name: str, kind: str, *, file: str | None = None, revision: str | None = None) -> None:
-    """Refuse a name that is no hub id, and a hub id while the hub cannot be reached; one attempt, no retry.
-
-    A hub id is ``owner/name`` where ``owner`` is no folder here. The hub is not asked where the cache has that file of it.
-    """
-    from huggingface_hub import constants, try_to_load_from_cache
-
-    if not _ID.fullmatch(name) or Path(name.split("/")[0]).is_dir():
-        raise NotFound(
-            f"There is no {kind} {name!r} here, and that is no hub id.",
-            f"A {kind} is a local path or owner/name."
-            if kind == "dataset"
-            else "MODEL is demo, a local folder, a GGUF file or owner/name.",
-            "Check the name.",
-        )
-    if file is not None and isinstance(try_to_load_from_cache(name, file, revision=revision), str):
-        return
-    if constants.HF_HUB_OFFLINE:
-        raise NotFound(f"{name} is not in the cache, and the hub is switched off (HF_HUB_OFFLINE).", "", "Give a local folder.")
-    if any(os.environ.get(v) for v in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
-        return  # the proxy decides
-    where = urlsplit(constants.ENDPOINT)
-    try:
-        socket.create_connection((where.hostname or "", where.port or 443), timeout=_WAIT).close()
-    except OSError as error:
-        raise NotFound(
-            f"{name} is not in the cache, and the hub cannot be reached ({error}).",
-            "",
-            "Give a local folder, or download it first where there is a network.",
-        ) from error
 
 
 def check_adapter(name: str | Path) -> None:

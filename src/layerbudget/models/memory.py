@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import InvalidInput
+from ..gguf.architectures import layer_configs
 
 _BATCH, _STEP = 512, 256  # tokens of a forward; of an allocation
 # Fields of the configuration with the window of a kind of layer.
@@ -73,11 +74,6 @@ class Cache:
 
 def _up(tokens: int) -> int:
     return -(-tokens // _STEP) * _STEP
-
-
-def layer_configs(config: Any) -> list[Any]:
-    """Return the configuration of every layer: those of Gemma 4 differ, in most models all are one."""
-    return list(getattr(config, "per_layer_config", None) or [config] * (getattr(config, "num_hidden_layers", None) or 0))
 
 
 def cache_of(config: Any) -> Cache | None:

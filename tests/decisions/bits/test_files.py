@@ -30,7 +30,7 @@ from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.errors import AlreadyExists, CoverageError, InvalidInput, MissingDependency, ModelMismatch
 from layerbudget.exports import EXPORTS
 from layerbudget.finetuning.adapters import classifier_loader
-from layerbudget.gguf.writer import GgufWriter, Stored
+from layerbudget.llama_cpp.writer import GgufWriter, Stored
 from layerbudget.models.loading import describe_place
 from layerbudget.models.offload import mapped
 

@@ -26,7 +26,7 @@ from layerbudget.decisions.expert_pruning.program import Fold, KeptProgram, Remo
 from layerbudget.decisions.expert_pruning.sensitivity import expert_removals
 from layerbudget.errors import InfeasibleBudget, InvalidInput, ModelMismatch, UnknownStructure
 from layerbudget.execution.loss import sampled_targets, summed_loss, unlabelled
-from layerbudget.gguf.writer import check_even
+from layerbudget.llama_cpp.writer import check_even
 from layerbudget.models.experts import check_experts, cut_experts, find_experts, masked
 from layerbudget.sensitivity.sequences import per_token
 

@@ -17,7 +17,7 @@ from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.formats.program import BASELINES, is_allowed, other_plan
 from layerbudget.decisions.formats.table import Table
 from layerbudget.errors import CorruptFile, InfeasibleBudget, InvalidInput, UnknownUnit
-from layerbudget.gguf.mixes import MIXES, LlamaModel, Tensor, types_of
+from layerbudget.llama_cpp.mixes import MIXES, LlamaModel, Tensor, types_of
 from layerbudget.models.memory import cache_of
 from layerbudget.plan import Plan
 from layerbudget.records import Block, Module

@@ -28,9 +28,9 @@ from ...errors import CoverageError, InvalidInput
 from ...execution.inputs import InputMoments, InputStatistics, share_statistics
 from ...execution.modes import inference
 from ...execution.walk import Walk
-from ...gguf.check import check_file
-from ...gguf.imatrix import IMATRIX_FILE, counted, entries, imatrix_digest, importances, write_imatrix
-from ...gguf.writer import GGUF_FILE, GgufWriter, recount_gguf
+from ...llama_cpp.check import check_file
+from ...llama_cpp.imatrix import IMATRIX_FILE, counted, entries, imatrix_digest, importances, write_imatrix
+from ...llama_cpp.writer import GGUF_FILE, GgufWriter, recount_gguf
 from ...models.blocks import check_finite, describe, layers
 from ...models.machine import computation, versions
 from ...models.offload import mapped
@@ -175,7 +175,7 @@ def write_bits(
         overwrite: Replace a folder that an earlier call wrote.
         beside: Further text files of the folder, by name.
         check: Load a written GGUF file by llama.cpp, where the package xllamacpp is installed, and compare tokens and
-            probabilities: see :func:`~layerbudget.gguf.check.check_file`.
+            probabilities: see :func:`~layerbudget.llama_cpp.check.check_file`.
         progress: Called with (pieces done, pieces).
         **own: Options of the quantiser.
 

@@ -17,11 +17,12 @@ from torch import nn
 from ...compressors.base import find_quantiser
 from ...compressors.formats import GGUF, PACKED, RUNTIMES, TYPES, Format, Runtime, find_format, find_runtime
 from ...errors import InvalidInput, UnknownBlock
-from ...gguf.mixes import LlamaModel
+from ...gguf.architectures import layer_configs
 from ...gguf.names import ACROSS, LATENT, ROUTERS, check_computed, find_architecture, find_names, split_stacks
-from ...gguf.writer import check_even, in_file
+from ...llama_cpp.mixes import LlamaModel
+from ...llama_cpp.writer import check_even, in_file
 from ...models.blocks import config_of, end_modules, layers, partition, pretrained, text_config, weight_of
-from ...models.memory import cache_of, layer_configs
+from ...models.memory import cache_of
 from ...records import Block, Module, natural_key, stacks
 from ..formats.request import UNWRITTEN
 from ..formats.table import Table, signature_at

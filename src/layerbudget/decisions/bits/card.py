@@ -6,7 +6,7 @@ import collections
 from typing import TYPE_CHECKING
 
 from ...compressors.formats import find_runtime
-from ...gguf.mixes import NEED_MATRIX
+from ...llama_cpp.mixes import NEED_MATRIX
 from ...models import card
 from ...plan import Plan, payload_of
 from .payload import BitsPayload

@@ -1,6 +1,6 @@
 """What a file takes beside the planned matrices, counted before it is written: other tensors, and what is no tensor.
 
-The writers of the two families make the same tensors from the same rules: :class:`~layerbudget.gguf.writer.GgufHead`, and
+The writers of the two families make the same tensors from the same rules: :class:`~layerbudget.llama_cpp.writer.GgufHead`, and
 :func:`~layerbudget.storage.source.written_dtype` and :func:`~layerbudget.storage.source.added` of a folder.
 """
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from ...compressors.formats import ALIGNMENT, GGUF, Format, find_format
 from ...errors import CoverageError, InvalidInput
-from ...gguf.writer import fixed_terms, head_bytes
+from ...llama_cpp.writer import fixed_terms, head_bytes
 from ...models.blocks import end_modules, pretrained, weight_of
 from ...plan import Plan, payload_of
 from ...records import Block

@@ -117,7 +117,7 @@ class Bits(Decision):
 
     def budget_option(self, budget: float | str) -> dict[str, Any]:
         """Return ``{bits: ...}``, or ``{like: ...}`` of a mix."""
-        from ...gguf.mixes import find_mix
+        from ...llama_cpp.mixes import find_mix
 
         return {"like": find_mix(budget)} if isinstance(budget, str) else {"bits": budget}
 

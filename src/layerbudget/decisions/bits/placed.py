@@ -68,7 +68,7 @@ class PlacedRows:
             self.orders[name] = [order for order in found if order is not None]
 
     def tensors(self, piece: str, rounded: Mapping[str, Sequence[Rounded]]) -> dict[str, torch.Tensor]:
-        """Return the tensors of a piece whose matrices are all bytes, as :class:`~layerbudget.gguf.writer.GgufWriter` does."""
+        """Return the tensors of a piece whose matrices are all bytes, as :mod:`layerbudget.llama_cpp.writer` does."""
         found = {}
         for name in dict.fromkeys(n for n, owners in self.owners.items() if rounded.keys() & set(owners)):
             parts = [r.data for owner in self.owners[name] for r in rounded[owner]]

@@ -18,9 +18,9 @@ import numpy as np
 from ...compressors.formats import BY_MOMENTS, GGUF, PACKED
 from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
-from ...gguf.imatrix import imatrix_digest
 from ...gguf.names import is_written
-from ...gguf.writer import head_bytes
+from ...llama_cpp.imatrix import imatrix_digest
+from ...llama_cpp.writer import head_bytes
 from ...models.blocks import config_of, text_config
 from ...plan import Plan, payload_of
 from ...progress import Progress, say

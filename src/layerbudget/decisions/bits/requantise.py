@@ -21,13 +21,13 @@ import torch
 from torch import nn
 
 from ...compressors import ggml
-from ...compressors.formats import BY_MOMENTS, find_format, need_gguf
+from ...compressors.formats import BY_MOMENTS, find_format
 from ...data.calibration import CalibrationSet
 from ...errors import CorruptFile, CoverageError, InvalidInput, ModelMismatch, NotFound
 from ...gguf.architectures import CONVERT
-from ...gguf.imatrix import read_imatrix
-from ...gguf.names import ACROSS, Names
-from ...gguf.writer import GGUF_FILE, file_type, recount_gguf
+from ...gguf.names import ACROSS, Names, need_gguf
+from ...llama_cpp.imatrix import read_imatrix
+from ...llama_cpp.writer import GGUF_FILE, file_type, recount_gguf
 from ...models.blocks import check_finite, describe
 from ...models.machine import versions
 from ...plan import Plan, payload_of

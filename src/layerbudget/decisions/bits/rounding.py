@@ -41,7 +41,7 @@ from ...execution.inputs import InputMoments, InputStatistics, moments_of_sites,
 from ...execution.loss import Batch
 from ...execution.processes import process_group
 from ...execution.sites import Site
-from ...gguf.imatrix import importances
+from ...llama_cpp.imatrix import importances
 from ...models.blocks import end_modules, reader_of, weight_of
 from ...models.offload import mapped
 from ...records import Block, Module

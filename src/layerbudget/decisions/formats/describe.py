@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ...compressors.formats import FED_BACK
 from ...decision import Table, decision_of
-from ...gguf.mixes import MIXES
+from ...llama_cpp.mixes import MIXES
 from ...plan import Plan
 from ...verdicts import LEVEL_WITH, SAME, less_than, nats, outcome
 from ..describe import COMPARE, comparison, damage_figures, expected_damage, on_budget, on_objective, on_program, spent_of

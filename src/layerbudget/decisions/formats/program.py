@@ -18,8 +18,8 @@ from ...budget import parse_budget
 from ...compressors.formats import BY_MOMENTS, GGUF, SLOW, TOKENS, find_format
 from ...decision import DECISIONS, check_kind
 from ...errors import InfeasibleBudget, InvalidInput, UnknownUnit
-from ...gguf.mixes import MIXES, Tensor, find_mix, needs_matrix, types_of
 from ...gguf.names import split_stacks
+from ...llama_cpp.mixes import MIXES, Tensor, find_mix, needs_matrix, types_of
 from ...plan import Plan, PlanBlock, payload_of
 from ...records import Block, to_jsonable
 from ...scores import Scores

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import InvalidInput
-from ...gguf.mixes import LlamaModel
+from ...llama_cpp.mixes import LlamaModel
 from ...models.memory import Cache
 from ...records import Block
 from ...scores import Scores

@@ -19,9 +19,9 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from ...errors import UnknownStructure
-from ...gguf.check import check_file
 from ...gguf.names import architecture
-from ...gguf.writer import GGUF_FILE, GgufWriter
+from ...llama_cpp.check import check_file
+from ...llama_cpp.writer import GGUF_FILE, GgufWriter
 from ...models.blocks import config_of, describe, layers, pretrained, text_config
 from ...models.card import loading, model_card
 from ...models.experts import EXPERTS_KEPT

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .token_steps import SPACE, byte_level_notes, hidden, piece_notes, prefix_of, split_of, steering, steps_of
+from ..gguf.token_steps import SPACE, byte_level_notes, hidden, piece_notes, prefix_of, split_of, steering, steps_of
 
 _NORMAL, _UNKNOWN, _CONTROL, _OWN, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's kinds of tokens; OWN is a user's
 _LOW = -10_000.0  # the score of tokens that no merge makes

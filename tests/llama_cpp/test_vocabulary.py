@@ -9,8 +9,8 @@ import transformers
 from tests import vocabularies, zoo
 from tests.vocabularies import SPLITS, compared, file_of
 
-from layerbudget.gguf.vocabulary import add_vocabulary
-from layerbudget.gguf.writer import file_bytes
+from layerbudget.llama_cpp.vocabulary import add_vocabulary
+from layerbudget.llama_cpp.writer import file_bytes
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp")

@@ -21,7 +21,7 @@ import layerbudget as lb
 from layerbudget.decisions.bits.apply import write_bits
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.errors import InfeasibleBudget, InvalidInput
-from layerbudget.gguf.mixes import MIXES, LlamaModel, Tensor, find_mix, needs_matrix, types_of
+from layerbudget.llama_cpp.mixes import MIXES, LlamaModel, Tensor, find_mix, needs_matrix, types_of
 from layerbudget.reporting.explain import explain_plan
 
 GOLDEN = Path(__file__).parent / "llama_mixes.txt"

@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..compressors.formats import find_format, need_gguf
+from ..compressors.formats import find_format
 from ..compressors.quantisers import Rounded
 from ..errors import CoverageError, InvalidInput
+from ..gguf.architectures import Architecture
+from ..gguf.names import ROUTERS, Sizes, add_numbers, architecture, need_gguf, rope_factors, sizes_of
+from ..gguf.tensors import Stored, stored_tensors
 from ..models.blocks import config_of, layers, name_of, text_config, text_parameters
 from ..models.experts import EXPERTS_KEPT
 from ..models.offload import mapped
 from ..storage.checkpoint import GGUF_FILE
-from .architectures import Architecture
-from .names import ROUTERS, Sizes, add_numbers, architecture, rope_factors, sizes_of
-from .tensors import Stored, stored_tensors
 from .vocabulary import add_vocabulary
 
 _WORDS_ALONE = (

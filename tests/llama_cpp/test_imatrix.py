@@ -18,8 +18,8 @@ from layerbudget.decisions.bits.requantise import requantise
 from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.errors import InvalidInput, ModelMismatch
 from layerbudget.execution.inputs import InputStatistics
-from layerbudget.gguf.imatrix import IMATRIX_FILE, entries, importances, read_imatrix, write_imatrix
 from layerbudget.gguf.names import find_names
+from layerbudget.llama_cpp.imatrix import IMATRIX_FILE, entries, importances, read_imatrix, write_imatrix
 from layerbudget.models.blocks import end_modules, partition
 
 gguf = pytest.importorskip("gguf")

@@ -28,7 +28,7 @@ from layerbudget.decisions.shapes.save import check_gguf, save_gguf
 from layerbudget.errors import CorruptFile, CoverageError, InvalidInput, ModelMismatch
 from layerbudget.gguf.architectures import ARCHITECTURES
 from layerbudget.gguf.names import Names, architecture
-from layerbudget.gguf.writer import file_bytes, head_bytes
+from layerbudget.llama_cpp.writer import file_bytes, head_bytes
 from layerbudget.models.blocks import describe, layers
 
 gguf = pytest.importorskip("gguf")

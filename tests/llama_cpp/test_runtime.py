@@ -10,7 +10,7 @@ from tests import zoo
 import layerbudget as lb
 from layerbudget.compressors.ggml import library_file
 from layerbudget.decisions.shapes.save import save_gguf
-from layerbudget.gguf.llama_cpp import LlamaError, NoAnswer, ask
+from layerbudget.llama_cpp.runtime import LlamaError, NoAnswer, ask
 
 pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp")

@@ -13,9 +13,9 @@ import layerbudget as lb
 from layerbudget.decisions.bits.apply import write_bits
 from layerbudget.decisions.shapes.save import save_gguf
 from layerbudget.errors import CoverageError
-from layerbudget.gguf import check as gguf_check
 from layerbudget.gguf import names as names
-from layerbudget.gguf.writer import GgufHead, Stored
+from layerbudget.llama_cpp import check as gguf_check
+from layerbudget.llama_cpp.writer import GgufHead, Stored
 
 pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp")
@@ -45,11 +45,11 @@ def spoil(monkeypatch, how):
     elif how == "computes":
         monkeypatch.setattr(Stored, "take", lambda self, tensor: Stored.take.whole(dataclasses.replace(self, heads=0), tensor))
     else:
-        monkeypatch.setattr("layerbudget.gguf.writer.add_vocabulary", swapped(how))
+        monkeypatch.setattr("layerbudget.llama_cpp.writer.add_vocabulary", swapped(how))
 
 
 def swapped(how):
-    from layerbudget.gguf.vocabulary import add_vocabulary
+    from layerbudget.llama_cpp.vocabulary import add_vocabulary
 
     def add(writer, *known):
         notes = add_vocabulary(writer, *known)

@@ -19,7 +19,7 @@ from ..execution.modes import inference
 from ..models.blocks import config_of, pretrained, text_config
 from ..models.machine import free_bytes
 from ..models.offload import mapped
-from .llama_cpp import LlamaError, NoAnswer, ask
+from .runtime import LlamaError, NoAnswer, ask
 
 TEXTS = (
     'def read(path):\n    """Return the text of a file."""\n    with open(path) as file:\n        return file.read()\n',

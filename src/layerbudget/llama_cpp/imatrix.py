@@ -19,12 +19,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..compressors.formats import need_gguf
 from ..errors import InvalidInput
 from ..execution.inputs import InputMoments
+from ..gguf.names import find_names, need_gguf
 from ..models.blocks import config_of, layers, text_config
 from ..records import Module
-from .names import find_names
 
 IMATRIX_FILE = "imatrix.gguf"
 _SUMS, _COUNTS = ".in_sum2", ".counts"
