@@ -452,6 +452,19 @@ class Decision:
         """Return sentences on the solved rows of a sweep."""
         return []
 
+    def show_sweep(
+        self, session: Session, rows: Sequence[Mapping[str, Any]], unsolved: Sequence[str], options: Mapping[str, Any]
+    ) -> bool:
+        """Show a sweep in a way of its own, and return whether that was done; else it is a row a budget.
+
+        Args:
+            session: It shows and says.
+            rows: One of each budget that was solved.
+            unsolved: Sentences on the others.
+            options: Of the planner.
+        """
+        return False
+
     def other_budgets(self, plan: Plan, scores: Scores, tokens: int | None = None) -> OtherBudgets | None:
         """Return what the scores of a plan say of other budgets, for a training on so many ``tokens``; None where nothing."""
         return None

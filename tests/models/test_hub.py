@@ -7,7 +7,6 @@ from tests import zoo
 
 from layerbudget.cli import main
 from layerbudget.errors import NotFound
-from layerbudget.models import loading
 from layerbudget.storage import hub
 
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from ...registry import lazy_names
 
 if TYPE_CHECKING:
-    from .apply import QuantisationReceipt as QuantisationReceipt
     from .apply import apply_bits as apply_bits
     from .apply import write_bits as write_bits
     from .blocks import formats_table as formats_table
@@ -17,13 +16,15 @@ if TYPE_CHECKING:
     from .plan import measured_formats as measured_formats
     from .plan import plan_bits as plan_bits
     from .plan import refuse_measuring as refuse_measuring
+    from .receipt import QuantisationReceipt as QuantisationReceipt
     from .request import BitsWrite as BitsWrite
     from .sensitivity import DenseOutput as DenseOutput
 
 __getattr__ = lazy_names(
     __name__,
     {
-        "apply": "QuantisationReceipt apply_bits write_bits",
+        "apply": "apply_bits write_bits",
+        "receipt": "QuantisationReceipt",
         "blocks": "formats_table unwritable",
         "plan": "check_record empty_table measured_formats plan_bits refuse_measuring",
         "request": "BitsWrite",

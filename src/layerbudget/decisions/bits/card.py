@@ -12,7 +12,7 @@ from ...plan import Plan, payload_of
 from .payload import BitsPayload
 
 if TYPE_CHECKING:
-    from .apply import QuantisationReceipt
+    from .receipt import QuantisationReceipt
 
 _USE = {
     "llama.cpp": "llama-cli -m model.gguf",

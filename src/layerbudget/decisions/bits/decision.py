@@ -100,6 +100,15 @@ class Bits(Decision):
         self.show_matrices(session, plan, self.matrices(plan))
         return True
 
+    def show_sweep(
+        self, session: Session, rows: Sequence[Mapping[str, Any]], unsolved: Sequence[str], options: Mapping[str, Any]
+    ) -> bool:
+        """Show plans by size of the file, beside the mixes of llama.cpp."""
+        from .sizes import show_sizes
+
+        show_sizes(session, rows, unsolved, options)
+        return True
+
     def show_matrices(self, session: Session, plan: Plan, rows: Sequence[Mapping[str, Any]]) -> None:
         """Show the reasons for every format; the formats alone where no reasons are known."""
         from .shown import show_reasons

@@ -37,11 +37,12 @@ from ...storage.folders import check_folder, new_folder
 from ...storage.writing import check_apart, check_output, check_space, new_file, whole
 from ..formats.program import formats_of_plan
 from ..formats.table import signature_at
-from .apply import QuantisationReceipt, quantiser_of, round_matrices
+from .apply import quantiser_of, round_matrices
 from .card import model_card
 from .export import llama_cpp
 from .payload import BitsPayload
 from .placed import PlacedRows
+from .receipt import QuantisationReceipt
 from .terms import whole_bytes
 
 _ROWS = 1 << 22  # weights that are rounded at a time
