@@ -6,6 +6,7 @@ PARTS = {
     "groups": "formats in groups: KL of every rule beside uniform",
     "ggml_types": "llama.cpp's types: KL at the bytes of its own mixes (needs llama-quantize)",
     "feedback": "time of error feedback inside ggml's grids beside SparseGPT",
+    "whole": "whole plans of a real model at the bytes of mixes, by every way to round",
     "rounding": "ways to round at equal formats: KL of nearest, weighted, gptq and descent, and parts of descent",
 }
 
