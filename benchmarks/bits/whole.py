@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import itertools
 import resource
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from layerbudget.plan import Plan
 from layerbudget.sensitivity.sequences import per_token
 
 MIXES = ("Q2_K", "IQ2_M", "Q3_K_M", "IQ3_M", "IQ4_XS", "Q4_K_S", "Q4_K_M", "Q5_K_M")
-METHODS = ("weighted", "gptq", "descent")
+METHODS = ("gptq", "descent")
 
 
 class Bench:
@@ -38,7 +37,7 @@ class Bench:
 
     def __init__(self, a: argparse.Namespace) -> None:
         self.a, self.tokenizer = a, lb.load_tokenizer(a.model)
-        self.model = lb.load_model(a.model)
+        self.model = lb.load_model(a.model, dtype=a.dtype)
         self.fit = lb.calibration(a.fit, self.tokenizer, samples=a.samples, length=a.length)
         held = [lb.calibration(f, self.tokenizer, samples=a.windows, length=a.window, seed=1) for f in a.held_out]
         windows = dataclasses.replace(held[0], input_ids=torch.cat([each.input_ids for each in held]))
@@ -77,13 +76,18 @@ def processor_seconds() -> float:
     return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
-def measure(bench: Bench, mix: str, method: str) -> list[dict[str, Any]]:
-    """Rows of plan, uniform and mix at the bytes of a mix; formats that were measured with the method are not measured again."""
+def measure(bench: Bench, mix: str, method: str, *, first: bool) -> list[dict[str, Any]]:
+    """Rows of plan and uniform at the bytes of a mix, and at first of the mix as llama-quantize rounds it."""
     plan = lb.plan_bits(bench.scores(method), like=mix)
-    plans = {"plan": plan, "uniform": other_plan(plan, bench.scores(method), "uniform")}
-    if method == "weighted":
-        plans["mix"] = other_plan(plan, bench.scores(method), "mix")
-    return [{"like": mix, "rule": rule, "method": method, **bench.row(each, method)} for rule, each in plans.items()]
+    rows = [{"rule": rule, "method": method, **bench.row(of_rule(plan, bench, rule), method)} for rule in ("plan", "uniform")]
+    if first:
+        rows.append({"rule": "mix", "method": "weighted", **bench.row(of_rule(plan, bench, "mix"), "weighted")})
+    return [{"like": mix, "asked": method, **row} for row in rows]
+
+
+def of_rule(plan: Plan, bench: Bench, rule: str) -> Plan:
+    """What a rule makes of the budget of a plan."""
+    return plan if rule == "plan" else other_plan(plan, bench.scores(plan.hyperparameters["method"]), rule)
 
 
 def kl_of(row: Mapping[str, Any], part: slice, beside: Mapping[str, Any] | None = None) -> tuple[float, float]:
@@ -126,18 +130,20 @@ def main() -> None:
     p.add_argument("--windows", type=int, default=24, help="of each text")
     p.add_argument("--window", type=int, default=256)
     p.add_argument("--batch", type=int, default=8)
+    p.add_argument("--dtype", default="float32", help="precision of the model that is measured")
     p.add_argument("--scratch", type=Path, required=True, help="folder for damages, which other runs may read")
     p.add_argument("--out", type=Path, default=RESULTS)
     a = p.parse_args()
     a.scratch.mkdir(parents=True, exist_ok=True)
     kept, bench = f"whole_{a.name}", None
     for mix, method in itertools.product(a.like, a.methods):
-        if not any((r["like"], r["method"]) == (mix, method) for r in read_rows(kept, a.out)):
+        done = [r for r in read_rows(kept, a.out) if r["like"] == mix]
+        if not any(r["asked"] == method for r in done):
             bench = bench or Bench(a)
-            for row in measure(bench, mix, method):
+            for row in measure(bench, mix, method, first=not done):
                 keep_row(kept, row, a.out)
                 print(mix, method, row["rule"], kl_of(row, slice(None)), row["seconds"], flush=True)
-    rows = [r for m in MIXES for r in read_rows(kept, a.out) if r["like"] == m and r["method"] in a.methods]
+    rows = [r for m in MIXES for r in read_rows(kept, a.out) if r["like"] == m and r["asked"] in a.methods]
     lines = [
         f"Damages and moments of {a.samples} x {a.length} tokens of {Path(a.fit).name}. KL in nats per token, with two standard errors.",
         "",

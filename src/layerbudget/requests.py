@@ -7,6 +7,7 @@ whose value is None was not given, so that a request can refuse what it would no
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import shlex
 import typing
@@ -162,7 +163,12 @@ def flag_of(request: Request | type[Request], name: str) -> str:
 
 def kind_of(request: type[Request], name: str) -> Any:
     """Return the type of an option, resolved."""
-    return typing.get_type_hints(request, include_extras=True)[name]
+    return _types(request)[name]
+
+
+@functools.cache
+def _types(request: type[Request]) -> dict[str, Any]:
+    return typing.get_type_hints(request, include_extras=True)
 
 
 def share(text: str) -> float:
