@@ -116,8 +116,8 @@ class Request:
         Raises:
             InvalidInput: One of them was given.
         """
-        given = self.changed()
-        for name in (n for n in names if n in given or n in self.more):
+        changed = self.changed()
+        for name in (n for n in names if n in changed or n in self.more):
             raise InvalidInput(f"{flag_of(self, name)} has no meaning for {what}.", "It would be ignored.", remedy)
 
     def need_one(self, names: Sequence[str], what: str, example: str) -> None:
@@ -127,9 +127,9 @@ class Request:
             InvalidInput: None of them was given, or several.
         """
         flags = [flag_of(self, name) for name in names]
-        given = [flag for flag, name in zip(flags, names, strict=True) if getattr(self, name) is not None]
-        if len(given) != 1:
-            wrong = f"{' and '.join(given)} were given together" if given else f"No {what} was given"
+        given_flags = [flag for flag, name in zip(flags, names, strict=True) if getattr(self, name) is not None]
+        if len(given_flags) != 1:
+            wrong = f"{' and '.join(given_flags)} were given together" if given_flags else f"No {what} was given"
             feasible = f"Give one of {', '.join(flags[:-1])} and {flags[-1]}."
             raise InvalidInput(f"{wrong}.", feasible, f"For example {example}.")
 

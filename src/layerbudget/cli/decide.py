@@ -87,8 +87,8 @@ def write_request() -> type[WriteRequest]:
         fields.append((name, known[0].type, dataclasses.field(default=known[0].default, metadata=_merged(known))))
 
     def more_options(cls: type[Request], typed: Any) -> dict[str, Option]:
-        found = {name: option for request in requests for name, option in request.more_options(typed).items()}
-        return {name: option for name, option in found.items() if name not in names}
+        options = {name: option for request in requests for name, option in request.more_options(typed).items()}
+        return {name: option for name, option in options.items() if name not in names}
 
     summary = "Give a model what a plan says, and write it."
     space = {"more_options": classmethod(more_options), "__module__": __name__, "__doc__": summary}

@@ -59,8 +59,10 @@ def parse(request: type[Request], words: Sequence[str], summary: str, *, console
         return None
     names = [name for name, field in request.options().items() if positional(name, field)]
     values = {**dict(zip(names, bound.args, strict=False)), **bound.kwargs}
-    given = {name: values.pop(name) for name in more if name in values}
-    return request(**values, more={n: more[n].read(more[n].listed(_json(v)), f"{request.command}") for n, v in given.items()})
+    more_values = {name: values.pop(name) for name in more if name in values}
+    return request(
+        **values, more={n: more[n].read(more[n].listed(_json(v)), f"{request.command}") for n, v in more_values.items()}
+    )
 
 
 def _instead(request: type[Request], typed: Mapping[str, str]) -> str:

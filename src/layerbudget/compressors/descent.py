@@ -290,8 +290,8 @@ def _candidates(
     step, base = d * s, c * m
     x, y = form.solve()
     if layout.tied and layout.minima is not None:
-        found = torch.where(step + x == 0, m, (base + y) / (step + x)).round().clamp(*layout.minima)
-        for zero in (m, found):
+        nearest = torch.where(step + x == 0, m, (base + y) / (step + x)).round().clamp(*layout.minima)
+        for zero in (m, nearest):
             fitted = layout.to_half(form.tied(step, base, zero))
             yield fitted, fitted, s, zero
     elif layout.scales is None:

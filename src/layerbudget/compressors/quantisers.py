@@ -462,5 +462,5 @@ class Descent(GPTQ):
         return ggml_scales.write_codes(data, form.name, codes)
 
     def _descend(self, weight: torch.Tensor, prepared: Factors, codes: Codes, layout: Layout) -> None:
-        held = weight.detach().to(torch.float32).T.contiguous()
-        descend(held, prepared.whole.to(held), codes, layout, self.sweeps)
+        columns = weight.detach().to(torch.float32).T.contiguous()
+        descend(columns, prepared.whole.to(columns), codes, layout, self.sweeps)

@@ -134,8 +134,8 @@ def _wanted(n: int, needed: float) -> str:
     """How many sequences a ranking needs, in words; what to take where they are too many."""
     if not np.isfinite(needed):
         return "no number of sequences would do: take uniform"
-    told = f"about {math.ceil(needed):,} sequences would do"
-    return told if needed <= _MOST * n else f"{told}, which are too many: take uniform"
+    clause = f"about {math.ceil(needed):,} sequences would do"
+    return clause if needed <= _MOST * n else f"{clause}, which are too many: take uniform"
 
 
 def remedy(scores: Scores) -> str:
