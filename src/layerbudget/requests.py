@@ -236,7 +236,7 @@ def _check_circle(request: Request) -> None:
 
 
 def _files(request: Request, role: str) -> Iterator[str]:
-    """What options of a role may name: each of several, the part behind a sign of equality, those between commas."""
+    """Yield the names that options of a role give: each of several, the part behind an equals sign, those between commas."""
     for name, field in request.options().items():
         value = getattr(request, name)
         if field.metadata["role"] != role or value is None:

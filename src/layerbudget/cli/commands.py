@@ -98,7 +98,7 @@ def find_command(words: Sequence[str]) -> Asked:
 
 
 def _handler(command: Command) -> Handler:
-    """What runs a command; its module is imported already, with its request."""
+    """Return the function that runs a command; its module is imported already, with its request."""
     handler: Handler = load_function(f".{command.handler}", __package__)  # type: ignore[assignment]
     return handler
 

@@ -97,7 +97,7 @@ def write_request() -> type[WriteRequest]:
 
 
 def _merged(fields: Sequence[dataclasses.Field[Any]]) -> dict[str, Any]:
-    """What is said of an option that several decisions read: the words and the choices of all."""
+    """Return the metadata of an option that several decisions read: the words and the choices of all."""
     choices = [f.metadata["choices"] for f in fields if f.metadata["choices"] is not None]
     merged = {**fields[0].metadata, "help": "; ".join(dict.fromkeys(str(f.metadata["help"]) for f in fields))}
     if not choices:

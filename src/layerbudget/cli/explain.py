@@ -303,7 +303,7 @@ def _on_sweep(kind: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _worth(kind: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """What the value of a row is, with its unit."""
+    """Return the name of the value of a row, with its unit."""
     what = DECISIONS.find(kind)
     if what.predicts:
         return "predicted damage (nats per token)"

@@ -66,7 +66,7 @@ def parse(request: type[Request], words: Sequence[str], summary: str, *, console
 
 
 def _instead(request: type[Request], typed: Mapping[str, str]) -> str:
-    """What is said of options that this command does not have, and says otherwise."""
+    """Return a sentence on options that this command does not have, and says otherwise."""
     if "exclude" in typed and "exclude" not in request.options() and "fix" in request.options():
         return " Did you mean --fix 'BLOCK=0', which leaves out the blocks of a name or regular expression?"
     return ""
@@ -198,7 +198,7 @@ def _without_none(declared: Any) -> Any:
 
 
 def _converter(read: Any, *, several: bool = False) -> Any:
-    """What cyclopts calls with the tokens of an option, which may have ``several`` values."""
+    """Return the function that cyclopts calls with the tokens of an option, which may have ``several`` values."""
 
     def convert(_: Any, tokens: Sequence[Any]) -> Any:
         values = [read(token.value) for token in tokens]

@@ -146,7 +146,7 @@ def _sentences(scores: Scores) -> list[str]:
 
 
 def _advice_on(scores: Scores) -> ScoresAdvice | None:
-    """What the decision that scores were measured for says of them."""
+    """Return what the decision that scores were measured for says of them."""
     decision = next((d for d in DECISIONS.all().values() if d.measured_by(scores)), None)
     return None if decision is None else decision.on_scores(scores)
 

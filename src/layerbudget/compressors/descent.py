@@ -93,7 +93,7 @@ class Codes:
     m: torch.Tensor
 
     def steps(self, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a level is multiplied by, and what is added, for every sub: ``(subs, rows)`` each."""
+        """Return the factor and the offset of the levels of every sub, ``(subs, rows)`` each."""
         each = layout.block // layout.sub
         return self.d.repeat_interleave(each, 0) * self.s, self.c.repeat_interleave(each, 0) * self.m
 

@@ -218,7 +218,7 @@ def _split_of(path: Path) -> str:
 
 
 def role_of(name: str) -> str:
-    """What a split of this name is for: train, validation or test; empty where its name does not say, or says two.
+    """Return the role of a split: train, validation or test; empty where its name does not say, or says two.
 
     >>> role_of("train_sft"), role_of("Dev"), role_of("unsupervised")
     ('train', 'validation', '')

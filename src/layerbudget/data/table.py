@@ -167,7 +167,7 @@ def _shown(value: Any) -> str:
 
 
 def _key(value: Any) -> str:
-    """What the spellings of one label share: neither case nor spaces make another one."""
+    """Return the key that the spellings of one label share: neither case nor spaces make another one."""
     return " ".join(_shown(value).casefold().split())
 
 

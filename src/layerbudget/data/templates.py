@@ -333,7 +333,7 @@ _BY_DESIGN = {
 
 
 def _left_out(marks: _Marks, messages: Sequence[Message], text: str, where: str, *, headed: bool) -> list[str]:
-    """What is said about texts that are not written and need not be; any other one is a reason to refuse the row."""
+    """Return notes on texts that are not written and need not be; any other one is a reason to refuse the row."""
     notes = set()
     for leaf in _losses(marks, messages, text):
         later = any(m["role"] in ("user", "assistant") for m in messages[leaf.turn + 1 :])

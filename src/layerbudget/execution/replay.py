@@ -112,13 +112,13 @@ class Replay:
         return sum(part is not None for part in self.parts) > 1
 
     def state(self, output: Any) -> torch.Tensor:
-        """What is handed on, in one tensor."""
+        """Return the state that a layer hands on, in one tensor."""
         if not self.hands_more:
             return _first(output)
         return torch.cat([t for t, part in zip(output, self.parts, strict=True) if part], dim=-1)
 
     def _output(self, state: torch.Tensor) -> Any:
-        """What is handed on as a layer returns it; nothing stands beside the hidden states in front of the first layer."""
+        """Return a state as a layer returns it; nothing stands beside the hidden states in front of the first layer."""
         if not self.parts:
             return state
         widths = [part[1] for part in self.parts if part]
@@ -186,7 +186,7 @@ class Replay:
                 handle.remove()
 
     def run(self, inputs: Inputs) -> Any:
-        """What is handed on where :meth:`end` ends the forward, or what a hook ended it with."""
+        """Return the state where :meth:`end` ends the forward, or what a hook ended it with."""
         try:
             self.model(**inputs)
         except StopForward as stop:

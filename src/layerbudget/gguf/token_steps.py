@@ -223,7 +223,7 @@ def prefix_of(tokenizer_json: Mapping[str, Any]) -> bool | None:
 
 
 def _merged(tokenizer_json: Mapping[str, Any]) -> list[str]:
-    """What the merges of a vocabulary make."""
+    """Return the tokens that the merges of a vocabulary make."""
     return [m.replace(" ", "", 1) if isinstance(m, str) else "".join(m) for m in tokenizer_json["model"].get("merges") or ()]
 
 

@@ -110,7 +110,7 @@ def _pieces(gguf_file: GgufFile, tokens: Sequence[str], kinds: Sequence[int]) ->
 
 
 def _around(gguf_file: GgufFile, tokens: Sequence[str], kind: str) -> dict[str, Any] | None:
-    """What puts the tokens that begin and end a text around it."""
+    """Return the post-processor that puts the tokens that begin and end a text around it."""
     begins = kind == "llama" or gguf_file.fields.get("tokenizer.ggml.pre") in _BEGINS
     ends, template, special = {"bos": begins, "eos": False}, [{"Sequence": {"id": "A", "type_id": 0}}], {}
     for name, usual in ends.items():

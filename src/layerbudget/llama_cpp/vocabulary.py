@@ -187,7 +187,7 @@ class _Special:
         return str(self.tokenizer.convert_ids_to_tokens(token) or f"[PAD{token}]")
 
     def _around(self) -> tuple[list[int] | None, list[int] | None]:
-        """What the tokenizer puts before and behind a text; None where it changes the text between."""
+        """Return the tokens that the tokenizer puts before and behind a text; None where it changes the text between."""
         whole = self.tokenizer("a")["input_ids"]
         bare = self.tokenizer("a", add_special_tokens=False)["input_ids"]
         starts = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]

@@ -230,7 +230,7 @@ def auto_class(config: Any) -> Any:
 
 
 def class_for(auto: Any, config: Any) -> Any:
-    """What makes models of a configuration with the head of a class of transformers; experts may differ by layer."""
+    """Return the class that makes models of a configuration with the head of another; experts may differ by layer."""
     counts = getattr(config, EXPERTS_KEPT, None)
     return auto if counts is None else uneven(auto._model_mapping[type(config)], counts)
 

@@ -159,7 +159,7 @@ def _usable(z: np.ndarray, stability: float) -> bool:
 
 
 def _middle(scores: Scores) -> tuple[np.ndarray, float, float, float, float]:
-    """What the verdict of scores rests on: z, share of noise, stability, sequences needed, agreement of gain and excess."""
+    """Return the numbers of a verdict: z, share of noise, stability, sequences needed, agreement of gain and excess."""
     names = ("noise_share", "rank_stability_excess", "samples_needed", "rank_agreement")
     read = [list(scores.extra[name]) for name in names]
     middle = len(read[0]) // 2

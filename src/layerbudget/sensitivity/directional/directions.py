@@ -184,7 +184,7 @@ class InBytes(Directions):
         return derivatives
 
     def _outputs(self, a: torch.Tensor) -> dict[int, torch.Tensor]:
-        """What every candidate adds to the output of inputs ``(B, T, d_in)``, ``(B, T, d_out)`` by level."""
+        """Return what every candidate adds to the output of inputs ``(B, T, d_in)``, ``(B, T, d_out)`` by level."""
         outputs = {}
         for level, coded in enumerate(self.coded):
             if coded is not None:
