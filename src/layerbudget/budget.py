@@ -54,9 +54,9 @@ def parse_budget(text: str | float | int, *, default: str = "params") -> Budget:
     """
     if isinstance(text, (int, float)):
         return Budget(amount=_checked(text, text), unit=default, text=str(text))
-    found = _TEXT.fullmatch(text.lower())
-    if found and _NUMBER.fullmatch(found[1]):
-        amount, percent, words = float(re.sub("[_,]", "", found[1])), found[2], f"{found[3]} {found[4]}".strip()
+    match = _TEXT.fullmatch(text.lower())
+    if match and _NUMBER.fullmatch(match[1]):
+        amount, percent, words = float(re.sub("[_,]", "", match[1])), match[2], f"{match[3]} {match[4]}".strip()
         if percent:
             scale, unit = 0.01, _WORDS.get(words or default)
         elif words in _SCALES and not (words == "b" and default == "bytes"):
@@ -105,8 +105,8 @@ def unit_cost(
     >>> unit_cost([block], "flops", capacity="lora-experts").tolist()
     [131072.0]
     """
-    size, own = expert_rank if capacity == "lora-experts" else 1, OWN_UNITS[capacity]
-    if unit == own:
+    size, capacity_unit = expert_rank if capacity == "lora-experts" else 1, OWN_UNITS[capacity]
+    if unit == capacity_unit:
         return np.ones(len(blocks))
     if unit in ("params", "bytes"):
         return rank_parameters(blocks) * size * (bytes_per_parameter if unit == "bytes" else 1.0)
@@ -115,8 +115,8 @@ def unit_cost(
         return np.array(ranks, dtype=np.float64) * size
     if unit != "latency":
         raise UnknownUnit(
-            f"{own} are not priced in {unit!r}.",
-            f"Units: {own}, params, bytes, flops, latency.",
+            f"{capacity_unit} are not priced in {unit!r}.",
+            f"Units: {capacity_unit}, params, bytes, flops, latency.",
             f"Write the budget like {_EXAMPLES}.",
         )
     known = latency or {}

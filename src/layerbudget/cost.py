@@ -100,14 +100,14 @@ class Work:
 class Part:
     """One kind of ``WORK`` on some text, as a part of a verb.
 
-    It is done ``times`` times, with so many ``forwards`` (its kind's by default); ``held`` weights are never streamed.
+    It is done ``times`` times, with so many ``forwards`` (its kind's by default); ``resident`` weights are never streamed.
     """
 
     kind: str
     text: Text
     forwards: float | None = None
     times: float = 1.0
-    held: bool = False
+    resident: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -260,7 +260,7 @@ def comparing(text: Text, held_out: Text, scores: Sequence[str], method: str, *,
     """Parts of ``compare`` on text: every score once per seed; every plan applied and measured."""
     known = [(part, seeds) for name in scores for part in scoring(name, text)]
     applied = [(part, plans) for part in (*treating(method, text), Part("forward", held_out))]
-    return [dataclasses.replace(part, times=part.times * count, held=True) for part, count in (*known, *applied)]
+    return [dataclasses.replace(part, times=part.times * count, resident=True) for part, count in (*known, *applied)]
 
 
 def demonstrating() -> list[Part]:
@@ -399,7 +399,7 @@ def price(verb: str, parts: Sequence[Part], shape: Shape, token: float, machine:
         solved = shape.layers * work.solve(shape) / shape.products
         seconds += token * part.times * (passes * part.text.tokens + solved)
         forwards += part.times * passes * part.text.tokens / parts[0].text.tokens
-        needs, walks = _memory(part, shape, machine, False if part.held else streamed)
+        needs, walks = _memory(part, shape, machine, False if part.resident else streamed)
         memory, how = max(memory, needs), max(how, walks, key=list(HOWS).index)
     return Cost(verb=verb, how=how, memory=int(memory), seconds=seconds, forwards=forwards, fits=memory <= machine)
 

@@ -114,14 +114,14 @@ class Export:
         options = "" if self.options is None else self.options(self._part(plan)).rstrip()
         return self.use.format(file=path, options=options).strip()
 
-    def text(self, plan: Plan, given: Mapping[str, Any]) -> str:
+    def text(self, plan: Plan, chosen: Mapping[str, Any]) -> str:
         """Return the content of the file.
 
         Raises:
             InvalidInput: A kind of plan that it does not write, or an option that it does not read.
         """
         plan = self._part(plan)
-        return self.call(plan, **resolve_options(f"The format {self.name}", options_of(self.call), given))
+        return self.call(plan, **resolve_options(f"The format {self.name}", options_of(self.call), chosen))
 
     def _part(self, plan: Plan) -> Plan:
         """The plan that is written, or its part of the kind that is."""
@@ -521,7 +521,7 @@ DECISIONS: Registry[Decision] = Registry(
     "kind of plan",
     group="layerbudget.decisions",
     home=__package__,
-    own={
+    builtin={
         name: f".decisions.{name.replace('-', '_')}.decision:DECISION"
         for name in (
             "sparsity",

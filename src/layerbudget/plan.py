@@ -268,16 +268,16 @@ class RowGroups:
         if not path.is_file():
             raise NotFound(f"{plan} decides groups of rows and {path} is missing.", "", "Copy both files, or plan again.")
         try:
-            found = cls(size=int(record["size"]), counts=load_file(path))
+            groups = cls(size=int(record["size"]), counts=load_file(path))
         except (SafetensorError, KeyError, TypeError, ValueError) as error:
             raise CorruptFile(f"{path} holds no counts ({error}).", "", "Plan again.") from error
-        if found.digest != record.get("digest"):
+        if groups.digest != record.get("digest"):
             raise CorruptFile(
-                f"{path} holds other counts ({found.digest}) than {plan} means ({record.get('digest')}).",
+                f"{path} holds other counts ({groups.digest}) than {plan} means ({record.get('digest')}).",
                 "",
                 "Copy the two files that were written together, or plan again.",
             )
-        return found
+        return groups
 
 
 def beside(plan: Path | str) -> Path:
@@ -291,6 +291,6 @@ def members(rows: int, size: int) -> np.ndarray:
     >>> members(10, 4).tolist()
     [4, 4, 2]
     """
-    found = np.full(-(-rows // size), size, dtype=np.int64)
-    found[-1] = rows - size * (found.size - 1)
-    return found
+    sizes = np.full(-(-rows // size), size, dtype=np.int64)
+    sizes[-1] = rows - size * (sizes.size - 1)
+    return sizes

@@ -61,8 +61,8 @@ class Option:
         try:
             converted = msgspec.convert(plain, self.type)
         except msgspec.ValidationError:
-            told = f"The option {self.name} of {what} is {value!r}."
-            raise InvalidInput(told, f"It is {spoken(self.type)}.", "Correct it.") from None
+            problem = f"The option {self.name} of {what} is {value!r}."
+            raise InvalidInput(problem, f"It is {spoken(self.type)}.", "Correct it.") from None
         except TypeError:  # a type that is checked by whoever reads the option
             return value
         return converted if isinstance(value, list) else value
@@ -120,7 +120,7 @@ def _option(parameter: inspect.Parameter, declared: Any) -> Option:
     return Option(name=parameter.name, type=declared, default=default, help=line)
 
 
-def resolve_options(what: str, options: Mapping[str, Option], given: Mapping[str, Any]) -> dict[str, Any]:
+def resolve_options(what: str, options: Mapping[str, Option], chosen: Mapping[str, Any]) -> dict[str, Any]:
     """All options of ``what`` (``The rule mdl``), those given in the place of the defaults; None means not given.
 
     Raises:
@@ -129,12 +129,12 @@ def resolve_options(what: str, options: Mapping[str, Option], given: Mapping[str
     >>> resolve_options("The rule mdl", options_of(lambda problem, *, slope=0.2: 0), {"slope": 0.5})
     {'slope': 0.5}
     """
-    for name, value in given.items():
+    for name, value in chosen.items():
         if name not in options and value is not None and value is not False:
             known = f"Its options: {', '.join(options)}." if options else "It has none."
             raise InvalidInput(f"{what} has no option {name}.", known, f"Leave {name} out, or correct the name.")
     return {
-        name: option.default if given.get(name) is None else option.read(given[name], what[:1].lower() + what[1:])
+        name: option.default if chosen.get(name) is None else option.read(chosen[name], what[:1].lower() + what[1:])
         for name, option in options.items()
     }
 
@@ -144,8 +144,8 @@ def load_function(home: str | T, package: str | None) -> T:
     if not isinstance(home, str):
         return home
     module, name = home.split(":")
-    found: T = getattr(importlib.import_module(module, package), name)
-    return found
+    entry: T = getattr(importlib.import_module(module, package), name)
+    return entry
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
@@ -186,12 +186,12 @@ class Registry(Generic[T]):
         what: str,
         *,
         group: str,
-        own: Mapping[str, T | str] | None = None,
+        builtin: Mapping[str, T | str] | None = None,
         home: str | None = None,
         summaries: bool = False,
     ) -> None:
         self.what, self.group, self.home, self.summaries = what, group, home, summaries
-        self._items: dict[str, T | str] = dict(own or {})
+        self._items: dict[str, T | str] = dict(builtin or {})
         self._loaded = False
 
     def add(self, name: str, item: T) -> T:
@@ -203,12 +203,12 @@ class Registry(Generic[T]):
     def kept(self) -> Iterator[None]:
         """Inside, entries may come and go; afterwards the table is as it was."""
         self._load()
-        held = dict(self._items)
+        entries = dict(self._items)
         try:
             yield
         finally:
             self._items.clear()
-            self._items.update(held)
+            self._items.update(entries)
 
     def names(self) -> tuple[str, ...]:
         """All names, in the order in which they came."""
@@ -226,10 +226,10 @@ class Registry(Generic[T]):
             InvalidInput: There is none.
             NotFound: No such file.
         """
-        file, _, own = name.rpartition(":")
+        file, _, function = name.rpartition(":")
         if file.endswith(".py"):
             run_file(Path(file))
-            name = own
+            name = function
         self._load()
         if name not in self._items:
             known = [f"{n} ({getattr(i, 'summary', '')})" if self.summaries else n for n, i in self._items.items()]

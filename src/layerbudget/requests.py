@@ -117,8 +117,8 @@ class Request:
         Raises:
             InvalidInput: One of them was given.
         """
-        given = self.changed()
-        for name in (n for n in names if n in given or n in self.more):
+        changed = self.changed()
+        for name in (n for n in names if n in changed or n in self.more):
             raise InvalidInput(f"{flag_of(self, name)} has no meaning for {what}.", "It would be ignored.", remedy)
 
     def need_one(self, names: Sequence[str], what: str, example: str) -> None:
@@ -128,9 +128,9 @@ class Request:
             InvalidInput: None of them was given, or several.
         """
         flags = [flag_of(self, name) for name in names]
-        given = [flag for flag, name in zip(flags, names, strict=True) if getattr(self, name) is not None]
-        if len(given) != 1:
-            wrong = f"{' and '.join(given)} were given together" if given else f"No {what} was given"
+        given_flags = [flag for flag, name in zip(flags, names, strict=True) if getattr(self, name) is not None]
+        if len(given_flags) != 1:
+            wrong = f"{' and '.join(given_flags)} were given together" if given_flags else f"No {what} was given"
             feasible = f"Give one of {', '.join(flags[:-1])} and {flags[-1]}."
             raise InvalidInput(f"{wrong}.", feasible, f"For example {example}.")
 
@@ -242,7 +242,7 @@ def _check_circle(request: Request) -> None:
 
 
 def _files(request: Request, role: str) -> Iterator[str]:
-    """What options of a role may name: each of several, the part behind a sign of equality, those between commas."""
+    """Yield the names that options of a role give: each of several, the part behind an equals sign, those between commas."""
     for name, field in request.options().items():
         value = getattr(request, name)
         if field.metadata["role"] != role or value is None:

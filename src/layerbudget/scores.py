@@ -21,8 +21,8 @@ def _table(rows: Any, shape: tuple[int, int], name: str) -> Table:
         return ((None,) * shape[1],) * shape[0]
     table = tuple(tuple(None if v is None or v != v else float(v) for v in row) for row in rows)
     if len(table) != shape[0] or any(len(row) != shape[1] for row in table):
-        told = f"{name} has {len(table)} rows of {sorted({len(r) for r in table})} values."
-        raise InvalidInput(told, f"It needs {shape[0]} dampings x {shape[1]} blocks.", "Give one value for each.")
+        problem = f"{name} has {len(table)} rows of {sorted({len(r) for r in table})} values."
+        raise InvalidInput(problem, f"It needs {shape[0]} dampings x {shape[1]} blocks.", "Give one value for each.")
     return table
 
 
@@ -75,11 +75,11 @@ class Scores(BlockRecord):
         """
         if damping is None:
             return len(self.damping) // 2
-        found = np.flatnonzero(np.isclose(self.damping, damping, rtol=1e-9, atol=0))
-        if not len(found):
+        rows = np.flatnonzero(np.isclose(self.damping, damping, rtol=1e-9, atol=0))
+        if not len(rows):
             known = f"They have {list(self.damping)}."
             raise InvalidInput(f"The scores have no damping {damping}.", known, "Choose one of those.")
-        return int(found[0])
+        return int(rows[0])
 
     def values(self, damping: float | None = None) -> np.ndarray:
         """Return the scores of one damping, shape ``(K,)``.

@@ -38,17 +38,17 @@ def outcome(effect: float, *, error: float = 0.0, p: float | None = None, small:
     return "lower" if effect < 0 else "higher"
 
 
-def less_than(own: float, other: float, name: str, error: float = 0.0) -> str:
+def less_than(damage: float, other: float, name: str, error: float = 0.0) -> str:
     """Return how a damage stands beside that of another choice, in words; ``error`` is that of their difference.
 
     >>> less_than(0.5, 1.0, "uniform"), less_than(0.999, 1.0, "uniform")
     ('50 % less than uniform', 'level with uniform')
     """
-    found = outcome(own - other, error=error, small=SAME * other)
-    if found == "level":
+    direction = outcome(damage - other, error=error, small=SAME * other)
+    if direction == "level":
         return f"{LEVEL_WITH}{name}"
-    share = 100 * abs(1 - max(own, 0.0) / other) if other > 0 else 100.0
-    return f"{share:.{0 if share >= 10 else 1}f} % {'less' if found == 'lower' else 'more'} than {name}"
+    share = 100 * abs(1 - max(damage, 0.0) / other) if other > 0 else 100.0
+    return f"{share:.{0 if share >= 10 else 1}f} % {'less' if direction == 'lower' else 'more'} than {name}"
 
 
 def by_chance(controls: Sequence[str]) -> str:

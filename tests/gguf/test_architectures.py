@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tests.gguf.test_writer import MODELS, SIZE, planned
+from tests.llama_cpp.test_writer import MODELS, SIZE, planned
 
 from layerbudget.compressors.ggml import library_file
 from layerbudget.decisions.bits.apply import write_bits

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.gguf.test_writer import LINEAR, build, planned
+from tests.llama_cpp.test_writer import LINEAR, build, planned
 
 from layerbudget.cli import main
 from layerbudget.decisions.bits.apply import write_bits

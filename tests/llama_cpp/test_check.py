@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 from tests import zoo
-from tests.gguf.test_writer import build, planned
+from tests.llama_cpp.test_writer import build, planned
 
 import layerbudget as lb
 from layerbudget.decisions.bits.apply import write_bits

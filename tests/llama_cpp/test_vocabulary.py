@@ -85,7 +85,7 @@ def test_llama_cpp_has_the_tokens_of_transformers(tmp_path, scheme):
 
 def written(folder, tokenizer):
     """The file of a small model with such a vocabulary and some unused tokens, and the notes on it."""
-    from tests.gguf.test_writer import planned
+    from tests.llama_cpp.test_writer import planned
 
     from layerbudget.decisions.bits.apply import write_bits
 

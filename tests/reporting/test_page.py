@@ -22,7 +22,7 @@ from layerbudget.plan import Plan, PlanBlock
 from layerbudget.records import dumps, write_text
 from layerbudget.reporting.data import charts_of
 from layerbudget.reporting.page import build_page, write_report
-from layerbudget.reporting.records import Found, explained, gather, headline_of
+from layerbudget.reporting.records import FolderResults, explained, gather, headline_of
 from layerbudget.reporting.tables import grid_of
 
 BROWSER = next((b for b in ("chromium", "chromium-browser", "google-chrome", "chrome") if shutil.which(b)), None)
@@ -84,7 +84,7 @@ def test_the_page_of_a_trained_adapter_says_what_its_plan_says_of_few_rows():
     tuned = {"metric": "loss", "metrics": metrics, "seeds": [0], "task": "rows", "kind": "ranks", "rule": "by-rank"}
     few, level = "40 scored rows, fewer than 64, do not tell ranks apart: take uniform, or score more rows.", "They are level."
     for against, told in ({}, few), ({"held_out": {"verdict": level}}, level):
-        found = Found(folder="x", tuned={**tuned, "against": against}, plans={"plan.json": plan})
+        found = FolderResults(folder="x", tuned={**tuned, "against": against}, plans={"plan.json": plan})
         assert headline_of(found)[1].endswith(told)
 
 

@@ -45,11 +45,11 @@ def _install_completion(words: Sequence[str]) -> int:
     from .completion import install
 
     try:
-        told = install(words)
+        message = install(words)
     except LayerbudgetError as error:
         sys.stderr.write(f"layerbudget: {error}\n")
         return 2
-    sys.stdout.write(told)
+    sys.stdout.write(message)
     return 0
 
 

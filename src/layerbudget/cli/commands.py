@@ -98,7 +98,7 @@ def find_command(words: Sequence[str]) -> Asked:
 
 
 def _handler(command: Command) -> Handler:
-    """What runs a command; its module is imported already, with its request."""
+    """Return the function that runs a command; its module is imported already, with its request."""
     handler: Handler = load_function(f".{command.handler}", __package__)  # type: ignore[assignment]
     return handler
 
@@ -108,8 +108,8 @@ def _question(words: Sequence[str]) -> tuple[str, list[str]]:
     name = words[0] if words else ""
     if name in QUESTIONS:
         return name, list(words[1:])
-    meant = difflib.get_close_matches(name, QUESTIONS, n=1, cutoff=0.75)
-    if not name or (meant and not Path(name).exists()):
+    close_matches = difflib.get_close_matches(name, QUESTIONS, n=1, cutoff=0.75)
+    if not name or (close_matches and not Path(name).exists()):
         raise UnknownCommand(_unknown("question", name, QUESTIONS, "explain "))
     return "plan", list(words)
 
@@ -139,8 +139,8 @@ def _unknown(what: str, name: str, known: Mapping[str, Any] | Sequence[str], bef
         place = f"layerbudget {before}".strip()
         missing = "is missing" if not name else f"must stand before {name}"
         return f"The {what} {missing}.\n{place} --help lists them."
-    meant = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    hint = f" Did you mean {before}{meant[0]}?" if meant else ""
+    close_matches = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    hint = f" Did you mean {before}{close_matches[0]}?" if close_matches else ""
     return f"There is no {what} {name}.{hint}\n{f'layerbudget {before}'.strip()} --help lists them."
 
 

@@ -87,8 +87,8 @@ def write_request() -> type[WriteRequest]:
         fields.append((name, known[0].type, dataclasses.field(default=known[0].default, metadata=_merged(known))))
 
     def more_options(cls: type[Request], typed: Any) -> dict[str, Option]:
-        found = {name: option for request in requests for name, option in request.more_options(typed).items()}
-        return {name: option for name, option in found.items() if name not in names}
+        options = {name: option for request in requests for name, option in request.more_options(typed).items()}
+        return {name: option for name, option in options.items() if name not in names}
 
     summary = "Give a model what a plan says, and write it."
     space = {"more_options": classmethod(more_options), "__module__": __name__, "__doc__": summary}
@@ -97,7 +97,7 @@ def write_request() -> type[WriteRequest]:
 
 
 def _merged(fields: Sequence[dataclasses.Field[Any]]) -> dict[str, Any]:
-    """What is said of an option that several decisions read: the words and the choices of all."""
+    """Return the metadata of an option that several decisions read: the words and the choices of all."""
     choices = [f.metadata["choices"] for f in fields if f.metadata["choices"] is not None]
     merged = {**fields[0].metadata, "help": "; ".join(dict.fromkeys(str(f.metadata["help"]) for f in fields))}
     if not choices:

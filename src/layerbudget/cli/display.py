@@ -71,8 +71,8 @@ def show_table(
     shown = [cells(row) for row in (rows if left_out <= 0 else [*rows[: most // 2], *rows[-(most // 2) :]])]
     if left_out > 0:
         left_out = len(rows) - len(shown)
-        told = f"... {left_out:,} more" + ("" if most == ROWS else ": --table")
-        shown.insert(most // 2, (told, *[""] * (len(head) - 1)))
+        note = f"... {left_out:,} more" + ("" if most == ROWS else ": --table")
+        shown.insert(most // 2, (note, *[""] * (len(head) - 1)))
     texts = [[f"{v:.4g}" if isinstance(v, float) else f"{v:,}" if isinstance(v, int) else str(v) for v in row] for row in shown]
     columns = [(name, *(row[place] for row in texts)) for place, name in enumerate(head)]
     table = Table(title=title, title_justify="left")
@@ -185,13 +185,13 @@ def end_dry_run(a: Session) -> None:
     """End the command where ``--dry-run`` was given: say what would be read, run and written."""
     if not a.dry_run:
         return
-    told = a.told or {"model": a.model, "runs": a.verb, "expected": None}
+    expectation = a.expectation or {"model": a.model, "runs": a.verb, "expected": None}
     writes = [path for name in ("out", "save_scores", "resume") if (path := getattr(a, name, None))]
     names = ("plan", "scores", "adapter", "held_out", "against")
     files = [path for name in names if isinstance(path := getattr(a, name, None), str)]
-    files += [text] if (text := told.get("data") or getattr(a, "data", None)) else []
+    files += [text] if (text := expectation.get("data") or getattr(a, "data", None)) else []
     files += getattr(a, "perplexity", None) or []
-    known, cost = told["expected"], "its cost is not known"
+    known, cost = expectation["expected"], "its cost is not known"
     if known is not None:
         from ..cost import HOWS, duration
 
@@ -200,12 +200,12 @@ def end_dry_run(a: Session) -> None:
         cost = f"{passes} and {memory}, {HOWS[known['how']]} (expect a factor of two)"
     say(
         a,
-        f"Would read: {', '.join([told['model'], *files])}.",
-        f"Would run: {told['runs']}: {cost}.",
+        f"Would read: {', '.join([expectation['model'], *files])}.",
+        f"Would run: {expectation['runs']}: {cost}.",
         f"Would write: {', '.join(writes) or 'nothing'}.",
         "Nothing was run or written: the same command without --dry-run does it.",
     )
-    result = {"reads": [told["model"], *files], "runs": told["runs"], "writes": writes, "expected": known}
+    result = {"reads": [expectation["model"], *files], "runs": expectation["runs"], "writes": writes, "expected": known}
     raise DryRun({"dry_run": True, **result})
 
 
@@ -278,7 +278,7 @@ def expect(a: Session, what: str, model: Any = None, parts: Sequence[Part] = ())
             said += f"{'' if a.expected.fits else ', more than is free here'}, {HOWS[a.expected.how]}"
     a.began, a.loaded = time.perf_counter(), model is not None
     if a.dry_run:
-        a.told = {"model": place.removesuffix("."), "runs": what, "expected": expected_record(a)}
+        a.expectation = {"model": place.removesuffix("."), "runs": what, "expected": expected_record(a)}
     else:
         announce(a, f"{place} {what}{said}.")
 
@@ -290,9 +290,9 @@ def conclude(a: Session, result: dict[str, Any]) -> dict[str, Any]:
     from ..cost import duration
 
     seconds, expected = time.perf_counter() - a.began, a.expected
-    beside = "" if expected is None else f"; expected {duration(expected.seconds)}"
+    comparison = "" if expected is None else f"; expected {duration(expected.seconds)}"
     loaded = " and the loading of the model" if a.loaded else ""
-    announce(a, f"took {duration(seconds)} without the start of the program{loaded}{beside}.")
+    announce(a, f"took {duration(seconds)} without the start of the program{loaded}{comparison}.")
     before = expected_record(a)
     before = before and {name: value for name, value in before.items() if name != "fits"}
     return {**result, "expected": before, "took": {"seconds": seconds}}

@@ -93,15 +93,15 @@ def _reached(session: Session, model: Any, data: Any) -> list[dict[str, Any]]:
     from ..errors import LayerbudgetError
 
     try:
-        found = reached(model, sample_of(model, data))
+        rows = reached(model, sample_of(model, data))
     except LayerbudgetError:  # without blocks, as a finding has said
         return []
     title = "what every verb reaches of the matrices' weights, embeddings and output head aside"
     table = Table("verb", "share", "what it leaves", box=None, pad_edge=False, title=title, title_justify="left")
-    for row in found:
+    for row in rows:
         table.add_row(row.verb, f"{row.share:.1%}", row.left)
     session.console.print(table)
-    return [dataclasses.asdict(row) for row in found]
+    return [dataclasses.asdict(row) for row in rows]
 
 
 def _has_weights(name: str) -> bool:
@@ -160,9 +160,9 @@ def _fits(session: Session, config: Any, memory: int, experts: bool) -> list[dic
     ways = {(r["runtime"], r["method"]): None for r in rows if r["bits"]}
     if ways:
         usual = {("llama.cpp", "rtn"): "", ("llama.cpp", "weighted"): " --method weighted"}
-        own = next((words for way, words in usual.items() if way in ways), " --runtime vllm")
+        flags = next((words for way, words in usual.items() if way in ways), " --runtime vllm")
         session.say(
-            f"layerbudget plan memory MODEL --memory '{request.card}' --context {request.context}{own} chooses both together."
+            f"layerbudget plan memory MODEL --memory '{request.card}' --context {request.context}{flags} chooses both together."
         )
     elif mixes:
         fewer = " Or keep fewer experts (plan expert-pruning)." if experts else ""
@@ -180,19 +180,19 @@ def _priced(session: Session, place: tuple[Any, ...], title: str, refused: dict[
     from ..cost import duration, long_verbs, price
 
     request: DoctorRequest = session.request
-    own: dict[str, Any] = {"samples": request.samples, "length": request.length or 256, "batch": request.batch_size or 8}
-    verbs = long_verbs(**own, demo=request.model == "demo", experts=place[0].experts, widest=max(place[0].inputs))
+    sizes: dict[str, Any] = {"samples": request.samples, "length": request.length or 256, "batch": request.batch_size or 8}
+    verbs = long_verbs(**sizes, demo=request.model == "demo", experts=place[0].experts, widest=max(place[0].inputs))
     title = f"what the long verbs take {title}; finetune: one epoch"
     head = ("verb", "text", "how", "memory", "time", "forwards", "fits")
-    table, found = Table(*head, box=None, pad_edge=False, title=title, title_justify="left"), []
+    table, costs = Table(*head, box=None, pad_edge=False, title=title, title_justify="left"), []
     for verb, parts in verbs.items():
         if verb in refused:
             continue
         cost, text = price(verb, parts, *place), parts[0].text
-        found.append({**dataclasses.asdict(cost), "samples": text.samples, "length": text.length})
+        costs.append({**dataclasses.asdict(cost), "samples": text.samples, "length": text.length})
         row = (verb, f"{text.samples} x {text.length}", cost.how, f"{cost.memory / 2**30:.2f} GiB", duration(cost.seconds))
         table.add_row(*row, f"{cost.forwards:.1f}", "yes" if cost.fits else Text("no", "bold red"))
     session.console.print(table)
     for why in dict.fromkeys(why for verb, why in refused.items() if verb in verbs):
         session.say(f"refused: {', '.join(verb for verb in verbs if refused.get(verb) == why)}. {why}")
-    return found
+    return costs

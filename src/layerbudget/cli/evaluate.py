@@ -135,13 +135,13 @@ def _folder_of(name: str) -> Path:
 
 def _on_precision(model: str, against: str, result: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """A sentence on two models that were not computed in the same precision; of a result of before it may not be known."""
-    own, theirs = result["dtype"], other.get("dtype", result["dtype"])
-    if own == theirs:
+    ours, theirs = result["dtype"], other.get("dtype", result["dtype"])
+    if ours == theirs:
         return []
     remedy = "--dtype float32 computes both alike"
     if against.endswith(".json"):  # that one is not computed again
         remedy = f"--dtype {theirs} computes both alike" if " " not in theirs else "evaluate both models with --dtype float32"
-    return [f"{model} was computed in {own} and {against} in {theirs}, which is a part of the difference; {remedy}."]
+    return [f"{model} was computed in {ours} and {against} in {theirs}, which is a part of the difference; {remedy}."]
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -185,15 +185,15 @@ def _measured(session: Session, models: float = 1.0) -> tuple[dict[str, Any], li
 
     def measure(data: Any, progress: Any) -> dict[str, Any]:
         """A perplexity with the likelihoods of its windows, which pair with another model's."""
-        found = perplexity(model, data, batch_size=session.batch(model, data, most=16), progress=progress)
-        return {**found.to_dict(), "nll": list(found.nll), "counts": list(found.counts)}
+        measured = perplexity(model, data, batch_size=session.batch(model, data, most=16), progress=progress)
+        return {**measured.to_dict(), "nll": list(measured.nll), "counts": list(measured.counts)}
 
     for source, data in sets.items():
         with session.progress(f"perplexity on {source}") as progress:
-            found = kept.json(f"text-{data.digest}", partial(measure, data, progress))
-        result["perplexity"][source] = found
-        size = f"{found['tokens']} tokens, {found['windows']} windows of {found['length']}"
-        value = f"{found['value']:.3f}{plus_minus(found['standard_error'], '.3f')}"
+            record = kept.json(f"text-{data.digest}", partial(measure, data, progress))
+        result["perplexity"][source] = record
+        size = f"{record['tokens']} tokens, {record['windows']} windows of {record['length']}"
+        value = f"{record['value']:.3f}{plus_minus(record['standard_error'], '.3f')}"
         session.say(f"{called}: perplexity on {source} {value} ({CONVENTION}; {size})")
         session.say(*([] if request.against else filter(None, [_on_text((request.model,), [source]).strip()])))
     if request.names:
@@ -236,12 +236,12 @@ def _tasks(session: Session, model: Any, tokenizer: Any, kept: Any) -> dict[str,
 
     request: EvaluateRequest = session.request
     options: dict[str, Any] = {**request.given("data_dir", "limit"), "batch_size": session.batch(most=16)}
-    found: dict[str, Any] = {}
+    accuracies: dict[str, Any] = {}
     with session.progress("tasks") as progress:
         measure = partial(evaluate_tasks, model, tokenizer, progress=progress, **options)
         for group in [[name] for name in request.names] if request.resume else [request.names]:
-            found |= kept.json("tasks-" + "-".join(group), partial(measure, group))
-    for name, row in found.items():
+            accuracies |= kept.json("tasks-" + "-".join(group), partial(measure, group))
+    for name, row in accuracies.items():
         value, normed = f"{row['acc']:.4f}{plus_minus(row['stderr'], '.4f')}", ""
         if "acc_norm" in row:
             normed = f", by length (acc_norm) {row['acc_norm']:.4f}{plus_minus(row['acc_norm_stderr'], '.4f')}"
@@ -249,11 +249,11 @@ def _tasks(session: Session, model: Any, tokenizer: Any, kept: Any) -> dict[str,
         if row["one_class"] is not None:
             chosen = f"option {row['one_class'] + 1} was chosen for every question"
             session.say(f"{name}: {chosen}; the accuracy is that option's share.")
-    if len(found) < 2:
-        return {"tasks": found}
-    mean = mean_accuracy(found)
-    session.say(f"mean of {len(found)} tasks: {mean['acc']:.4f}{plus_minus(mean['stderr'], '.4f')} ({CONVENTION})")
-    return {"tasks": found, "mean": mean}
+    if len(accuracies) < 2:
+        return {"tasks": accuracies}
+    mean = mean_accuracy(accuracies)
+    session.say(f"mean of {len(accuracies)} tasks: {mean['acc']:.4f}{plus_minus(mean['stderr'], '.4f')} ({CONVENTION})")
+    return {"tasks": accuracies, "mean": mean}
 
 
 def _parts(session: Session, model: Any) -> Any:

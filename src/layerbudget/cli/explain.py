@@ -191,7 +191,7 @@ def run_plan(session: Session) -> dict[str, Any]:
     request: PlanQuestion = session.request
     plan, scores = find_plan(request.plan), None if request.scores is None else need_scores(request.scores)
     result = explain_plan(plan, scores, tokens=request.tokens)
-    told: dict[str, Any] = to_jsonable(result)
+    record: dict[str, Any] = to_jsonable(result)
     if scores is not None and result.matrices:
         decision_of(plan).show_matrices(session, plan, result.matrices)
     elif result.matrices and not request.json:
@@ -209,11 +209,11 @@ def run_plan(session: Session) -> dict[str, Any]:
         session.show(*table)
     if budgets is None or scores is None:
         session.say(ends)
-        return {**told, **ending(ends, None)}
+        return {**record, **ending(ends, None)}
     rows, notes = budgets.shown(scores, request.tokens)
     session.show(*rows)
     session.say(*notes, ends)
-    return {**told, **ending(ends, session.follow(*budgets.command(plan, request.plan, request.scores or "SCORES")))}
+    return {**record, **ending(ends, session.follow(*budgets.command(plan, request.plan, request.scores or "SCORES")))}
 
 
 def run_diff(session: Session) -> dict[str, Any]:
@@ -275,10 +275,10 @@ def run_sweep(session: Session) -> dict[str, Any]:
     if all("uniform_share" in r for r in solved):
         names |= {"uniform_share": "uniform has", "noise_share": "noise alone has"}
     # A rule without an exponent has no column of it.
-    found = [n for n in names if any(r.get(n) is not None for r in result["rows"])]
+    columns = [n for n in names if any(r.get(n) is not None for r in result["rows"])]
     shown = {"front": lambda v: "yes" if v else "no"} | dict.fromkeys(("uniform_share", "noise_share"), _share)
-    rows = [[shown.get(n, lambda v: v)(r[n]) if n in r else "-" for n in found] for r in result["rows"]]
-    session.show(f"{request.kind}: {_worth(request.kind, solved)} by budget", [names[n] for n in found], rows)
+    rows = [[shown.get(n, lambda v: v)(r[n]) if n in r else "-" for n in columns] for r in result["rows"]]
+    session.show(f"{request.kind}: {_worth(request.kind, solved)} by budget", [names[n] for n in columns], rows)
     session.say(*unsolved, *DECISIONS.find(request.kind).on_sweep(solved))
     session.say(_on_sweep(request.kind, solved))
     return to_jsonable(result)
@@ -303,7 +303,7 @@ def _on_sweep(kind: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _worth(kind: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """What the value of a row is, with its unit."""
+    """Return the name of the value of a row, with its unit."""
     what = DECISIONS.find(kind)
     if what.predicts:
         return "predicted damage (nats per token)"
@@ -378,17 +378,17 @@ def summary(table: Sequence[Mapping[str, Any]], pairs: Mapping[str, Sequence[Map
     """
     rows = []
     for tau in dict.fromkeys(r["relative_damping"] for r in table):
-        own = [r for r in table if r["relative_damping"] == tau]
+        block_rows = [r for r in table if r["relative_damping"] == tau]
         gap = [p for p in pairs["with_gap"] if p["relative_damping"] == tau]
         chosen = {
             "paper": [p for p in pairs["paper"] if p["relative_damping"] == tau and p["certified"]],
             "paper_with_gap": [p for p in gap if p["certified"]],
             "exact": [p for p in gap if p["sharp"]],
         }
-        row = {"damping": tau, "blocks": len(own), "ok": sum(r["status"] == "ok" for r in own), "pairs": len(gap)}
-        row["not_ok"] = {r["block"]: r["status"] for r in own if r["status"] != "ok"}
-        row |= {name: len(found) for name, found in chosen.items()} | {"agree": sum(p["agrees"] for p in gap)}
-        row["contradicted"] = {name: sum(not p["agrees"] for p in found) for name, found in chosen.items()}
+        row = {"damping": tau, "blocks": len(block_rows), "ok": sum(r["status"] == "ok" for r in block_rows), "pairs": len(gap)}
+        row["not_ok"] = {r["block"]: r["status"] for r in block_rows if r["status"] != "ok"}
+        row |= {name: len(certified) for name, certified in chosen.items()} | {"agree": sum(p["agrees"] for p in gap)}
+        row["contradicted"] = {name: sum(not p["agrees"] for p in certified) for name, certified in chosen.items()}
         rows.append(row)
     return rows
 

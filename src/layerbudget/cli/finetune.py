@@ -145,18 +145,18 @@ def _verdict(result: dict[str, Any], tests: dict[str, Any], plan: Plan) -> str:
         return f"Verdict: {next(iter(tests.values()))['verdict']}"
     split, metrics = next(iter(result["metrics"].items()))
     name, before = result["metric"], metrics.get("loss_before")
-    told = f"{_words(split)} {name} {metrics[name]['value']:.4f}"
+    outcome = f"{_words(split)} {name} {metrics[name]['value']:.4f}"
     change = result.get("change", {}).get(split)
     paired = (
         f"; change {change['difference']:+.4f}{plus_minus(change['stderr'], '.4f')} over {change['rows']} rows"
         if change
         else ""
     )
-    told += f" (before: {before['value']:.4f}{paired})" if before else ""
+    outcome += f" (before: {before['value']:.4f}{paired})" if before else ""
     if plan.rule == "uniform" or len(set(plan.counts.tolist())) == 1:
-        return f"Verdict: {told}. This plan is uniform: train another with as many parameters, --against this folder."
+        return f"Verdict: {outcome}. This plan is uniform: train another with as many parameters, --against this folder."
     advice = "train a plan of --rule uniform with as many parameters, and add --against"
-    return f"Verdict: {told}. Nothing was compared with uniform: {advice}."
+    return f"Verdict: {outcome}. Nothing was compared with uniform: {advice}."
 
 
 def _show(session: Session, result: dict[str, Any]) -> None:

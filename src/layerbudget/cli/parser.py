@@ -59,12 +59,14 @@ def parse(request: type[Request], words: Sequence[str], summary: str, *, console
         return None
     names = [name for name, field in request.options().items() if positional(name, field)]
     values = {**dict(zip(names, bound.args, strict=False)), **bound.kwargs}
-    given = {name: values.pop(name) for name in more if name in values}
-    return request(**values, more={n: more[n].read(more[n].listed(_json(v)), f"{request.command}") for n, v in given.items()})
+    more_values = {name: values.pop(name) for name in more if name in values}
+    return request(
+        **values, more={n: more[n].read(more[n].listed(_json(v)), f"{request.command}") for n, v in more_values.items()}
+    )
 
 
 def _instead(request: type[Request], typed: Mapping[str, str]) -> str:
-    """What is said of options that this command does not have, and says otherwise."""
+    """Return a sentence on options that this command does not have, and says otherwise."""
     if "exclude" in typed and "exclude" not in request.options() and "fix" in request.options():
         return " Did you mean --fix 'BLOCK=0', which leaves out the blocks of a name or regular expression?"
     return ""
@@ -196,7 +198,7 @@ def _without_none(declared: Any) -> Any:
 
 
 def _converter(read: Any, *, several: bool = False) -> Any:
-    """What cyclopts calls with the tokens of an option, which may have ``several`` values."""
+    """Return the function that cyclopts calls with the tokens of an option, which may have ``several`` values."""
 
     def convert(_: Any, tokens: Sequence[Any]) -> Any:
         values = [read(token.value) for token in tokens]

@@ -110,13 +110,13 @@ def _say_what_follows(session: Session, scores: Scores, path: Any) -> None:
         return
     advice = _advice_on(scores)
     kind = ("sparsity", "--sparsity", "0.5") if advice is None else advice.command
-    own = PUBLISHED.get(scores.estimator)
+    rule = PUBLISHED.get(scores.estimator)
     if needs or (advice is not None and advice.only_noise):
-        own = "uniform"
+        rule = "uniform"
     elif session.request.imported and scores.orientation == "gain" and scores.values().max() <= 0:
         session.say("No score is above zero, which the default rule needs. Add a constant to all, or plan by how they differ:")
-        own = "owl"
-    session.follow("plan", kind[0], path, *kind[1:], *(("--rule", own) if own else ()), "-o", "plan.json")
+        rule = "owl"
+    session.follow("plan", kind[0], path, *kind[1:], *(("--rule", rule) if rule else ()), "-o", "plan.json")
 
 
 def _show(session: Session, scores: Scores) -> None:
@@ -132,21 +132,21 @@ def _show(session: Session, scores: Scores) -> None:
 
 def _sentences(scores: Scores) -> list[str]:
     """The blocks at either end, and the verdict: whether the ranking can be trusted, where the estimator says it."""
-    values, own = scores.values(), scores.extra.get("verdict")
+    values, verdict = scores.values(), scores.extra.get("verdict")
     names = [scores.names[i] for i in (int(values.argmax()), int(values.argmin()))]
     ends = f"most at {names[0]} ({values.max():.3g}), least at {names[1]} ({values.min():.3g}), in "
     ends += "the unit of the file" if scores.unit == "arbitrary" else scores.unit
     advice = _advice_on(scores)
     ends += "." if advice is None else f"{advice.words}."
-    loss, told = scores.extra.get("loss"), list[str]()
+    loss, sentences = scores.extra.get("loss"), list[str]()
     if loss is not None and values.max() > 2 * loss:  # half of a gain is what the quadratic model promises
         more = f"Gains are larger than the loss itself ({loss:.3g}): the steps of the quadratic model have no limit."
-        told.append(f"{more} Compare them within this file only.")
-    return [*told, f"{ends[0].upper()}{ends[1:]}", f"Verdict: {own}"] if own else [*told, f"Verdict: {ends}"]
+        sentences.append(f"{more} Compare them within this file only.")
+    return [*sentences, f"{ends[0].upper()}{ends[1:]}", f"Verdict: {verdict}"] if verdict else [*sentences, f"Verdict: {ends}"]
 
 
 def _advice_on(scores: Scores) -> ScoresAdvice | None:
-    """What the decision that scores were measured for says of them."""
+    """Return what the decision that scores were measured for says of them."""
     decision = next((d for d in DECISIONS.all().values() if d.measured_by(scores)), None)
     return None if decision is None else decision.on_scores(scores)
 

@@ -28,7 +28,7 @@ class Session:
         self.expected: Any = None  # what the command is expected to cost
         self.began: float | None = None  # when the work began
         self.loaded = False  # whether the expected cost is without the loading of a model
-        self.told: dict[str, Any] | None = None  # what a dry run says
+        self.expectation: dict[str, Any] | None = None  # what a dry run says
         #: Text and its size where none is named; a plan's own text may stand there.
         self.usual: dict[str, Any] = dict(getattr(request, "usual", {}))
 

@@ -82,12 +82,12 @@ class TextBench:
             spent = round(receipt.sparsity * sum(b.numel for b in self.blocks))
             if abs(spent - int(plan.counts.sum())) > len(self.blocks):
                 raise CoverageError(f"{spent} zeros were recounted, {plan.counts.sum()} planned.", "", "")
-            found = perplexity(self.model, self.windows, batch_size=self.batch_size)
+            measured = perplexity(self.model, self.windows, batch_size=self.batch_size)
         finally:
             with torch.no_grad():
                 for name, weight in kept.items():
                     weight_of(self.model, name)[1].copy_(weight)
-        return {"values": list(found.nll), "spent": spent, "passes": passes}
+        return {"values": list(measured.nll), "spent": spent, "passes": passes}
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -142,11 +142,11 @@ class TaskBench:
             out = Path(scratch) / "out"
             named: dict[str, Any] = {"tokenizer": self.tokenizer, "protocol": self.protocol, "seeds": (seed,)}
             record = finetune(self.load, plan, self.task, out, **named)
-            found = json.loads((out / f"seed-{seed}" / "result.json").read_text(encoding="utf-8"))
-        answers, truth = found["predictions"][str(self.split)], self.task.evaluation[str(self.split)]
+            seed_result = json.loads((out / f"seed-{seed}" / "result.json").read_text(encoding="utf-8"))
+        predictions, truth = seed_result["predictions"][str(self.split)], self.task.evaluation[str(self.split)]
         steps = self.protocol.epochs * len(self.task.train)
         return {
-            "values": [float(given != row.label) for given, row in zip(answers, truth, strict=True)],
+            "values": [float(answer != row.label) for answer, row in zip(predictions, truth, strict=True)],
             "spent": plan.budget["spent"],
             "passes": {"forward": steps, "backward": steps},
             "parameters": record["trained_parameters"],
@@ -159,7 +159,7 @@ Bench = TextBench | TaskBench
 @contextlib.contextmanager
 def counted(model: nn.Module) -> Iterator[dict[str, float]]:
     """``{forward, backward}`` sequences through the whole model, complete afterwards: layer passes divided by the layers."""
-    found = [layer for _, layer in layers(model)]
+    stack = [layer for _, layer in layers(model)]
     passes: dict[str, float] = {"forward": 0, "backward": 0}
 
     def hook(_: nn.Module, inputs: Any, output: Any) -> None:
@@ -174,11 +174,11 @@ def counted(model: nn.Module) -> Iterator[dict[str, float]]:
         if hidden.requires_grad and hidden.grad_fn is not None:
             hidden.register_hook(back)
 
-    handles = [layer.register_forward_hook(hook) for layer in found]
+    handles = [layer.register_forward_hook(hook) for layer in stack]
     try:
         yield passes
     finally:
         for handle in handles:
             handle.remove()
         for way in passes:
-            passes[way] /= max(1, len(found))
+            passes[way] /= max(1, len(stack))

@@ -38,8 +38,8 @@ class Entry:
     @property
     def decision(self) -> str:
         """Digest of what the model gets; equal decisions are measured once, whoever made them."""
-        held = {"kind": self.plan.kind, "blocks": [(b.name, b.count) for b in self.plan.blocks]}
-        return digest({**held, "rows": self.plan.rows.digest} if self.plan.rows else held)
+        content = {"kind": self.plan.kind, "blocks": [(b.name, b.count) for b in self.plan.blocks]}
+        return digest({**content, "rows": self.plan.rows.digest} if self.plan.rows else content)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,20 +156,20 @@ def make_grid(
     def add(name: str, score: str | None, plan: Plan, control: str = "") -> None:
         entries.setdefault(name, Entry(name=name, rule=rule.name, score=score, control=control, plan=plan))
 
-    for given, rule in zip(rules, chosen, strict=True):
+    for named_rule, rule in zip(rules, chosen, strict=True):
         for score, record in scores.items():
             try:
-                plan = planned(kind, record, given, budget, options)
-                if rule.name in ignoring or ignores(kind, record, given, budget, options):
+                plan = planned(kind, record, named_rule, budget, options)
+                if rule.name in ignoring or ignores(kind, record, named_rule, budget, options):
                     ignoring += [] if rule.name in ignoring else [rule.name]
                     add(rule.name, None, plan)
                     continue
                 add(f"{rule.name}({score})", score, plan)
-                own = f"{rule.name}-permuted"
-                if controls and own in rules_of(kind):
-                    control = planned(kind, record, own, budget, {**options, "seed": seed})
+                permuted_rule = f"{rule.name}-permuted"
+                if controls and permuted_rule in rules_of(kind):
+                    control = planned(kind, record, permuted_rule, budget, {**options, "seed": seed})
                 elif controls:
-                    control = planned(kind, moved(record, shuffled(len(record.blocks), seed)), given, budget, options)
+                    control = planned(kind, moved(record, shuffled(len(record.blocks), seed)), named_rule, budget, options)
                 else:
                     continue
                 add(f"{rule.name}({score}, permuted)", score, control, "permuted")

@@ -29,12 +29,12 @@ METHODS = {"owl": "OWL", "alphapruning": "AlphaPruning"}  # published methods: a
 Given = str | Scores | Mapping[str, float]
 
 
-def is_file(given: Any) -> bool:
+def is_file(source: Any) -> bool:
     """Return whether a score is named by a file of numbers, or of a plan."""
-    return isinstance(given, str) and Path(given).suffix.lower() in (".csv", ".json")
+    return isinstance(source, str) and Path(source).suffix.lower() in (".csv", ".json")
 
 
-def by_name(given: Sequence[str]) -> dict[str, str]:
+def by_name(sources: Sequence[str]) -> dict[str, str]:
     """Return what was named by the names of rows: ``kurt`` of ``my.py:kurt``, ``m`` of ``m.csv``, ``a/m`` where two are ``m``.
 
     Raises:
@@ -43,7 +43,7 @@ def by_name(given: Sequence[str]) -> dict[str, str]:
     >>> by_name(["gain", "my.py:kurt", "a/m.csv", "b/m.csv"])
     {'gain': 'fisher-gram', 'kurt': 'my.py:kurt', 'a/m': 'a/m.csv', 'b/m': 'b/m.csv'}
     """
-    distinct = list(dict.fromkeys(given))
+    distinct = list(dict.fromkeys(sources))
     short = {g: Path(g).stem if is_file(g) else _own_name(g) for g in distinct}
     named: dict[str, str] = {}
     for item in distinct:
@@ -59,9 +59,9 @@ def by_name(given: Sequence[str]) -> dict[str, str]:
     return named
 
 
-def _own_name(given: str) -> str:
-    file, _, name = given.rpartition(":")
-    return name if file.endswith(".py") else given
+def _own_name(source: str) -> str:
+    file, _, name = source.rpartition(":")
+    return name if file.endswith(".py") else source
 
 
 def _told_apart(item: str, same: Sequence[str]) -> str:
@@ -82,20 +82,20 @@ def read_given(bench: Bench, kind: str, named: Mapping[str, Given]) -> dict[str,
         InvalidInput: No such estimator, a file that does not fit the model, or a plan of another kind or pruner.
         NotFound: No such file.
     """
-    found: dict[str, Given | Plan] = {}
-    for name, given in named.items():
-        if not isinstance(given, str):
-            found[name] = given
-        elif not is_file(given):
-            ESTIMATORS.find(given)
-            found[name] = given
-        elif not Path(given).is_file():
-            raise NotFound(f"There is no file {given}.", "", "Name an estimator, or a file of scores or a plan.")
-        elif _is_plan(given):
-            found[name] = _fitting(bench, kind, given, Plan.load(given))
+    scores: dict[str, Given | Plan] = {}
+    for name, source in named.items():
+        if not isinstance(source, str):
+            scores[name] = source
+        elif not is_file(source):
+            ESTIMATORS.find(source)
+            scores[name] = source
+        elif not Path(source).is_file():
+            raise NotFound(f"There is no file {source}.", "", "Name an estimator, or a file of scores or a plan.")
+        elif _is_plan(source):
+            scores[name] = _fitting(bench, kind, source, Plan.load(source))
         else:
-            found[name] = import_scores(given, bench.blocks, estimator=name)
-    return found
+            scores[name] = import_scores(source, bench.blocks, estimator=name)
+    return scores
 
 
 def _is_plan(path: str) -> bool:
@@ -108,12 +108,12 @@ def _fitting(bench: Bench, kind: str, path: str, plan: Plan) -> Plan:
     if plan.kind != kind:
         raise InvalidInput(f"{path} is a plan of {plan.kind}.", f"This compares {kind}.", "Name a plan of that kind.")
     plan.validate(describe(bench.model))
-    method, own = plan.pruner
-    if isinstance(bench, TextBench) and method is not None and (method != bench.method or own):
-        options = " with options of its own" if own else ""
+    method, pruner_options = plan.pruner
+    if isinstance(bench, TextBench) and method is not None and (method != bench.method or pruner_options):
+        options = " with options of its own" if pruner_options else ""
         raise InvalidInput(
             f"{path} was measured for {method}{options}, and every plan here is applied by {bench.method}.",
             "A plan is compared under its own pruner.",
-            "Compare it by layerbudget evaluate A --against B." if own else f"Use --method {method}.",
+            "Compare it by layerbudget evaluate A --against B." if pruner_options else f"Use --method {method}.",
         )
     return plan

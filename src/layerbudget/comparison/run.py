@@ -59,22 +59,22 @@ class ScoreComparison(Result):
     complete: bool = False
 
 
-def _scored(bench: Bench, cells: Cells, name: str, given: Given, seed: int) -> tuple[Scores, Mapping[str, float]] | None:
+def _scored(bench: Bench, cells: Cells, name: str, source: Given, seed: int) -> tuple[Scores, Mapping[str, float]] | None:
     """A score record of one seed and what it cost; ``None`` where the cell is left to another part."""
-    if isinstance(given, Scores):
-        return given, _FREE
-    if isinstance(given, Mapping):
-        return Scores.from_values(bench.blocks, given, estimator=name), _FREE
-    data = bench.data(seed) if ESTIMATORS.find(given).data else None
+    if isinstance(source, Scores):
+        return source, _FREE
+    if isinstance(source, Mapping):
+        return Scores.from_values(bench.blocks, source, estimator=name), _FREE
+    data = bench.data(seed) if ESTIMATORS.find(source).data else None
 
     def make() -> dict[str, Any]:
         started = time.monotonic()
         with counted(bench.model) as passes:
-            record = score(bench.model, data, bench.blocks, given)
+            record = score(bench.model, data, bench.blocks, source)
         return {"scores": record.to_dict(), **passes, "seconds": time.monotonic() - started}
 
-    key = {"score": given, "options": {}, **bench.identity, "data": None if data is None else data.digest}
-    if (file := Path(given.rpartition(":")[0])).suffix == ".py":  # a function that was changed is measured again
+    key = {"score": source, "options": {}, **bench.identity, "data": None if data is None else data.digest}
+    if (file := Path(source.rpartition(":")[0])).suffix == ".py":  # a function that was changed is measured again
         key["file"] = digest(file.read_text(encoding="utf-8"))
     cell = cells.get({"what": "score", **key}, make)
     return None if cell is None else (Scores.from_dict(cell["scores"]), {k: cell[k] for k in _COST})
@@ -137,8 +137,8 @@ def compare_scores(
         if not len(values):
             raise InvalidInput(f"There is no {what} to compare.", "At least one is needed.", f"Name a {what}.")
     read = check_all(bench, kind, named, rules, budgets, options)
-    plans = {name: given for name, given in read.items() if isinstance(given, Plan)}
-    measured = {name: given for name, given in read.items() if not isinstance(given, Plan)}
+    plans = {name: source for name, source in read.items() if isinstance(source, Plan)}
+    measured = {name: source for name, source in read.items() if not isinstance(source, Plan)}
     cells = Cells(None if folder is None else Path(folder) / "cells", part, complete=again)
     settings = {
         "scores": {n: Path(v).name if isinstance(v, str) else "given" for n, v in named.items()},
@@ -152,12 +152,12 @@ def compare_scores(
     records: dict[int, dict[str, Scores]] = {seed: {} for seed in seeds}
     spent: dict[str, list[Mapping[str, float]]] = {name: [] for name in measured}
     tick = Steps(progress, len(seeds) * len(measured), "scores")
-    for seed, (name, given) in itertools.product(seeds, measured.items()):
-        found = _scored(bench, cells, name, given, seed)
+    for seed, (name, source) in itertools.product(seeds, measured.items()):
+        scored = _scored(bench, cells, name, source, seed)
         tick()
-        if found is not None:
-            records[seed][name] = found[0]
-            spent[name].append(found[1])
+        if scored is not None:
+            records[seed][name] = scored[0]
+            spent[name].append(scored[1])
     if cells.missing:
         return _unfinished(result, cells)
     made = functools.partial(make_grid, kind, controls=controls, options=options, blocks=bench.blocks, plans=plans)
@@ -303,21 +303,21 @@ def _on_budget(budget: Mapping[str, Any]) -> str:
     for row in budget["rows"]:
         if row["control"]:
             continue
-        found = _outcome(row["versus_uniform"])
-        words[found].append(row["name"] + (by_chance(_as_good(budget, row)) if found == "lower" else ""))
+        side = _outcome(row["versus_uniform"])
+        words[side].append(row["name"] + (by_chance(_as_good(budget, row)) if side == "lower" else ""))
     ahead, behind, level, unsure = ("; ".join(w) if k == "lower" else ", ".join(w) for k, w in words.items())
-    told = f"At {budget['budget']:g}: better than uniform: {ahead or 'none'}; worse: {behind or 'none'}"
-    told += f"; level: {level}" if level else ""
-    told += f"; not told apart: {unsure}" if unsure else ""
-    return f"{told} (paired over seeds and items, Holm, 5 %)."
+    sentence = f"At {budget['budget']:g}: better than uniform: {ahead or 'none'}; worse: {behind or 'none'}"
+    sentence += f"; level: {level}" if level else ""
+    sentence += f"; not told apart: {unsure}" if unsure else ""
+    return f"{sentence} (paired over seeds and items, Holm, 5 %)."
 
 
 def _as_good(budget: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
     """Controls that a row does not beat: its own, where the test does not tell them apart, and any that measured no more."""
     controls = [r for r in budget["rows"] if r["control"] == "permuted"]
-    own = f"{row['rule']}({row['score']}, permuted)"
+    control_name = f"{row['rule']}({row['score']}, permuted)"
     alike = row["versus_permuted"] is not None and _outcome(row["versus_permuted"]) != "lower"
-    return [r["name"] for r in controls if r["mean"] <= row["mean"] or (alike and r["name"] == own)]
+    return [r["name"] for r in controls if r["mean"] <= row["mean"] or (alike and r["name"] == control_name)]
 
 
 def _on_second(budget: Mapping[str, Any]) -> str:

@@ -110,26 +110,26 @@ class Treatment(abc.ABC):
         raise NotImplementedError(f"{self.name} does not rank entries")
 
     @classmethod
-    def resolve_options(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+    def resolve_options(cls, chosen: Mapping[str, Any]) -> dict[str, Any]:
         """All options, see :func:`layerbudget.registry.resolve_options`."""
-        return resolve_options(f"The method {cls.name}", options_of(cls), given)
+        return resolve_options(f"The method {cls.name}", options_of(cls), chosen)
 
-    def with_options(self, given: Mapping[str, Any]) -> Self:
+    def with_options(self, chosen: Mapping[str, Any]) -> Self:
         """The same treatment with other options; itself where none are given."""
-        return type(self)(**self.resolve_options(given)) if given else self
+        return type(self)(**self.resolve_options(chosen)) if chosen else self
 
 
 TREATMENTS: Registry[type[Treatment]] = Registry(
     "pruning method",
     group="layerbudget.compressors",
     home=__package__,
-    own={"magnitude": ".pruners:Magnitude", "wanda": ".pruners:Wanda", "sparsegpt": ".sparsegpt:SparseGPT"},
+    builtin={"magnitude": ".pruners:Magnitude", "wanda": ".pruners:Wanda", "sparsegpt": ".sparsegpt:SparseGPT"},
 )
 QUANTISERS: Registry[type[Treatment]] = Registry(
     "quantiser",
     group="layerbudget.compressors",
     home=__package__,
-    own={
+    builtin={
         "rtn": ".quantisers:Nearest",
         "weighted": ".quantisers:Weighted",
         "gptq": ".quantisers:GPTQ",

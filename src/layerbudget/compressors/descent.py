@@ -93,7 +93,7 @@ class Codes:
     m: torch.Tensor
 
     def steps(self, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a level is multiplied by, and what is added, for every sub: ``(subs, rows)`` each."""
+        """Return the factor and the offset of the levels of every sub, ``(subs, rows)`` each."""
         each = layout.block // layout.sub
         return self.d.repeat_interleave(each, 0) * self.s, self.c.repeat_interleave(each, 0) * self.m
 
@@ -290,8 +290,8 @@ def _candidates(
     step, base = d * s, c * m
     x, y = form.solve()
     if layout.tied and layout.minima is not None:
-        found = torch.where(step + x == 0, m, (base + y) / (step + x)).round().clamp(*layout.minima)
-        for zero in (m, found):
+        nearest = torch.where(step + x == 0, m, (base + y) / (step + x)).round().clamp(*layout.minima)
+        for zero in (m, nearest):
             fitted = layout.to_half(form.tied(step, base, zero))
             yield fitted, fitted, s, zero
     elif layout.scales is None:

@@ -73,7 +73,7 @@ def feed_back(weight: torch.Tensor, factors: Factors, name: str, *, threads: int
     """
     size = int(find_format(name).group or 1)
     order, upper = (t.cpu() for t in factors.of(size))
-    work, found = weight.detach().to("cpu", torch.float32).T[order], dict[int, np.ndarray]()
+    work, data_by_column = weight.detach().to("cpu", torch.float32).T[order], dict[int, np.ndarray]()
     importance = upper.diagonal().square().reciprocal()
     for start in range(0, len(work), COLUMNS):
         block = work[start : start + COLUMNS]
@@ -89,9 +89,9 @@ def feed_back(weight: torch.Tensor, factors: Factors, name: str, *, threads: int
             else:
                 data = _choose_codes(block[part], inside[part, part], data, name, back, errors[part])
             block[low + size :].addmm_(inside[part, low + size :].T, errors[part], alpha=-1)
-            found[int(place.min())] = data
+            data_by_column[int(place.min())] = data
         work[stop:].addmm_(upper[start:stop, stop:].T, errors, alpha=-1)
-    return np.concatenate([found[first] for first in sorted(found)], 1)
+    return np.concatenate([data_by_column[first] for first in sorted(data_by_column)], 1)
 
 
 def _choose_codes(
@@ -112,13 +112,13 @@ def _choose_codes(
     for low in range(0, len(block), INNER):
         high = min(low + INNER, len(block))
         for j in range(low, high):
-            held = block[j].sub_(base[j]).div_(step[j])
+            column = block[j].sub_(base[j]).div_(step[j])
             if even:
-                torch.round(held, out=chosen[j]).clamp_(least, most)
+                torch.round(column, out=chosen[j]).clamp_(least, most)
             else:
-                torch.bucketize(held, between, out_int32=True, out=place[j])
+                torch.bucketize(column, between, out_int32=True, out=place[j])
                 torch.index_select(table, 0, place[j], out=chosen[j])
-            torch.sub(held, chosen[j], out=errors[j]).mul_(scaled[j])
+            torch.sub(column, chosen[j], out=errors[j]).mul_(scaled[j])
             block[j + 1 : high].addr_(upper[j, j + 1 : high], errors[j], alpha=-1)
         block[high:].addmm_(upper[low:high, high:].T, errors[low:high], alpha=-1)
     place = chosen.sub_(least).to(torch.int32) if even else place

@@ -242,14 +242,14 @@ def find_format(name: str, family: str | None = None) -> Format:
     alike = [f for f in named() if f.name.lower() == name.lower()]
     if alike:
         return max(alike, key=lambda f: (f.family == family, f.name == name))
-    found = _PACKED_NAME.fullmatch(name.lower())
-    if not found:
+    match = _PACKED_NAME.fullmatch(name.lower())
+    if not match:
         raise InvalidInput(
             f"There is no format {name!r}.",
             f"There are {spoken_formats()}. Groups of any size are for transformers.",
             "Choose some of those.",
         )
-    bits, group, _, asym = found.groups()
+    bits, group, _, asym = match.groups()
     return Format(name=name.lower(), family=PACKED, bits=int(bits), group=int(group) if group else None, symmetric=asym is None)
 
 
@@ -325,8 +325,8 @@ class Runtime:
 
     def together(self, module: str) -> str:
         """Name of the block that a matrix is decided in: its own, or that of the matrices that it must agree with."""
-        found = ((pattern.fullmatch(module), name) for pattern, name in _FUSED if self.fused)
-        return next((match.expand(name) for match, name in found if match), module)
+        matches = ((pattern.fullmatch(module), name) for pattern, name in _FUSED if self.fused)
+        return next((match.expand(name) for match, name in matches if match), module)
 
     def fits(self, names: Sequence[str], form: Format) -> bool:
         """Return whether it computes with matrices of those names in a format: fewer are for experts."""
@@ -338,12 +338,12 @@ class Runtime:
 
     def least(self, formats: Mapping[str, str]) -> str:
         """Return the least version that computes with matrices in formats, by name; empty where every one does."""
-        found = {""}
+        versions = {""}
         for name, form in ((n, find_format(f)) for n, f in formats.items()):
             experts = ".experts." in name
             kernels = [k for k in self.kernels if k.has(form, experts)]
-            found |= {k.experts_since if experts else k.since for k in kernels}
-        return max(found, key=lambda version: [int(part) for part in version.split(".") if part])
+            versions |= {k.experts_since if experts else k.since for k in kernels}
+        return max(versions, key=lambda version: [int(part) for part in version.split(".") if part])
 
     def needs(self, formats: Mapping[str, str]) -> str:
         """Return a sentence on the least version and the cards that matrices in formats need; empty where all do."""
@@ -420,12 +420,12 @@ def find_runtime(name: str | None, family: str = PACKED) -> Runtime:
     """Return a runtime by name, or the usual one of a family."""
     if family not in FAMILIES:
         raise InvalidInput(f"There is no format {family!r}.", f"There are {' and '.join(FAMILIES)}.", "Use one of those.")
-    found = RUNTIMES.get(name or ("llama.cpp" if family == GGUF else "transformers"))
-    if found is None:
+    runtime = RUNTIMES.get(name or ("llama.cpp" if family == GGUF else "transformers"))
+    if runtime is None:
         raise InvalidInput(f"There is no runtime {name!r}.", f"There are {', '.join(RUNTIMES)}.", "Choose one of those.")
-    if found.family != family:
-        raise InvalidInput(f"{name} does not read {family}.", f"It reads {found.family}.", "Leave one of the two out.")
-    return found
+    if runtime.family != family:
+        raise InvalidInput(f"{name} does not read {family}.", f"It reads {runtime.family}.", "Leave one of the two out.")
+    return runtime
 
 
 def need_packing(packing: str = "pack-quantized") -> tuple[Any, Any]:

@@ -30,8 +30,8 @@ _TRIES = 6  # blocks of random weights: a bit of a code may change nothing in on
 
 def library_file() -> Path | None:
     """Return the shared object of ggml and llama.cpp; None where the package xllamacpp is not installed."""
-    found = importlib.util.find_spec("xllamacpp")
-    files = sorted(Path(found.origin).parent.glob("*.so")) if found is not None and found.origin else []
+    package = importlib.util.find_spec("xllamacpp")
+    files = sorted(Path(package.origin).parent.glob("*.so")) if package is not None and package.origin else []
     return files[0] if files else None
 
 
@@ -93,8 +93,8 @@ def quantise(weight: np.ndarray, name: str, importance: np.ndarray | None = None
 
     def part(span: np.ndarray) -> None:
         start, count = int(span[0]), len(span)
-        given = None if weights is None else weights.ctypes.data
-        library.ggml_quantize_chunk(kind, values[start:].ctypes.data, out[start:].ctypes.data, 0, count, columns, given)
+        pointer = None if weights is None else weights.ctypes.data
+        library.ggml_quantize_chunk(kind, values[start:].ctypes.data, out[start:].ctypes.data, 0, count, columns, pointer)
 
     spans = [s for s in np.array_split(np.arange(rows), max(1, threads)) if len(s)]
     if len(spans) == 1:  # a thread of its own would cost more than a small block
@@ -190,15 +190,15 @@ def _places(name: str) -> tuple[_Place, ...]:
     if bits is None:
         raise InvalidInput(f"{name} is a lattice: a code says several weights.", "", "Round whole blocks of it.")
     width, runs = bits.shape[1], dict[tuple[int, int, int], list[tuple[int, int]]]()
-    for weight, own in enumerate(bits.tolist()):
+    for weight, bit_places in enumerate(bits.tolist()):
         low = 0
         for high in range(1, width + 1):
-            if high == width or own[high] != own[high - 1] + 1 or own[high] % 8 == 0:
-                runs.setdefault((low, own[low] % 8, (1 << (high - low)) - 1), []).append((weight, own[low] // 8))
+            if high == width or bit_places[high] != bit_places[high - 1] + 1 or bit_places[high] % 8 == 0:
+                runs.setdefault((low, bit_places[low] % 8, (1 << (high - low)) - 1), []).append((weight, bit_places[low] // 8))
                 low = high
     return tuple(
-        _Place(weights=np.array([w for w, _ in held]), inside=np.array([b for _, b in held]), low=low, bit=bit, mask=mask)
-        for (low, bit, mask), held in runs.items()
+        _Place(weights=np.array([w for w, _ in places]), inside=np.array([b for _, b in places]), low=low, bit=bit, mask=mask)
+        for (low, bit, mask), places in runs.items()
     )
 
 
@@ -239,9 +239,9 @@ def levels(name: str) -> np.ndarray:
     values = np.stack([dequantise(with_codes(block, name, code), name)[0] for code in range(1 << find_format(name).bits)])
     change = (values - values[0]).astype(np.float64)
     clearest = np.abs(change[1]).argmax()
-    found: np.ndarray = change[:, clearest] / change[1, clearest]
-    whole = found.round()
-    return whole if np.allclose(found, whole, atol=1e-4) else found
+    table: np.ndarray = change[:, clearest] / change[1, clearest]
+    whole = table.round()
+    return whole if np.allclose(table, whole, atol=1e-4) else table
 
 
 def _some_block(name: str) -> np.ndarray:

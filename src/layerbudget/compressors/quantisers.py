@@ -367,7 +367,7 @@ def _codes_of(floats: Floats) -> torch.Tensor:
 
 
 def _layout_of(form: Format, weight: torch.Tensor, unit: float | None) -> Layout:
-    """What a format of compressed-tensors can hold of a matrix; ``unit`` is the number over all scales."""
+    """Return the layout of a matrix in a format of compressed-tensors; ``unit`` is the number over all scales."""
     size, least = form.group or weight.shape[1], -(1 << (form.bits - 1))
     if form.floats is not None:
         levels = _codes_of(form.floats)
@@ -423,7 +423,7 @@ class Descent(GPTQ):
         return super().onto(weight, prepared, form, peak)
 
     def _by_rows(self, work: Callable[[torch.Tensor], T], weight: torch.Tensor, prepared: Factors, form: Format) -> list[T]:
-        """What comes of pieces of rows. Each has one thread, so that sums come out the same however many threads there are."""
+        """Return the results of pieces of rows. Each has one thread, so that sums do not depend on the number of threads."""
         with one_thread():
             prepared.of(form.group or weight.shape[1]), prepared.whole  # made once for all pieces
         pieces = weight.split(_ROWS) if weight.device.type == "cpu" else (weight,)
@@ -462,5 +462,5 @@ class Descent(GPTQ):
         return ggml_scales.write_codes(data, form.name, codes)
 
     def _descend(self, weight: torch.Tensor, prepared: Factors, codes: Codes, layout: Layout) -> None:
-        held = weight.detach().to(torch.float32).T.contiguous()
-        descend(held, prepared.whole.to(held), codes, layout, self.sweeps)
+        columns = weight.detach().to(torch.float32).T.contiguous()
+        descend(columns, prepared.whole.to(columns), codes, layout, self.sweeps)

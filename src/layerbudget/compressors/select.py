@@ -55,11 +55,11 @@ def smallest_per_row(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor
         elif k:
             part = scores if bool(pick.all()) else scores[pick]
             threshold = kth_value(part, k)[:, None]
-            found = part <= threshold
-            for r in torch.nonzero(found.sum(dim=1) > k).flatten().tolist():
+            chosen = part <= threshold
+            for r in torch.nonzero(chosen.sum(dim=1) > k).flatten().tolist():
                 ties = torch.nonzero(part[r] == threshold[r]).flatten()
-                found[r, ties[len(ties) + k - int(found[r].sum()) :]] = False
-            mask[pick] = found
+                chosen[r, ties[len(ties) + k - int(chosen[r].sum()) :]] = False
+            mask[pick] = chosen
     return mask
 
 
@@ -67,14 +67,14 @@ def kth_value(scores: torch.Tensor, k: int) -> torch.Tensor:
     """The k-th smallest value (1-based) of each row, shape ``(rows,)``; numpy's partition on the CPU."""
     if scores.device.type != "cpu":
         return torch.kthvalue(scores, k, dim=1).values
-    held = (scores if scores.dtype in (torch.float32, torch.float64) else scores.float()).numpy()
-    found = np.empty(len(held), held.dtype)
+    values = (scores if scores.dtype in (torch.float32, torch.float64) else scores.float()).numpy()
+    kth = np.empty(len(values), values.dtype)
 
     def partition(part: slice) -> None:
-        found[part] = np.partition(held[part], k - 1, axis=1)[:, k - 1]
+        kth[part] = np.partition(values[part], k - 1, axis=1)[:, k - 1]
 
-    in_threads(partition, list(_chunks(*held.shape)))
-    return torch.from_numpy(found).to(scores.dtype)
+    in_threads(partition, list(_chunks(*values.shape)))
+    return torch.from_numpy(kth).to(scores.dtype)
 
 
 def smallest(scores: torch.Tensor, count: int) -> torch.Tensor:
@@ -133,10 +133,10 @@ def parse_pattern(pattern: str) -> tuple[int | None, int]:
     >>> parse_pattern("2:4"), parse_pattern("n:8")
     ((2, 4), (None, 8))
     """
-    found = re.fullmatch(r"(\d+|n):(\d+)", pattern.strip())
-    zeroed = None if not found or found.group(1) == "n" else int(found.group(1))
-    group = int(found.group(2)) if found else 0
-    if not found or group < 1 or (zeroed is not None and not 0 <= zeroed <= group):
+    match = re.fullmatch(r"(\d+|n):(\d+)", pattern.strip())
+    zeroed = None if not match or match.group(1) == "n" else int(match.group(1))
+    group = int(match.group(2)) if match else 0
+    if not match or group < 1 or (zeroed is not None and not 0 <= zeroed <= group):
         raise InvalidInput(
             f"{pattern!r} is not a pattern.",
             "Write n:m with 0 <= n <= m: n of every m consecutive inputs are zeroed.",
@@ -188,7 +188,7 @@ def ranked(scores: torch.Tensor, low: torch.Tensor, width: int) -> torch.Tensor:
         wanted = low[:, None] + torch.arange(width, device=scores.device)
         return scores.argsort(dim=1, stable=True).gather(1, wanted)
     lines, columns = scores.shape
-    found, places = np.empty((lines, width), np.int64), np.arange(columns)
+    chosen, places = np.empty((lines, width), np.int64), np.arange(columns)
     starts, same = low.numpy(), bool((low == low[0]).all()) if lines else True
 
     def rank(part: slice) -> None:
@@ -198,10 +198,10 @@ def ranked(scores: torch.Tensor, low: torch.Tensor, width: int) -> torch.Tensor:
         else:
             keys.sort(axis=1)
             keys = np.take_along_axis(keys, starts[part, None] + np.arange(width), 1)
-        np.bitwise_and(keys, 0xFFFFFFFF, out=found[part])
+        np.bitwise_and(keys, 0xFFFFFFFF, out=chosen[part])
 
     in_threads(rank, list(_chunks(lines, columns)))
-    return torch.from_numpy(found)
+    return torch.from_numpy(chosen)
 
 
 def _keys(scores: torch.Tensor, places: np.ndarray) -> np.ndarray:

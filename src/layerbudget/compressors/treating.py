@@ -58,9 +58,9 @@ class Treating:
         """Statistics of the inputs of some matrices of the walk's current layer; None where none are needed."""
         if self.treatment.statistic == "none" or not modules:
             return None
-        found = InputStatistics(self.model, modules, self.treatment.statistic)
-        found.run(walk)
-        return found
+        statistics = InputStatistics(self.model, modules, self.treatment.statistic)
+        statistics.run(walk)
+        return statistics
 
     def layer(self, walk: Walk, work: Sequence[Job]) -> list[str]:
         """Treat matrices of the walk's current layer; return notes."""
@@ -77,7 +77,7 @@ class Treating:
             notes += self.jobs(members, {n: statistics.found.pop(n) for n in group if n in statistics.found})
         return notes
 
-    def jobs(self, work: Sequence[Job], found: Found, made: dict[InputMoments, Any] | None = None) -> list[str]:
+    def jobs(self, work: Sequence[Job], moments: Found, made: dict[InputMoments, Any] | None = None) -> list[str]:
         """Treat matrices with statistics that were collected before, one per copy; return notes.
 
         ``made`` holds what was prepared from statistics, and grows.
@@ -88,7 +88,7 @@ class Treating:
             name, level = job.module.name, job.level
             if level.idle:
                 continue
-            views, statistics = matrices(*weight_of(self.model, name)), found.get(name)
+            views, statistics = matrices(*weight_of(self.model, name)), moments.get(name)
             counts = share(level.zeros, [v.numel() for v in views])
             for i, (view, count) in enumerate(zip(views, counts, strict=True)):
                 prepared = self.prepared(statistics[i] if statistics else None, made)
@@ -99,14 +99,14 @@ class Treating:
                 self.treat(name, view, prepared, dataclasses.replace(level, zeros=count, rows=rows))
         return notes
 
-    def prepared(self, found: InputMoments | None, made: dict[InputMoments, Any]) -> Any:
+    def prepared(self, moments: InputMoments | None, made: dict[InputMoments, Any]) -> Any:
         """Return what the treatment needs of a statistic, made once; None where no token was seen."""
-        if found is None or found.value is None:
+        if moments is None or moments.value is None:
             return None
-        if found not in made:
-            mean = self.treatment.changes == "format" and found.kind == "diagonal"  # as an importance matrix of llama.cpp
-            made[found] = self.treatment.prepare(found.mean() if mean else found.value)
-        return made[found]
+        if moments not in made:
+            mean = self.treatment.changes == "format" and moments.kind == "diagonal"  # as an importance matrix of llama.cpp
+            made[moments] = self.treatment.prepare(moments.mean() if mean else moments.value)
+        return made[moments]
 
     def treat(self, name: str, view: torch.Tensor, prepared: Any, level: Level) -> None:
         """Write one copy of a matrix, treated, over what it was."""
@@ -159,20 +159,20 @@ def check(treatment: Treatment, weight: torch.Tensor, made: Any, level: Level) -
             )
     if level.rows is not None:
         size, wanted = level.rows
-        held = by_groups(gone.sum(1)[:, None], size, 0).sum(1).cpu().numpy()
-        if (held < wanted).any():
-            g = int((held < wanted).argmax())
-            raise _count(treatment, int(held[g]), int(wanted[g]), f"the {size} rows from {g * size}")
-    found, most = int(gone.sum()), level.zeros + 1 + weight.numel() // _ROUNDING
-    many = level.pattern is None and found > most and int((gone & (weight != 0)).sum()) > most
-    if found < level.zeros or many:
-        raise _count(treatment, found, level.zeros, "a matrix")
+        zeros_by_group = by_groups(gone.sum(1)[:, None], size, 0).sum(1).cpu().numpy()
+        if (zeros_by_group < wanted).any():
+            g = int((zeros_by_group < wanted).argmax())
+            raise _count(treatment, int(zeros_by_group[g]), int(wanted[g]), f"the {size} rows from {g * size}")
+    zeros, most = int(gone.sum()), level.zeros + 1 + weight.numel() // _ROUNDING
+    many = level.pattern is None and zeros > most and int((gone & (weight != 0)).sum()) > most
+    if zeros < level.zeros or many:
+        raise _count(treatment, zeros, level.zeros, "a matrix")
 
 
-def _count(treatment: Treatment, found: int, wanted: int, where: str) -> CoverageError:
-    told = f"left {found} zeros in {where}, {wanted} were asked for."
+def _count(treatment: Treatment, zeros: int, wanted: int, where: str) -> CoverageError:
+    problem = f"left {zeros} zeros in {where}, {wanted} were asked for."
     what = "exactly level.zeros entries" if where == "a matrix" else "exactly zeros[g] entries of group g"
-    return _broken(treatment, told, "The count is exact.", f"Zero {what}, no others.")
+    return _broken(treatment, problem, "The count is exact.", f"Zero {what}, no others.")
 
 
 def _broken(treatment: Treatment, what: str, feasible: str, remedy: str) -> CoverageError:

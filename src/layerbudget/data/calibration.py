@@ -34,13 +34,13 @@ class CalibrationSet:
 
     def __post_init__(self) -> None:
         if self.input_ids.ndim != 2 or not self.input_ids.numel():
-            told = f"The calibration set has shape {tuple(self.input_ids.shape)}."
-            raise InvalidInput(told, "It must be samples x length with at least one token.", "Give more text.")
+            problem = f"The calibration set has shape {tuple(self.input_ids.shape)}."
+            raise InvalidInput(problem, "It must be samples x length with at least one token.", "Give more text.")
         for name in ("attention_mask", "labels"):
             value = getattr(self, name)
             if value is not None and len(value) != len(self.input_ids):
-                told = f"{name} has {len(value)} rows for {len(self.input_ids)} samples."
-                raise InvalidInput(told, "", "Give one per sample.")
+                problem = f"{name} has {len(value)} rows for {len(self.input_ids)} samples."
+                raise InvalidInput(problem, "", "Give one per sample.")
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -72,9 +72,9 @@ class CalibrationSet:
 
     def describe(self) -> dict[str, Any]:
         """``{source, samples, length, digest, seed}``, as the files carry it, ``text`` where known, ``tokens`` if padded."""
-        found = {name: getattr(self, name) for name in ("source", "samples", "length", "digest", "seed")}
-        found |= {} if self.text is None else {"text": self.text}
-        return found if self.tokens == self.input_ids.numel() else {**found, "tokens": self.tokens}
+        description = {name: getattr(self, name) for name in ("source", "samples", "length", "digest", "seed")}
+        description |= {} if self.text is None else {"text": self.text}
+        return description if self.tokens == self.input_ids.numel() else {**description, "tokens": self.tokens}
 
     def of_rows(self) -> dict[str, int]:
         """``{rows, completion_tokens}`` of the source, where it has rows."""
@@ -100,11 +100,11 @@ def check_reads_text(model: nn.Module) -> None:
     """Refuse a model that takes no tokens: of images, of sound. A plain module, which says nothing of its inputs, passes."""
     wants = getattr(model, "main_input_name", "input_ids")
     if wants != "input_ids" and "input_ids" not in inspect.signature(model.forward).parameters:
-        told, reason = (
+        problem, reason = (
             f"{type(model).__name__} reads {wants}, no tokens.",
             "Scores, damages and perplexity are measured on text.",
         )
-        raise UnknownStructure(told, reason, "Use a language model or a text encoder.")
+        raise UnknownStructure(problem, reason, "Use a language model or a text encoder.")
 
 
 def positions_of(model: nn.Module) -> int | None:
@@ -133,14 +133,14 @@ def check_ids(model: nn.Module, longest: int, largest: int, option: str) -> None
     """
     positions = positions_of(model)
     if positions is not None and positions < longest:
-        told = f"The sequences have {longest} tokens."
-        raise InvalidInput(told, f"The model has positions for {positions}.", f"Use {option} {positions} or less.")
+        problem = f"The sequences have {longest} tokens."
+        raise InvalidInput(problem, f"The model has positions for {positions}.", f"Use {option} {positions} or less.")
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     rows = getattr(getattr(embedding, "weight", None), "shape", (None,))[0]
     if rows is not None and largest >= rows:
-        told, known = f"The text has the token {largest}.", f"The model has embeddings for tokens below {rows}."
+        problem, known = f"The text has the token {largest}.", f"The model has embeddings for tokens below {rows}."
         added = "or, of a token that was added to it, resize the model's embeddings (resize_token_embeddings) and save it"
-        raise InvalidInput(told, known, f"Use the tokenizer that belongs to the model, {added}.")
+        raise InvalidInput(problem, known, f"Use the tokenizer that belongs to the model, {added}.")
 
 
 def check_fits(model: nn.Module, data: Any) -> None:

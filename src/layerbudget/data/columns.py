@@ -155,8 +155,8 @@ def text_cell(value: Any, where: str) -> str:
         return ""
     if isinstance(value, str):
         if _MESSAGES.match(value):
-            told = f"{where} holds messages written as text: {value:.40}..."
-            raise InvalidInput(told, "Messages stand in a column messages.", "Rename the column, or parse it.")
+            problem = f"{where} holds messages written as text: {value:.40}..."
+            raise InvalidInput(problem, "Messages stand in a column messages.", "Rename the column, or parse it.")
         return value
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
@@ -175,8 +175,8 @@ def json_cell(value: Any, where: str) -> Any:
     try:
         return json.loads(value) if value.strip() else None
     except (ValueError, RecursionError) as error:
-        told = f"{where} is {value!r:.40}, which is not JSON ({error})."
-        raise InvalidInput(told, "It is a list or an object, or one as JSON text.", "Write it with json.dumps.") from error
+        problem = f"{where} is {value!r:.40}, which is not JSON ({error})."
+        raise InvalidInput(problem, "It is a list or an object, or one as JSON text.", "Write it with json.dumps.") from error
 
 
 def strings(value: Any, *, roles: bool = True) -> Iterable[str]:

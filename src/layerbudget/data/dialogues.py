@@ -104,9 +104,9 @@ def text_of(row: Any, where: object, column: str = "") -> str:
     columns = Columns(row, str(where))
     name = columns.first(TEXTS)
     if name is None:
-        told = f"There is no text in {where}: its columns are {', '.join(map(str, row)) or 'none'}."
+        problem = f"There is no text in {where}: its columns are {', '.join(map(str, row)) or 'none'}."
         known = f"Known columns are {', '.join(TEXTS)}; formats {', '.join(FORMATS)}."
-        raise InvalidInput(told, known, meant(columns.row, COLUMNS) or "Rename one.")
+        raise InvalidInput(problem, known, meant(columns.row, COLUMNS) or "Rename one.")
     text = columns.text(name)
     columns.finish(f"a row of {name}", text)
     return text
@@ -169,8 +169,10 @@ def _completion(columns: Columns, answer: str, kind: str) -> Conversation | Dial
         raise InvalidInput(f"The {empty} in {where} is empty (null).", "A prompt and its answer are needed.", "Drop the row.")
     if not isinstance(said, (list, tuple)) and not isinstance(asked, (list, tuple)):
         if asked is None:
-            told = f"{where[:1].upper()}{where[1:]} has the prompt within chosen and rejected, as text."
-            raise InvalidInput(told, "Where a prompt ends cannot be told from text.", "Give the prompt in a column of its own.")
+            problem = f"{where[:1].upper()}{where[1:]} has the prompt within chosen and rejected, as text."
+            raise InvalidInput(
+                problem, "Where a prompt ends cannot be told from text.", "Give the prompt in a column of its own."
+            )
         question, text = text_cell(asked, f"The prompt in {where}"), text_cell(said, f"The {answer} in {where}")
         columns.finish(f"{kind} as text", question, text)
         return _answered(question, text, where)
@@ -193,13 +195,13 @@ def _check_label(columns: Columns, names: Sequence[str]) -> None:
     for name in names:
         value = columns.take(name)
         if value is not None and value not in (True, False):
-            told = f"The column {name} in {columns.where} is {value!r:.40}."
+            problem = f"The column {name} in {columns.where} is {value!r:.40}."
             raise InvalidInput(
-                told, "Beside a completion it is true or false.", "Use --task for rows with a label, or drop the column."
+                problem, "Beside a completion it is true or false.", "Use --task for rows with a label, or drop the column."
             )
         if value is not None and not value:
-            told = f"The completion in {columns.where} is an undesirable one: {name} is false."
-            raise InvalidInput(told, "Every completion that is read is learned.", "Drop the rows with false.")
+            problem = f"The completion in {columns.where} is an undesirable one: {name} is false."
+            raise InvalidInput(problem, "Every completion that is read is learned.", "Drop the rows with false.")
 
 
 def _instruction(columns: Columns) -> Conversation:
@@ -208,8 +210,8 @@ def _instruction(columns: Columns) -> Conversation:
     _check_label(columns, LABELS[1:])
     asking, answering = str(columns.first(QUESTIONS)), str(columns.first(ANSWERS))
     asked, said = columns.text(asking), columns.text(answering)
-    given = next((n for n in GIVEN if n != asking and not is_empty(columns.row.get(n))), None)
-    details = columns.text(given) if given else ""
+    details_column = next((n for n in GIVEN if n != asking and not is_empty(columns.row.get(n))), None)
+    details = columns.text(details_column) if details_column else ""
     if not said.strip():
         raise InvalidInput(f"The {answering} in {where} is empty.", "Every row needs a text to learn.", "Drop the row.")
     if not asked.strip() and not details.strip():
@@ -252,10 +254,10 @@ def _conversation(columns: Columns, turns: _Turns, kind: str, *, first: int = 0,
     where, messages, silent = columns.where, turns.messages, turns.silent
     system = next((s for s in map(columns.take, SYSTEM) if not is_empty(s)), None)
     if system is not None:
-        told = {"role": "system", "content": text_cell(system, f"The column system in {where}")}
+        system_message = {"role": "system", "content": text_cell(system, f"The column system in {where}")}
         if messages[0]["role"] != "system":
-            messages, first, silent = [told, *messages], first + (first > 0), frozenset(i + 1 for i in silent)
-        elif messages[0] != told:
+            messages, first, silent = [system_message, *messages], first + (first > 0), frozenset(i + 1 for i in silent)
+        elif messages[0] != system_message:
             both = f"A conversation in {where} has a system message and another text in the column system."
             raise InvalidInput(both, "It has one system prompt.", "Drop one of them.")
     tools = [t for name in ("tools", "functions") for t in _tools(columns.take(name), f"The column {name} in {where}")]
@@ -270,10 +272,10 @@ def _tools(value: Any, where: str) -> list[Message]:
     value = json_cell(value, where)
     if is_empty(value):
         return []
-    found = [json_cell(tool, where) for tool in value] if isinstance(value, (list, tuple)) else [None]
-    if not all(isinstance(t, Mapping) and isinstance(t.get("function") or t, Mapping) for t in found):
+    parsed = [json_cell(tool, where) for tool in value] if isinstance(value, (list, tuple)) else [None]
+    if not all(isinstance(t, Mapping) and isinstance(t.get("function") or t, Mapping) for t in parsed):
         raise InvalidInput(f"{where} is {value!r:.60}.", "It is a list of tools, each an object.", "Correct or drop the row.")
-    tools = [without_nulls(t) for t in found]
+    tools = [without_nulls(t) for t in parsed]
     tools = [t if "function" in t else {"type": "function", "function": t} for t in tools]
     if not all(isinstance(t["function"].get("name"), str) for t in tools):
         raise InvalidInput(f"{where} has a tool without a name.", "Every tool has one.", "Correct or drop the row.")
@@ -295,18 +297,18 @@ def _messages(turns: Any, name: str, where: str, role: str = "") -> _Turns:
         return _Turns([{"role": role, "content": turns}])
     turns = json_cell(turns, f"The column {name} in {where}")
     if not isinstance(turns, (list, tuple)) or not turns:
-        told = f"The column {name} in {where} is {'empty' if is_empty(turns) else f'{turns!r:.40}'}."
-        raise InvalidInput(told, "It is a list of messages, or one as JSON text.", "Correct or drop the row.")
-    found = [_message(turn, f"Message {number} in {where}") for number, turn in enumerate(turns, 1)]
-    silent = frozenset(i for i, (_, learned, _) in enumerate(found) if not learned)
-    return _Turns([m for m, _, _ in found], silent, any(nulls for _, _, nulls in found))
+        problem = f"The column {name} in {where} is {'empty' if is_empty(turns) else f'{turns!r:.40}'}."
+        raise InvalidInput(problem, "It is a list of messages, or one as JSON text.", "Correct or drop the row.")
+    parsed = [_message(turn, f"Message {number} in {where}") for number, turn in enumerate(turns, 1)]
+    silent = frozenset(i for i, (_, learned, _) in enumerate(parsed) if not learned)
+    return _Turns([m for m, _, _ in parsed], silent, any(nulls for _, _, nulls in parsed))
 
 
 def _message(turn: Any, where: str) -> tuple[Message, bool, bool]:
     """One message, whether its row lets it be learned, and whether an argument of a call was null."""
     if not isinstance(turn, Mapping):
-        told = f"{where} is {turn!r:.40}."
-        raise InvalidInput(told, "A message has role and content (or from and value).", "Correct or drop the row.")
+        problem = f"{where} is {turn!r:.40}."
+        raise InvalidInput(problem, "A message has role and content (or from and value).", "Correct or drop the row.")
     keys = {name: value for name, value in lowered(turn, where).items() if not is_empty(value) or isinstance(value, str)}
     role = str(_part(keys, ("role", "from"), turn, where)).strip()
     role = role.lower() if role.lower() in (*_KNOWN, *_ROLES) else role
@@ -335,8 +337,8 @@ def _part(keys: Mapping[str, Any], names: tuple[str, str], turn: Mapping[str, An
     known = "A message has role and content (or from and value)."
     if any(str(name).strip().lower() in names for name in turn):
         raise InvalidInput(f"{where} has an empty {names[0]} (null).", known, "Drop the row, or write what is missing.")
-    told = f"{where} has no {names[0]}: its keys are {', '.join(map(str, turn)) or 'none'}."
-    raise InvalidInput(told, known, meant(turn, ("role", "content", "from", "value")) or "Correct or drop the row.")
+    problem = f"{where} has no {names[0]}: its keys are {', '.join(map(str, turn)) or 'none'}."
+    raise InvalidInput(problem, known, meant(turn, ("role", "content", "from", "value")) or "Correct or drop the row.")
 
 
 def _content(value: Any, where: str) -> str:
@@ -347,12 +349,12 @@ def _content(value: Any, where: str) -> str:
     for part in parts:
         kind = part.get("type", "text") if isinstance(part, Mapping) else None
         if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
-            told = (
+            problem = (
                 f"{where} has a part of the type {kind!r}."
                 if isinstance(part, Mapping)
                 else f"{where} has the part {part!r:.40}."
             )
-            raise InvalidInput(told, "Only parts of text are read: type text and text.", "Drop rows with other parts.")
+            raise InvalidInput(problem, "Only parts of text are read: type text and text.", "Drop rows with other parts.")
         if more := [name for name in part if name not in ("type", "text", "cache_control", "annotations", "index", "id")]:
             raise InvalidInput(f"{where} has a part with {', '.join(more)}.", "A part has type and text.", "Drop those keys.")
     return "".join(part["text"] for part in parts)
@@ -363,11 +365,11 @@ def _learned(keys: Mapping[str, Any], role: str, where: str) -> bool:
     for name in _FLAGS:
         value = keys.get(name)
         if value is not None and value not in (0, 1):
-            told = f"{where} has the {name} {value!r:.40}."
-            raise InvalidInput(told, "A turn is learned (1) or not (0).", "Use 0 or 1, or drop the key.")
+            problem = f"{where} has the {name} {value!r:.40}."
+            raise InvalidInput(problem, "A turn is learned (1) or not (0).", "Use 0 or 1, or drop the key.")
         if value and role not in ("assistant", "function_call"):
-            told = f"{where} is of {role}, and {name} says that it is learned."
-            raise InvalidInput(told, "Turns of the assistant are learned; --on-prompt learns all.", "Drop the key.")
+            problem = f"{where} is of {role}, and {name} says that it is learned."
+            raise InvalidInput(problem, "Turns of the assistant are learned; --on-prompt learns all.", "Drop the key.")
     return all(keys.get(name) in (None, 1) for name in _FLAGS)
 
 
@@ -386,13 +388,13 @@ def _call(call: Any, where: str) -> tuple[Message, bool]:
     call = json_cell(call, where)
     function = json_cell(call.get("function") or call, where) if isinstance(call, Mapping) else None
     function = function if isinstance(function, Mapping) else {}
-    given = function.get("arguments", function.get("parameters"))
-    arguments = json_cell({} if given is None else given, f"The arguments in {where}")
+    raw_arguments = function.get("arguments", function.get("parameters"))
+    arguments = json_cell({} if raw_arguments is None else raw_arguments, f"The arguments in {where}")
     name = function.get("name")
     if not isinstance(name, str) or not name or not isinstance(arguments, Mapping):
-        told = f"The {where} are {call!r:.60}."
-        raise InvalidInput(told, "A call has a name, and arguments (an object).", "Correct or drop the row.")
-    kept = arguments if isinstance(given, str) else without_nulls(arguments)
+        problem = f"The {where} are {call!r:.60}."
+        raise InvalidInput(problem, "A call has a name, and arguments (an object).", "Correct or drop the row.")
+    kept = arguments if isinstance(raw_arguments, str) else without_nulls(arguments)
     outer = {k: v for k, v in call.items() if k == "id" and v is not None}
     return {**outer, "type": "function", "function": {"name": name, "arguments": dict(kept)}}, kept != arguments
 
@@ -413,9 +415,9 @@ def _named(messages: Sequence[Message], template: str, where: str) -> list[Messa
             n for n in message if n not in _KEYS and not is_harmless_key(n) and not re.search(rf"\b{re.escape(n)}\b", template)
         ]
         if unknown:
-            told = f"{here} has the key{'s' * (len(unknown) > 1)} {', '.join(unknown)}."
+            problem = f"{here} has the key{'s' * (len(unknown) > 1)} {', '.join(unknown)}."
             known = "Keys are read by name, or are ids, dates and metadata, or the chat template names them."
-            raise InvalidInput(told, known, meant(unknown, (*_KEYS, *_THOUGHTS, *_FLAGS)) or "Drop the key.")
+            raise InvalidInput(problem, known, meant(unknown, (*_KEYS, *_THOUGHTS, *_FLAGS)) or "Drop the key.")
         if role == "function_call" and not knows(role):
             calls = json_cell(message["content"], f"The function_call of {here[:1].lower()}{here[1:]}")
             called, _ = _calls(calls if isinstance(calls, list) else [calls], None, here)

@@ -55,20 +55,20 @@ def learned_tokens(rows: Sequence[Encoded], limit: int) -> int:
 
 def shortened(rows: Sequence[Encoded], limit: int) -> list[Encoded]:
     """Rows of at most ``limit`` tokens; those that keep nothing to learn are left out, and said to be."""
-    found, cut = [], 0
+    short_rows, cut = [], 0
     for whole in rows:
         cut += len(whole.input_ids) > limit
         kept = Encoded(whole.input_ids[:limit], whole.labels[:limit])
         if any(v != IGNORE for v in kept.labels[1:]):
-            found.append(kept)
-    if not found:
+            short_rows.append(kept)
+    if not short_rows:
         raise NotEnoughText(
             f"None of {len(rows)} rows keeps an answer within {limit} tokens.", "", "Allow longer rows, or shorten the prompts."
         )
     if cut:
-        gone = f"; {len(rows) - len(found)} of them kept no answer and are left out" if len(rows) > len(found) else ""
+        gone = f"; {len(rows) - len(short_rows)} of them kept no answer and are left out" if len(rows) > len(short_rows) else ""
         logger.warning("%d of %d rows are longer than %d tokens and lose their end%s.", cut, len(rows), limit, gone)
-    return found
+    return short_rows
 
 
 def check_one_format(rows: Sequence[tuple[Row, str]]) -> None:
@@ -110,12 +110,12 @@ def _tokens(made: Dialogue, tokenizer: Any, everything: bool) -> Encoded:
 
 def _untrimmed(places: Sequence[tuple[int, int]], words: Sequence[str], text: str) -> list[tuple[int, int]]:
     """Places of tokens with the spaces that they begin with: ``ByteLevel(trim_offsets=True)`` leaves those out."""
-    found, end = [], 0
+    spans, end = [], 0
     for (low, high), word in zip(places, words, strict=True):
         cut = word.startswith("Ġ") and end < low and not text[end:low].strip(" ")
-        found.append((end if cut else low, high))
+        spans.append((end if cut else low, high))
         end = max(end, high)
-    return found
+    return spans
 
 
 def padded(rows: Sequence[Encoded], pad: int) -> dict[str, torch.Tensor]:

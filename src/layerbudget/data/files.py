@@ -53,8 +53,8 @@ def read_rows(name: str, group: str = "calibration") -> Iterator[tuple[Row, str]
         for place, row in rows:
             where = f"{place} of {file}" if place else str(file)
             if not isinstance(row, (str, dict)):
-                told = f"{where[:1].upper()}{where[1:]} is {row!r:.40}."
-                raise InvalidInput(told, "A row is a text or an object with one.", "Correct the file.")
+                problem = f"{where[:1].upper()}{where[1:]} is {row!r:.40}."
+                raise InvalidInput(problem, "A row is a text or an object with one.", "Correct the file.")
             texts += 1
             yield row, where
     if not texts:
@@ -88,8 +88,8 @@ def _bytes(path: Path) -> bytes:
     try:
         return _UNPACKED[packed](path.read_bytes()) if packed else path.read_bytes()
     except (OSError, EOFError, lzma.LZMAError, ValueError) as error:
-        told = f"{path} does not unpack ({error})." if packed else f"{path} does not read ({error})."
-        raise InvalidInput(told, "", "Write the file again.") from error
+        problem = f"{path} does not unpack ({error})." if packed else f"{path} does not read ({error})."
+        raise InvalidInput(problem, "", "Write the file again.") from error
 
 
 def _zstd(packed: bytes) -> bytes:
@@ -134,8 +134,8 @@ def _lines(path: Path) -> list[Placed]:
             try:
                 rows.append((f"line {number}", json.loads(line)))
             except (ValueError, RecursionError) as error:
-                told = f"Line {number} of {path} is not JSON ({error})."
-                raise InvalidInput(told, "", "Correct or drop the line.") from error
+                problem = f"Line {number} of {path} is not JSON ({error})."
+                raise InvalidInput(problem, "", "Correct or drop the line.") from error
     return rows
 
 
@@ -161,8 +161,8 @@ def _table(path: Path) -> list[Placed]:
     try:
         rows = [(f"line {table.line_num}", row) for row in table]
     except csv.Error as error:
-        told = f"Line {table.line_num} of {path} does not parse ({error})."
-        raise InvalidInput(told, "Cells with quotes or line breaks stand in quotes.", "Write the file again.") from error
+        problem = f"Line {table.line_num} of {path} does not parse ({error})."
+        raise InvalidInput(problem, "Cells with quotes or line breaks stand in quotes.", "Write the file again.") from error
     names = table.fieldnames or []
     if len(names) == 1 and not tabs and ";" in names[0]:
         raise InvalidInput(f"{path} is separated by semicolons.", "A .csv file has commas.", "Write it with commas.")

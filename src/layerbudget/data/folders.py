@@ -83,10 +83,10 @@ def splits_of(folder: Path) -> dict[str, list[Path]]:
 
 def _described(path: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        description = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CorruptFile(f"{path} does not parse ({error}).", "save_to_disk writes it.", "Save the data set again.") from error
-    return found if isinstance(found, dict) else {}
+    return description if isinstance(description, dict) else {}
 
 
 def _saved(folder: Path) -> list[Path]:
@@ -95,8 +95,8 @@ def _saved(folder: Path) -> list[Path]:
     names = [entry["filename"] for entry in _described(state).get("_data_files", [])] if state.is_file() else []
     missing = next((name for name in names or ["state.json"] if not (folder / name).is_file()), None)
     if missing is not None:
-        told = f"{folder} is a saved data set without {missing}."
-        raise NotFound(told, "save_to_disk writes state.json and .arrow files.", "Save the data set again.")
+        problem = f"{folder} is a saved data set without {missing}."
+        raise NotFound(problem, "save_to_disk writes state.json and .arrow files.", "Save the data set again.")
     return [folder / name for name in names]
 
 
@@ -115,8 +115,8 @@ def _rows(folder: Path) -> list[Path]:
             f"{folder} holds files that cannot be read: {names}.", known, "Move them away, or name single files."
         )
     if not files or strange:
-        beside = f" (it holds {_listed([str(f.relative_to(folder)) for f in seen])})" if seen else ""
-        raise NotFound(f"{folder} holds no text file{beside}.", known, "Check the path.")
+        contents = f" (it holds {_listed([str(f.relative_to(folder)) for f in seen])})" if seen else ""
+        raise NotFound(f"{folder} holds no text file{contents}.", known, "Check the path.")
     _check_once(folder, tables)
     return files
 
@@ -139,8 +139,8 @@ def _check_once(folder: Path, tables: Sequence[Path]) -> None:
         stem = str(file.relative_to(folder))[: -len("".join(ending(file)))]
         other = first.setdefault(stem, file)
         if other is not file:
-            told = f"{folder} holds {other.name} and {file.name}, which may be the same rows twice."
-            raise InvalidInput(told, "Tables of one folder have different names.", "Move one away, or name single files.")
+            problem = f"{folder} holds {other.name} and {file.name}, which may be the same rows twice."
+            raise InvalidInput(problem, "Tables of one folder have different names.", "Move one away, or name single files.")
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -166,8 +166,8 @@ def _configured(folder: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
     chosen = [c for c in configs if c.get("default")] or configs
     if len(chosen) > 1:
         names = _listed([str(c.get("config_name")) for c in chosen])
-        told = f"{folder} holds several configurations of a data set: {names}."
-        raise InvalidInput(told, "One is read.", "Name the folder or the files of one.")
+        problem = f"{folder} holds several configurations of a data set: {names}."
+        raise InvalidInput(problem, "One is read.", "Name the folder or the files of one.")
     return _by_pattern(folder, chosen[0]["data_files"], files) if chosen else {}
 
 
@@ -181,7 +181,7 @@ def _by_pattern(folder: Path, patterns: Any, files: Sequence[Path]) -> dict[str,
         split, paths = (entry["split"], entry["path"]) if isinstance(entry, dict) else ("train", entry)
         matched = {f for p in ([paths] if isinstance(paths, str) else paths) for f in folder.glob(p)}
         splits.setdefault(str(split), []).extend(f for f in files if f in matched)
-    return {name: found for name, found in splits.items() if found}
+    return {name: split_files for name, split_files in splits.items() if split_files}
 
 
 def _named(folder: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
@@ -193,8 +193,10 @@ def _named(folder: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
         if all(ending(f)[0] in TEXTS for f in files):
             say_once(f"{folder} is read as a whole: {mixed} is named like a split, {_listed(without)} not.")
             return {"": list(files)}
-        told = f"{folder} holds files of a split ({mixed}) and of none: {_listed(without)}."
-        raise InvalidInput(told, "All files of a folder belong to splits, or none does.", "Rename them, or name single files.")
+        problem = f"{folder} holds files of a split ({mixed}) and of none: {_listed(without)}."
+        raise InvalidInput(
+            problem, "All files of a folder belong to splits, or none does.", "Rename them, or name single files."
+        )
     splits: dict[str, list[Path]] = {}
     for file, name in names.items():
         splits.setdefault(name, []).append(file)
@@ -216,7 +218,7 @@ def _split_of(path: Path) -> str:
 
 
 def role_of(name: str) -> str:
-    """What a split of this name is for: train, validation or test; empty where its name does not say, or says two.
+    """Return the role of a split: train, validation or test; empty where its name does not say, or says two.
 
     >>> role_of("train_sft"), role_of("Dev"), role_of("unsupervised")
     ('train', 'validation', '')
@@ -231,8 +233,8 @@ def split_for(folder: Path, splits: Mapping[str, list[Path]], group: str) -> str
     for role in order:
         named = [role] if role in splits else [name for name in splits if role_of(name) == role]
         if len(named) > 1:
-            told = f"{folder} holds several splits of {role}: {_listed(named)}."
-            raise InvalidInput(told, "One is read.", "Name its folder or its files.")
+            problem = f"{folder} holds several splits of {role}: {_listed(named)}."
+            raise InvalidInput(problem, "One is read.", "Name its folder or its files.")
         if named:
             _say_split(folder, list(splits), named[0], order[0])
             return named[0]

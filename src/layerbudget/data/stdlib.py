@@ -48,8 +48,8 @@ def training_names() -> tuple[str, ...]:
 
 def _test_sources(base: Path) -> list[Path]:
     held_out = tuple(f"test_{n}" for n in CALIBRATION + EVALUATION)
-    found = [(f, f.relative_to(base / "test").parts) for f in sorted((base / "test").rglob("*.py"))]
-    return [f for f, parts in found if not parts[0].removesuffix(".py").startswith(held_out) and not _TABLES & set(parts)]
+    candidates = [(f, f.relative_to(base / "test").parts) for f in sorted((base / "test").rglob("*.py"))]
+    return [f for f, parts in candidates if not parts[0].removesuffix(".py").startswith(held_out) and not _TABLES & set(parts)]
 
 
 def read(group: str) -> tuple[list[tuple[str, str]], list[str]]:
@@ -64,7 +64,7 @@ def read(group: str) -> tuple[list[tuple[str, str]], list[str]]:
         )
     base = root()
     sources = {name: _sources(name, base) for name in groups.get(group) or training_names()}
-    files = [f for found in sources.values() for f in found] + (_test_sources(base) if group == "training" else [])
+    files = [f for paths in sources.values() for f in paths] + (_test_sources(base) if group == "training" else [])
     texts = [(f.relative_to(base).as_posix(), f.read_bytes().decode("utf-8", errors="ignore")) for f in files]
     documents = [(name, text.replace("\r\n", "\n")) for name, text in texts if text.strip()]
-    return documents, [name for name, found in sources.items() if not found]
+    return documents, [name for name, paths in sources.items() if not paths]

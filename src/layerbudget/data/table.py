@@ -64,8 +64,10 @@ def read_table(path: Path) -> tuple[tuple[str, ...], dict[str, list[Labelled]]]:
     _check_labels(rows, label, path)
     known, shown = _spellings([row[label] for row, _ in rows], path)
     if not 2 <= len(shown) <= MOST_LABELS:
-        told = f"{path} has {len(shown)} distinct labels in its column {label}."
-        raise InvalidInput(told, f"Between 2 and {MOST_LABELS} can be told apart.", "Group them, or learn answers by --data.")
+        problem = f"{path} has {len(shown)} distinct labels in its column {label}."
+        raise InvalidInput(
+            problem, f"Between 2 and {MOST_LABELS} can be told apart.", "Group them, or learn answers by --data."
+        )
     made = {
         name: [_labelled(row, where, texts, known[_key(row[label])]) for row, where in part] for name, part in splits.items()
     }
@@ -79,10 +81,10 @@ def _tenth(rows: Sequence[Labelled], path: Path) -> tuple[list[Labelled], list[L
     """The rows to train on, and every tenth text by its hash; of a small file that with the smallest hash."""
     texts = ["\n".join(filter(None, (row.text, row.pair))) for row in rows]
     hashes = {text: int(hashlib.sha256(text.encode()).hexdigest(), 16) for text in texts}
-    held = {text for text, number in hashes.items() if number % 10 == 0} or {min(hashes, key=hashes.__getitem__)}
-    if len(held) == len(hashes):
+    held_out = {text for text, number in hashes.items() if number % 10 == 0} or {min(hashes, key=hashes.__getitem__)}
+    if len(held_out) == len(hashes):
         raise NotEnoughText(f"{path} has {len(hashes)} texts.", "One is held out, so two are needed.", "Give more rows.")
-    sides = [[row for row, text in zip(rows, texts, strict=True) if (text in held) is side] for side in (False, True)]
+    sides = [[row for row, text in zip(rows, texts, strict=True) if (text in held_out) is side] for side in (False, True)]
     return sides[0], sides[1]
 
 
@@ -153,8 +155,10 @@ def _check_labels(rows: Sequence[Named], label: str, path: Path) -> None:
         raise CorruptFile(f"{_upper(nested)} has several labels.", "A row has one.", "Write one label per row.")
     hidden = [where for row, where in rows if _is_hidden(row[label])]
     if hidden:
-        told = f"{len(hidden)} of {len(rows)} rows of {path} have the label -1, the first is {hidden[0]}."
-        raise InvalidInput(told, "Published files write it where the answer is hidden.", "Drop them, or write labels as words.")
+        problem = f"{len(hidden)} of {len(rows)} rows of {path} have the label -1, the first is {hidden[0]}."
+        raise InvalidInput(
+            problem, "Published files write it where the answer is hidden.", "Drop them, or write labels as words."
+        )
 
 
 def _shown(value: Any) -> str:
@@ -163,7 +167,7 @@ def _shown(value: Any) -> str:
 
 
 def _key(value: Any) -> str:
-    """What the spellings of one label share: neither case nor spaces make another one."""
+    """Return the key that the spellings of one label share: neither case nor spaces make another one."""
     return " ".join(_shown(value).casefold().split())
 
 

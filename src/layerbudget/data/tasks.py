@@ -63,8 +63,8 @@ class Task:
 
     def limited(self, train: int | None, evaluation: int | None = None) -> Task:
         """The task with at most so many rows, the first ones of a fixed shuffle."""
-        held = {k: first_rows(v, evaluation) for k, v in self.evaluation.items()}
-        return dataclasses.replace(self, train=first_rows(self.train, train), evaluation=held)
+        evaluation_rows = {k: first_rows(v, evaluation) for k, v in self.evaluation.items()}
+        return dataclasses.replace(self, train=first_rows(self.train, train), evaluation=evaluation_rows)
 
 
 def known_label(value: object, known: Mapping[Any, int], where: str) -> int:
@@ -136,9 +136,9 @@ def _read(name: str, path: Path) -> Task:
 def _find(folder: Path, *names: str) -> Path:
     """First of several file names that exists (the releases differ in them)."""
     for name in names:
-        found = sorted(folder.glob(name))
-        if found:
-            return found[0]
+        matches = sorted(folder.glob(name))
+        if matches:
+            return matches[0]
     raise NotFound(f"{folder} has no {' or '.join(names)}.", "", "Point --data-dir to the folder of the original release.")
 
 

@@ -101,7 +101,7 @@ class _Writer:
         return tuple((int(low), int(high)) for low, high in made[1][0])
 
     def _given(self, messages: Sequence[Message]) -> list[Message]:
-        given = []
+        adapted = []
         for message in messages:
             changed = dict(message)
             if self.parts:
@@ -112,8 +112,8 @@ class _Writer:
                 ]
             if "reasoning_content" in message:
                 changed["thinking"] = message["reasoning_content"]
-            given.append(changed)
-        return given
+            adapted.append(changed)
+        return adapted
 
 
 def _with(call: Message, key: str, value: Any) -> Message:
@@ -130,8 +130,8 @@ def template_of(tokenizer: Any, tools: Sequence[Message]) -> str:
     except InvalidInput:
         raise
     except ValueError as error:  # several templates by name, and none of them is the default
-        told = f"The tokenizer does not say which chat template is meant: {str(error).partition('.')[0]}."
-        raise InvalidInput(told, "One is named default.", "Set tokenizer.chat_template, and save the tokenizer.") from error
+        problem = f"The tokenizer does not say which chat template is meant: {str(error).partition('.')[0]}."
+        raise InvalidInput(problem, "One is named default.", "Set tokenizer.chat_template, and save the tokenizer.") from error
 
 
 @functools.lru_cache(maxsize=8)
@@ -140,8 +140,8 @@ def _dated(template: str) -> str:
     called = r"""strftime_now\(\s*(['"])(.*?)\1\s*\)"""
     dated = re.sub(called, lambda m: f"{m[1]}{_TODAY.strftime(m[2])}{m[1]}", template)
     if "strftime_now(" in dated:
-        told = "The chat template asks for today's date in a form that is not known."
-        raise InvalidInput(told, 'A form is a text, as in strftime_now("%d %b %Y").', "Write such a form into the template.")
+        problem = "The chat template asks for today's date in a form that is not known."
+        raise InvalidInput(problem, 'A form is a text, as in strftime_now("%d %b %Y").', "Write such a form into the template.")
     if dated != template:
         _say_once(f"The chat template writes today's date: {_TODAY:%d %b %Y} is read in its place, on every day.")
     return dated
@@ -211,9 +211,9 @@ class _Marks:
 
     def of_turn(self, turn: int) -> tuple[list[int], list[int]]:
         """The marks before and behind the texts of a turn that are written and have one place."""
-        own = [n for n, leaf in enumerate(self.leaves) if leaf.turn == turn]
-        return [2 * n for n in own if self.places.get(2 * n, -1) >= 0], [
-            2 * n + 1 for n in own if self.places.get(2 * n + 1, -1) >= 0
+        numbers = [n for n, leaf in enumerate(self.leaves) if leaf.turn == turn]
+        return [2 * n for n in numbers if self.places.get(2 * n, -1) >= 0], [
+            2 * n + 1 for n in numbers if self.places.get(2 * n + 1, -1) >= 0
         ]
 
 
@@ -239,8 +239,8 @@ def _best(write: _Writer, messages: list[Message], where: str) -> tuple[_Writer,
         usable.append((losses, made))
     if not usable:
         said = str(refused).rstrip(".")
-        told = f"The chat template refuses a conversation in {where}: {said}."
-        raise InvalidInput(told, "", "Correct the roles, or drop the row.") from refused
+        problem = f"The chat template refuses a conversation in {where}: {said}."
+        raise InvalidInput(problem, "", "Correct the roles, or drop the row.") from refused
     return min(usable, key=lambda way: way[0])[1]
 
 
@@ -269,10 +269,10 @@ def _marked(write: _Writer, messages: list[Message], text: str) -> _Marks:
             made = write(marked, tools=tools)
             if _marks(plane).sub("", made) == text:
                 places: dict[int, int] = {}
-                for k, found in enumerate(_marks(plane).finditer(made)):
-                    number = ord(found.group()) - plane
+                for k, match in enumerate(_marks(plane).finditer(made)):
+                    number = ord(match.group()) - plane
                     once = number not in places or leaves[number // 2].kind not in ("content", "thought")
-                    places[number] = places.get(number, found.start() - k) if once else -1  # twice: it has no one place
+                    places[number] = places.get(number, match.start() - k) if once else -1  # twice: it has no one place
                 return _Marks(marked, tuple(leaves), places, plane)
     return _Marks(messages)
 
@@ -307,9 +307,9 @@ def _losses(marks: _Marks, messages: Sequence[Message], text: str) -> Iterator[_
     gone = {(leaf.turn, leaf.kind) for leaf in marks.lost()}
     for i, message in enumerate(messages):
         thought, _, rest = message["content"].rpartition("</think>")
-        own = [("thought", thought), ("thought", message.get("reasoning_content", "")), ("content", rest)]
-        own += [("call", t) for c in message.get("tool_calls", ()) for t in strings(c["function"]["arguments"])]
-        for kind, said in own:
+        texts = [("thought", thought), ("thought", message.get("reasoning_content", "")), ("content", rest)]
+        texts += [("call", t) for c in message.get("tool_calls", ()) for t in strings(c["function"]["arguments"])]
+        for kind, said in texts:
             if (i, kind) not in gone and (line := _line_lost(said, text)):
                 yield _Leaf(i, kind, line)
 
@@ -333,12 +333,12 @@ _BY_DESIGN = {
 
 
 def _left_out(marks: _Marks, messages: Sequence[Message], text: str, where: str, *, headed: bool) -> list[str]:
-    """What is said about texts that are not written and need not be; any other one is a reason to refuse the row."""
+    """Return notes on texts that are not written and need not be; any other one is a reason to refuse the row."""
     notes = set()
     for leaf in _losses(marks, messages, text):
         later = any(m["role"] in ("user", "assistant") for m in messages[leaf.turn + 1 :])
-        beside = leaf.kind == "content" and leaf.turn >= 0 and "tool_calls" in messages[leaf.turn]
-        if leaf.kind == "name" or (later and leaf.turn >= 0 and (leaf.kind == "thought" or beside)):
+        next_to_call = leaf.kind == "content" and leaf.turn >= 0 and "tool_calls" in messages[leaf.turn]
+        if leaf.kind == "name" or (later and leaf.turn >= 0 and (leaf.kind == "thought" or next_to_call)):
             notes.add(_BY_DESIGN[leaf.kind])
             continue
         who = "The tokenizer has no chat template, and the headings leave" if headed else "The chat template leaves"
@@ -347,8 +347,8 @@ def _left_out(marks: _Marks, messages: Sequence[Message], text: str, where: str,
         )
         remedy = "Take a tokenizer whose template writes it, or give the rows as prompt and completion, both as text."
         if leaf.kind == "thought":
-            own = "trl.chat_template_utils.get_training_chat_template has one for many models"
-            remedy = f"Give the tokenizer a template that keeps it ({own}), or drop the thoughts from the rows."
+            hint = "trl.chat_template_utils.get_training_chat_template has one for many models"
+            remedy = f"Give the tokenizer a template that keeps it ({hint}), or drop the thoughts from the rows."
         raise InvalidInput(f"{who} out {what} in {where}: {leaf.text.strip():.40}", "What is left out is not learned.", remedy)
     return sorted(notes)
 
@@ -364,15 +364,15 @@ def _spans(conversation: Conversation, turns: Sequence[int], text: str, marks: _
     if _GENERATION.search(write.template) and (write.template is _HEADINGS or not prompted):
         spans = write.generated(conversation.messages)
     if write.template is _HEADINGS:
-        own = dict(zip((i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"), spans, strict=True))
-        return tuple(own[i] for i in turns if i not in conversation.silent)
+        span_of = dict(zip((i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"), spans, strict=True))
+        return tuple(span_of[i] for i in turns if i not in conversation.silent)
     if not spans:
         by_turn = _as_marks_show(conversation.messages, turns, text, marks, write, where, prompted)
         return tuple(span for i, span in by_turn.items() if i not in conversation.silent)
     for i in conversation.silent:
         if _says(conversation.messages[i]) and not marks.of_turn(i)[0]:
             raise _hidden(i, where)
-    owners = [max(marks.between(0, high), key=lambda found: found[1], default=None) for _, high in spans]
+    owners = [max(marks.between(0, high), key=lambda leaf_and_place: leaf_and_place[1], default=None) for _, high in spans]
     return tuple(span for span, last in zip(spans, owners, strict=True) if not last or last[0].turn not in conversation.silent)
 
 
@@ -411,9 +411,9 @@ def _as_marks_show(
         stop = len(text) if last else high + _stop(text[high:], marks, i, last_mark, write, special)
         inside = [leaf.turn for leaf, place in marks.between(start, stop) if leaf.turn != i]
         if inside:
-            told = f"The chat template writes message {inside[0] + 1} within message {i + 1} in {where}."
+            problem = f"The chat template writes message {inside[0] + 1} within message {i + 1} in {where}."
             raise InvalidInput(
-                told, "What another one says is not learned.", "Drop the words beside the call, or drop the row."
+                problem, "What another one says is not learned.", "Drop the words beside the call, or drop the row."
             )
         spans[i], since = (start, stop), stop
     return spans

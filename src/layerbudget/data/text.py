@@ -85,7 +85,7 @@ def _written_rows(rows: Sequence[tuple[Row, str]], source: str) -> list[tuple[Ro
     """
     check_one_format(rows)
     texts = of_every_row(rows, lambda row, where: text_of(row, where) if format_of(row) is None else "a dialogue")
-    kept = [found for found, text in zip(rows, texts, strict=True) if text.strip()]
+    kept = [placed_row for placed_row, text in zip(rows, texts, strict=True) if text.strip()]
     if rows and not kept:
         raise NotEnoughText(
             f"All {len(rows)} rows of {source} are blank.", "At least one text is needed.", "Give another file."
@@ -103,7 +103,7 @@ def _read_rows(source: str, group: str, limit: int | None = None) -> list[tuple[
             logger.warning("This Python has no module %s: skipped.", ", ".join(missing))
         return [(text, source) for _, text in documents]
     if _is_local(source):
-        return [found for part in _parts(source) for found in read_rows(part, group)]
+        return [placed_row for part in _parts(source) for placed_row in read_rows(part, group)]
     return [(row, f"row {n} of {source}") for n, row in enumerate(_read_hub(source, group, limit), 1)]
 
 
@@ -148,16 +148,16 @@ def column_rows(rows: Iterable[dict[str, Any]], column: str, source: str, limit:
 
     Empty and missing texts are left out.
     """
-    found: list[Row] = []
+    kept: list[Row] = []
     for row in rows:
         if not column and format_of(row) is not None:
-            found.append(row)
+            kept.append(row)
         else:
             text = text_of(row, source, column)
-            found.extend([text] if text.strip() else [])
-        if limit is not None and len(found) >= limit:
+            kept.extend([text] if text.strip() else [])
+        if limit is not None and len(kept) >= limit:
             break
-    return found
+    return kept
 
 
 def token_stream(documents: Iterable[str], tokenizer: Any) -> np.ndarray:
@@ -189,8 +189,8 @@ def calibration(
         InvalidInput, NotFound, MissingDependency: As in :func:`read_documents`.
     """
     if (samples is not None and samples < 1) or length < 2:
-        told = f"samples is {samples}, length is {length}."
-        raise InvalidInput(told, "At least 1 sample of at least 2 tokens.", "Try 128 and 256.")
+        problem = f"samples is {samples}, length is {length}."
+        raise InvalidInput(problem, "At least 1 sample of at least 2 tokens.", "Try 128 and 256.")
     order = np.random.default_rng(seed)
     if isinstance(source, str) and source in _REFERENCES and shuffle == (group != "evaluation"):
         return _of_reference(source, tokenizer, samples, length, seed, group)
@@ -202,11 +202,11 @@ def calibration(
     text = digest_of(row for row, _ in rows)
     if any(format_of(row) for row, _ in rows):
         whole = whole_rows(rows, tokenizer)
-        found = shortened(whole, length)
-        if samples is not None and len(found) < samples:
-            logger.warning("%s has %d rows; %d were asked for: all of them are used.", name, len(found), samples)
-        drawn = order.permutation(len(found)) if shuffle else np.arange(len(found))
-        made = padded([found[i] for i in drawn[:samples]], pad_of(tokenizer))
+        encoded = shortened(whole, length)
+        if samples is not None and len(encoded) < samples:
+            logger.warning("%s has %d rows; %d were asked for: all of them are used.", name, len(encoded), samples)
+        drawn = order.permutation(len(encoded)) if shuffle else np.arange(len(encoded))
+        made = padded([encoded[i] for i in drawn[:samples]], pad_of(tokenizer))
         limited = isinstance(source, str) and samples is not None and len(whole) >= 64 * samples and not _is_local(name)
         return CalibrationSet(
             input_ids=made["input_ids"],
@@ -237,8 +237,8 @@ def _windows(
     """Windows of a stream that do not overlap, in a random order or the first ones, ``(samples, length)``."""
     count = len(stream) // length
     if not count:
-        told = f"{name} has {len(stream)} tokens, one sample needs {length}."
-        raise NotEnoughText(told, "", f"Give more text, or a length up to {len(stream)}.")
+        problem = f"{name} has {len(stream)} tokens, one sample needs {length}."
+        raise NotEnoughText(problem, "", f"Give more text, or a length up to {len(stream)}.")
     if samples is not None and count < samples:
         text = "%s has %d tokens: %d samples of %d are used instead of %d."
         logger.warning(text, name, len(stream), count, length, samples)
@@ -274,21 +274,21 @@ def _within(
     texts: Sequence[str], tokenizer: Any, samples: int, length: int, name: str, order: np.random.Generator
 ) -> torch.Tensor:
     """One window at a random place of each of ``samples`` random documents that are longer than a window."""
-    found: list[np.ndarray] = []
+    windows: list[np.ndarray] = []
     for i in order.permutation(len(texts)):
         stream = token_stream([texts[i]], tokenizer)
         if len(stream) > length:
             start = int(order.integers(len(stream) - length))
-            found.append(stream[start : start + length])
-        if len(found) == samples:
+            windows.append(stream[start : start + length])
+        if len(windows) == samples:
             break
-    if not found:
-        told = f"None of {len(texts)} documents of {name} has more than {length} tokens."
-        raise NotEnoughText(told, "A window lies within one document.", "Use a smaller length.")
-    if len(found) < samples:
+    if not windows:
+        problem = f"None of {len(texts)} documents of {name} has more than {length} tokens."
+        raise NotEnoughText(problem, "A window lies within one document.", "Use a smaller length.")
+    if len(windows) < samples:
         text = "%d documents of %s have more than %d tokens: %d samples are used instead of %d."
-        logger.warning(text, len(found), name, length, len(found), samples)
-    return torch.from_numpy(np.stack(found))
+        logger.warning(text, len(windows), name, length, len(windows), samples)
+    return torch.from_numpy(np.stack(windows))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -335,8 +335,8 @@ def read_texts(
         sides = _split(rows, source)
     else:
         sides = rows, _written_rows(_read_rows(held_out, "evaluation"), held_out)
-    train, held = (tuple(encode(part, tokenizer, limit=limit, everything=everything)) for part in sides)
-    return Texts(name=source, train=train, evaluation={"held_out": held}, text=digest_of(row for row, _ in rows))
+    train, held_out_rows = (tuple(encode(part, tokenizer, limit=limit, everything=everything)) for part in sides)
+    return Texts(name=source, train=train, evaluation={"held_out": held_out_rows}, text=digest_of(row for row, _ in rows))
 
 
 def _split(rows: list[tuple[Row, str]], source: str) -> tuple[list[tuple[Row, str]], list[tuple[Row, str]]]:
@@ -345,7 +345,7 @@ def _split(rows: list[tuple[Row, str]], source: str) -> tuple[list[tuple[Row, st
         raise NotEnoughText(f"{source} has {len(rows)} rows.", "One is held out, so two are needed.", "Give more rows.")
     keys = [hashlib.sha256(json.dumps(row, sort_keys=True, default=str).encode()).hexdigest() for row, _ in rows]
     last = sorted(keys)[max(1, round(_HELD_OUT * len(rows))) - 1]
-    sides = [[r for r, k in zip(rows, keys, strict=True) if (k <= last) is held] for held in (False, True)]
+    sides = [[r for r, k in zip(rows, keys, strict=True) if (k <= last) is is_held_out] for is_held_out in (False, True)]
     if not sides[0]:
         raise InvalidInput(f"All rows of {source} are equal.", "A row is held out, another trained on.", "Give other rows.")
     return sides[0], sides[1]

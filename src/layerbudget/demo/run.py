@@ -50,8 +50,8 @@ def verdict(rows: list[dict[str, Any]]) -> str:
 
 def _beside(row: dict[str, Any]) -> str:
     mean = row["log_difference"]
-    found = outcome(mean, error=row["log_difference_error"])
-    return f"{LEVEL_WITH}uniform's" if found == "level" else f"{abs(math.expm1(mean)):.1%} {found} than uniform's"
+    side = outcome(mean, error=row["log_difference_error"])
+    return f"{LEVEL_WITH}uniform's" if side == "level" else f"{abs(math.expm1(mean)):.1%} {side} than uniform's"
 
 
 def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, progress: Progress | None = None) -> dict[str, Any]:
@@ -83,14 +83,14 @@ def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, progress: Pro
             plan = _plan(rule, target, dense, data, scores, seed)
             model = copy.deepcopy(dense)
             receipt = prune(model, plan, data, method="wanda")
-            found = perplexity(model, held_out)
+            evaluation = perplexity(model, held_out)
             tick(2)
-            base = base or found
-            rows.append(_row(label, target, receipt.sparsity, found, base))
+            base = base or evaluation
+            rows.append(_row(label, target, receipt.sparsity, evaluation, base))
             if target == TARGETS[0]:
                 plans.append(plan)
-                if best is None or found.value < best[0]:
-                    best = (found.value, label, plan, model, receipt)
+                if best is None or evaluation.value < best[0]:
+                    best = (evaluation.value, label, plan, model, receipt)
     if best is None:
         raise ValueError("no model was pruned")
     _, label, plan, model, receipt = best
@@ -124,12 +124,12 @@ def _plan(rule: str, target: float, model: Any, data: CalibrationSet, scores: Sc
     return plan_sparsity(scores, sparsity=target, max_sparsity=cap, rule=rule, seed=seed if rule == "permuted" else None)
 
 
-def _row(label: str, target: float | None, sparsity: float, found: Evaluation, base: Evaluation | None) -> dict[str, Any]:
+def _row(label: str, target: float | None, sparsity: float, evaluation: Evaluation, base: Evaluation | None) -> dict[str, Any]:
     """A row of the table; its difference to uniform is that of log perplexities, paired by window."""
-    row = {"model": label, "target": target, "sparsity": sparsity, **found.to_dict()}
+    row = {"model": label, "target": target, "sparsity": sparsity, **evaluation.to_dict()}
     row["perplexity"] = row.pop("value")
     mean = error = None
-    if base is not None and base is not found:
-        mean, error = ratio(np.array(found.nll) - np.array(base.nll), np.array(found.counts, dtype=float))[:2]
+    if base is not None and base is not evaluation:
+        mean, error = ratio(np.array(evaluation.nll) - np.array(base.nll), np.array(evaluation.counts, dtype=float))[:2]
     row.update(log_difference=mean, log_difference_error=error, vs_uniform=None if mean is None else math.expm1(mean))
     return row

@@ -27,7 +27,7 @@ from ..records import Block
 from ..sensitivity.estimators import ESTIMATORS
 
 SEVERITIES = ("ok", "note", "warning", "problem")
-Found = Iterator[tuple[str, str, str]]
+Remarks = Iterator[tuple[str, str, str]]
 _FAILURES = (LayerbudgetError, ArithmeticError, LookupError, RuntimeError, ValueError, TypeError, AttributeError)
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
@@ -74,29 +74,29 @@ def diagnose(model: nn.Module, tokenizer: Any = None, data: CalibrationSet | Non
         tokenizer: Its tokenizer, for the checks of special tokens.
         data: The calibration set that is planned; a random sample of 64 tokens stands in.
     """
-    found = [f for check in (weights, ties, coverage) for f in _findings(check.__name__, check(model))]
-    found += _findings("tokens", tokens(model, tokenizer, data))
+    findings = [f for check in (weights, ties, coverage) for f in _findings(check.__name__, check(model))]
+    findings += _findings("tokens", tokens(model, tokenizer, data))
     sample = _stand_in(model) if data is None else _learned_first(data)
-    if sample is None or any(f.severity == "problem" for f in found):
-        return Diagnosis(findings=tuple(found))
-    found += _findings("padding", padding(model, sample))
-    found += _findings("experts", experts(model))
+    if sample is None or any(f.severity == "problem" for f in findings):
+        return Diagnosis(findings=tuple(findings))
+    findings += _findings("padding", padding(model, sample))
+    findings += _findings("experts", experts(model))
     try:
         batch, short, blocks = first_batch(model, sample), first_batch(model, _shorten(sample)), partition(model)
         missing = unreached(model, batch, blocks)
     except _FAILURES as error:  # of everything that scores the matrices
-        found += _findings("run", iter([_failed(error, "problem")]))
+        findings += _findings("run", iter([_failed(error, "problem")]))
     else:
-        found += _findings("determinism", determinism(model, batch, blocks[0]))
-        found += _findings("coverage", iter(missing))
-        found += _findings("attention", attention(model, short, blocks[0]))
-    return Diagnosis(findings=tuple(found))
+        findings += _findings("determinism", determinism(model, batch, blocks[0]))
+        findings += _findings("coverage", iter(missing))
+        findings += _findings("attention", attention(model, short, blocks[0]))
+    return Diagnosis(findings=tuple(findings))
 
 
-def _findings(check: str, found: Found) -> list[Finding]:
+def _findings(check: str, remarks: Remarks) -> list[Finding]:
     results: list[tuple[str, str, str]] = []
     try:
-        results.extend(found)
+        results.extend(remarks)
     except _FAILURES as error:
         results.append(_failed(error, "warning"))
     return [Finding(check=check, severity=severity, what=what, remedy=remedy) for severity, what, remedy in results]
@@ -110,7 +110,7 @@ def _failed(error: Exception, severity: str) -> tuple[str, str, str]:
 # --- checks that only look --------------------------------------------------------------------------------------------------
 
 
-def weights(model: nn.Module) -> Found:
+def weights(model: nn.Module) -> Remarks:
     """Values that are not finite, precision, quantised storage."""
     bad = [n for n, p in model.state_dict().items() if p.is_floating_point() and not bool(torch.isfinite(p).all())]
     packed = [n for n, p in model.named_parameters() if not p.is_floating_point()]
@@ -128,7 +128,7 @@ def weights(model: nn.Module) -> Found:
         yield "ok", f"All weights are finite and {kinds[0]}.", ""
 
 
-def ties(model: nn.Module) -> Found:
+def ties(model: nn.Module) -> Remarks:
     """Weights that serve in several places."""
     by_parameter: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -151,7 +151,7 @@ def ties(model: nn.Module) -> Found:
         yield "ok", "No weights are shared.", ""
 
 
-def coverage(model: nn.Module) -> Found:
+def coverage(model: nn.Module) -> Remarks:
     """Whether blocks are found and which matrices no block holds, inside the layers or outside of them."""
     try:
         blocks = partition(model)
@@ -162,12 +162,12 @@ def coverage(model: nn.Module) -> Found:
     fused = [m.name for b in blocks for m in b.modules if m.copies > 1]
     if rest:
         prefixes = tuple(name + "." for name, _ in layers(model))
-        beside = sum(not name.startswith(prefixes) for name in rest)
+        outside = sum(not name.startswith(prefixes) for name in rest)
         what = (
             f"Blocks hold {share_held(model, blocks):.1%} of the matrices' weights (embeddings and output head aside); "
-            f"{len(rest)} tensors are in no block, {beside} of them outside the layers, first {next(iter(rest))}."
+            f"{len(rest)} tensors are in no block, {outside} of them outside the layers, first {next(iter(rest))}."
         )
-        severity = "warning" if beside < len(rest) else "note"
+        severity = "warning" if outside < len(rest) else "note"
         yield severity, what, "They are neither scored nor pruned; say so when you report a sparsity."
     if fused:
         remedy = "Scores that need per-sequence gradients run one sequence at a time; outlier-ratio does not cover them."
@@ -176,7 +176,7 @@ def coverage(model: nn.Module) -> Found:
         yield "ok", f"{len(blocks)} blocks hold all {sum(b.numel for b in blocks):,} weights of the matrices.", ""
 
 
-def tokens(model: nn.Module, tokenizer: Any, data: CalibrationSet | None) -> Found:
+def tokens(model: nn.Module, tokenizer: Any, data: CalibrationSet | None) -> Remarks:
     """Vocabulary sizes, a doubled or missing beginning-of-text token, a missing padding token, lengths."""
     if data is not None:
         yield from _tokens_of(model, data, getattr(tokenizer, "bos_token_id", None))
@@ -195,7 +195,7 @@ def tokens(model: nn.Module, tokenizer: Any, data: CalibrationSet | None) -> Fou
         yield "note", "The tokenizer has no padding token.", remedy
 
 
-def _tokens_of(model: nn.Module, data: CalibrationSet, bos: int | None) -> Found:
+def _tokens_of(model: nn.Module, data: CalibrationSet, bos: int | None) -> Remarks:
     embedding, largest = getattr(model, "get_input_embeddings", lambda: None)(), int(data.input_ids.max())
     if embedding is not None and largest >= embedding.weight.shape[0]:
         what = f"Token id {largest}, but the model has {embedding.weight.shape[0]} embeddings."
@@ -214,7 +214,7 @@ def _tokens_of(model: nn.Module, data: CalibrationSet, bos: int | None) -> Found
 # --- checks that run the model ----------------------------------------------------------------------------------------------
 
 
-def padding(model: nn.Module, data: CalibrationSet) -> Found:
+def padding(model: nn.Module, data: CalibrationSet) -> Remarks:
     """Whether real tokens get the same logits beside padding, on either side."""
     row = data.input_ids[:1, : min(data.length, 24)]
     if data.attention_mask is not None:
@@ -257,31 +257,31 @@ def _logits(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Te
     return model(**kwargs).logits.float()
 
 
-def experts(model: nn.Module) -> Found:
+def experts(model: nn.Module) -> Remarks:
     """Whether routed experts are called in a known way, tried on a few tokens of one layer of each kind."""
     if not any(m.copies > 1 for b in partition(model) for m in b.modules):
         return
     try:
-        found = find_experts(model)
-        check_experts(found)
+        expert_layers = find_experts(model)
+        check_experts(expert_layers)
     except UnknownStructure as error:
         yield "note", f"Which experts stay cannot be planned: {error.what}", error.remedy
         return
-    counts = "/".join(sorted({f"{e.top_k} of {e.count}" for e in found}))
+    counts = "/".join(sorted({f"{e.top_k} of {e.count}" for e in expert_layers}))
     remedy = "plan expert-pruning says which of them your text needs."
-    yield "ok", f"{len(found)} layers give a token {counts} experts, as their routers and matrices by hand do.", remedy
+    yield "ok", f"{len(expert_layers)} layers give a token {counts} experts, as their routers and matrices by hand do.", remedy
 
 
-def determinism(model: nn.Module, batch: Batch, block: Block) -> Found:
+def determinism(model: nn.Module, batch: Batch, block: Block) -> Remarks:
     """Two passes over the same sample: equal loss, equal gradient?"""
     _, parameter = weight_of(model, block.modules[0].name)
-    found = []
+    passes = []
     with prepared(model):
         parameter.requires_grad_(True)
         for _ in range(2):
             loss = summed_loss(logits_of(model, batch), batch.targets)
-            found.append((loss.detach(), torch.autograd.grad(loss, parameter)[0]))
-    gap = max(float((a - b).abs().max() / a.abs().max().clamp_min(1e-30)) for a, b in zip(*found, strict=True))
+            passes.append((loss.detach(), torch.autograd.grad(loss, parameter)[0]))
+    gap = max(float((a - b).abs().max() / a.abs().max().clamp_min(1e-30)) for a, b in zip(*passes, strict=True))
     what = f"Two passes over one sample differ by {gap:.1e} (relative)."
     if gap == 0:
         yield "ok", "Two passes give the same loss and gradient, bit for bit.", ""
@@ -291,16 +291,16 @@ def determinism(model: nn.Module, batch: Batch, block: Block) -> Found:
         yield "note", what, "Try torch.use_deterministic_algorithms(True)."
 
 
-def attention(model: nn.Module, batch: Batch, block: Block) -> Found:
+def attention(model: nn.Module, batch: Batch, block: Block) -> Remarks:
     """Whether attention can be differentiated twice as it is, or by the math kernel."""
-    own = getattr(getattr(model, "config", None), "_attn_implementation", None) or "its own"
+    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None) or "its own"
     if _twice(model, batch, block, contextlib.nullcontext()) is None:
-        yield "ok", f"Attention ({own}) can be differentiated twice.", ""
+        yield "ok", f"Attention ({implementation}) can be differentiated twice.", ""
         return
     failure = _twice(model, batch, block, twice_differentiable(model))
     if failure is None:
         remedy = "ggn, hessian and certificates switch to the math kernel for their own runs; nothing to do."
-        yield "note", f"Attention ({own}) has no second derivative on this device.", remedy
+        yield "note", f"Attention ({implementation}) has no second derivative on this device.", remedy
     else:
         remedy = "Use fisher-gram, kfac or ekfac, or load with attn_implementation='eager'."
         yield "warning", f"Second derivatives fail also with the math kernel: {failure}", remedy
@@ -379,18 +379,18 @@ def _shorten(data: CalibrationSet, length: int = 8) -> CalibrationSet:
 
 def refusals(model: nn.Module) -> dict[str, str]:
     """One sentence for every long verb that would refuse the model for what it is made of; the model is not run."""
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     fused = list(tracked(model, partition(model))[1])
     if fused:
         why = f"It knows no fused experts. Leave them out: --exclude '{owners_of(fused)}'."
-        found |= {f"score {e.name}": why for e in ESTIMATORS.all().values() if e.linear}
+        reasons |= {f"score {e.name}": why for e in ESTIMATORS.all().values() if e.linear}
     try:
         find_parts(model)
     except UnknownStructure as error:
-        found["plan shapes"] = str(error)
+        reasons["plan shapes"] = str(error)
     try:
         if head_of(model) != "causal":
-            found["evaluate"] = "Perplexity needs a causal language model."
+            reasons["evaluate"] = "Perplexity needs a causal language model."
     except LayerbudgetError as error:
-        found["evaluate"] = str(error)
-    return found
+        reasons["evaluate"] = str(error)
+    return reasons

@@ -51,12 +51,12 @@ def what_fits(config: Any, memory: int, context: int) -> list[dict[str, Any]]:
     for name, family in CACHES:
         form, table, sizes = find_format(name, family), tables[family], mixes if family == GGUF else {}
         block, numbers = (form.block_bytes, form.group or 1) if family == GGUF else (1, 1)  # fp8: a byte for a number
-        held = caches[family].held(context) * block // (2 * numbers)
+        cache_bytes = caches[family].held(context) * block // (2 * numbers)
         share = share_of(str(table.runtime), None)
-        left = int(share * memory) - held - known.state - known.buffers(context) - table.fixed
+        left = int(share * memory) - cache_bytes - known.state - known.buffers(context) - table.fixed
         inside = [mix for mix, size in sizes.items() if size <= left]
         method = "weighted" if family == GGUF and not _bits(plain, left) else "rtn"
-        row = {"cache": name, "cache_bytes": held, "left": max(left, 0), "bits": _bits(table, left)}
+        row = {"cache": name, "cache_bytes": cache_bytes, "left": max(left, 0), "bits": _bits(table, left)}
         row |= {"runtime": table.runtime, "method": method, "share": share}
         rows.append({**row, "mix": max(inside, key=lambda mix: sizes[mix], default=None)})
     return rows

@@ -50,8 +50,8 @@ def reached(model: nn.Module, batch: Batch) -> list[Reach]:
     blocks = partition(model)
     modules = [m for b in blocks for m in b.modules]
     whole = sum(m.numel for m in modules) + sum(left_out(model, blocks).values())
-    beside = next(iter(left_out(model, blocks)), "")
-    outside = f"Left as they are: tensors in no block, first {beside}." if beside else ""
+    first = next(iter(left_out(model, blocks)), "")
+    outside = f"Left as they are: tensors in no block, first {first}." if first else ""
     ways: dict[str, Callable[[], tuple[int, str]]] = {
         "score, plan sparsity, apply": lambda: _of_inputs(model, batch, blocks, outside),
         "plan bits": lambda: _of_files(model, modules, "transformers", outside),
@@ -60,14 +60,14 @@ def reached(model: nn.Module, batch: Batch) -> list[Reach]:
         "plan shapes": lambda: _of_shapes(model),
         "plan expert-pruning": lambda: _of_experts(model),
     }
-    found = []
+    reaches = []
     for verb, way in ways.items():
         try:
             numel, left = way()
         except LayerbudgetError as error:
             numel, left = 0, error.what
-        found.append(Reach(verb=verb, share=numel / whole, left=left))
-    return found
+        reaches.append(Reach(verb=verb, share=numel / whole, left=left))
+    return reaches
 
 
 def _of_inputs(model: nn.Module, batch: Batch, blocks: Sequence[Block], outside: str) -> tuple[int, str]:
@@ -118,7 +118,7 @@ def _of_shapes(model: nn.Module) -> tuple[int, str]:
 
 def _of_experts(model: nn.Module) -> tuple[int, str]:
     """Weights of routed experts, whose layers were tried."""
-    found = find_experts(model)
+    expert_layers = find_experts(model)
     with torch.no_grad():
-        check_experts(found)
-    return sum(p.numel() for e in found for p in e.experts.parameters() if p.ndim == 3), ""
+        check_experts(expert_layers)
+    return sum(p.numel() for e in expert_layers for p in e.experts.parameters() if p.ndim == 3), ""

@@ -39,8 +39,8 @@ def _boolq(row: Row, index: int, where: str) -> Row:
 
 
 def _arc(row: Row, index: int, where: str, stem: str = "question") -> Row:
-    given = row["question"]["choices"]
-    choices = {name: [choice[name] for choice in given] for name in ("text", "label")}
+    options = row["question"]["choices"]
+    choices = {name: [choice[name] for choice in options] for name in ("text", "label")}
     known_label(row["answerKey"], {k.strip().lower(): j for j, k in enumerate(choices["label"])}, where)
     return {"id": row["id"], stem: row["question"]["stem"], "choices": choices, "answerKey": row["answerKey"]}
 
@@ -170,13 +170,13 @@ def _check_hub(tasks: Sequence[str], index: Any) -> bool:
         return False
     except NotFound:
         for task in tasks:
-            held = load_yaml(index[task].yaml_path, resolve_func=False)
-            path = held.get("dataset_path")
+            task_config = load_yaml(index[task].yaml_path, resolve_func=False)
+            path = task_config.get("dataset_path")
             if path is None:  # a task that makes its own rows
                 continue
             with _cached_only():
                 try:
-                    datasets.load_dataset_builder(path, held.get("dataset_name"))
+                    datasets.load_dataset_builder(path, task_config.get("dataset_name"))
                 except (OSError, ValueError) as missing:
                     raise NotFound(
                         f"The rows of {task} ({path}) are not in the cache, and the hub cannot be reached.", "", _remedy(task)
@@ -272,13 +272,13 @@ def _result(task: str, samples: Sequence[Row]) -> Row:
 
     if not samples or "acc" not in samples[0]:
         raise InvalidInput(f"The task {task} has no accuracy.", "Tasks of choices have one.", "Leave it out.")
-    found: Row = {}
+    result: Row = {}
     for metric, error in (("acc", "stderr"), ("acc_norm", "acc_norm_stderr")):
         if metric in samples[0]:
             values = [float(s[metric]) for s in samples]
-            found |= {metric: float(mean(values)), error: float(mean_stderr(values)) if len(values) > 1 else 0.0}
+            result |= {metric: float(mean(values)), error: float(mean_stderr(values)) if len(values) > 1 else 0.0}
     likely = [[float(r[0] if isinstance(r, (tuple, list)) else r) for r in s["filtered_resps"]] for s in samples]
     chosen = [max(range(len(row)), key=row.__getitem__) for row in likely]
-    found |= {"samples": len(samples), "correct": [float(s["acc"]) for s in samples]}
-    found["digest"] = digest([s["arguments"] for s in samples])
-    return found | {"one_class": one_class(chosen, [len(row) for row in likely])}
+    result |= {"samples": len(samples), "correct": [float(s["acc"]) for s in samples]}
+    result["digest"] = digest([s["arguments"] for s in samples])
+    return result | {"one_class": one_class(chosen, [len(row) for row in likely])}

@@ -104,7 +104,7 @@ def perplexity(
         raise BadModel(f"{type(model).__name__} predicts no next token.", "", "Perplexity needs a causal language model.")
     check_fits(model, data)
     group, counts = process_group(), predicted(data)
-    own, mine = group.shard(range(data.samples)), shard(data)
+    places, mine = group.shard(range(data.samples)), shard(data)
     device, wanted = next(model.parameters()).device, _targets(mine)
     losses: list[np.ndarray] = []
     with inference(model):
@@ -119,7 +119,7 @@ def perplexity(
             losses.append(sequence_losses(logits[:, :-1].float(), targets).cpu().numpy())
             tick(len(logits))
     sums = np.zeros(data.samples)
-    sums[own] = np.concatenate(losses)
+    sums[places] = np.concatenate(losses)
     sums = group.sum(sums)
     rows = sums / np.maximum(counts, 1)
     if not np.isfinite(rows).all():

@@ -103,13 +103,13 @@ class Comparison:
 
     def sentence(self, a: str, b: str, unit: str = "", *, lower_is_better: bool = False) -> str:
         """Say the outcome in one sentence, a null with its power."""
-        told = f"{self.outcome(a, b, lower_is_better=lower_is_better)}: {self.size(a, b, unit)}."
+        text = f"{self.outcome(a, b, lower_is_better=lower_is_better)}: {self.size(a, b, unit)}."
         if self.p < _LEVEL:
             small = outcome(self.difference, p=self.p) == "level"
-            return f"{told} The difference is certain and too small to matter (below {SMALL:g})." if small else told
+            return f"{text} The difference is certain and too small to matter (below {SMALL:g})." if small else text
         if not self.detectable:
-            return told
-        return f"{told} A true difference of {self.detectable:.4f} would have been found 4 times in 5."
+            return text
+        return f"{text} A true difference of {self.detectable:.4f} would have been found 4 times in 5."
 
 
 def mcnemar(*answers: tuple[Labels, Labels]) -> Comparison:
@@ -164,8 +164,8 @@ def _by_chance(groups: Sequence[tuple[float, int]]) -> tuple[np.ndarray, np.ndar
         draws = np.random.default_rng(0).binomial(each.astype(int), 0.5, size=(100_000, len(each)))
         value = np.append((2 * draws - each) @ steps, 2.0)  # one more that is beyond all: what was observed is itself a draw
         chance = np.full(len(value), 1 / len(value))
-    found, where = np.unique(abs(value).round(12), return_inverse=True)
-    return found[::-1], np.bincount(where, chance)[::-1]
+    values, where = np.unique(abs(value).round(12), return_inverse=True)
+    return values[::-1], np.bincount(where, chance)[::-1]
 
 
 def paired_t(a: Sequence[float], b: Sequence[float], weights: Sequence[float] | None = None) -> Comparison:
@@ -280,8 +280,8 @@ def difference(a: np.ndarray, b: np.ndarray, weights: np.ndarray | None = None) 
     d, w = d[:, w > 0], w[w > 0]
     by_seed = d @ w / w.sum()
     mean = float(by_seed.mean())
-    found = [ratio(m, own) for m, own in ((by_seed, np.ones(len(d))), (d.mean(0), w)) if len(m) > 1]
-    parts = [(error**2, df) for _, error, df in found]
+    estimates = [ratio(m, item_weights) for m, item_weights in ((by_seed, np.ones(len(d))), (d.mean(0), w)) if len(m) > 1]
+    parts = [(error**2, df) for _, error, df in estimates]
     variance = sum(v for v, _ in parts)
     record = {"seeds": d.shape[0], "items": d.shape[1]}
     if variance <= (1e-12 * abs(mean)) ** 2:  # equal plans, or one item
@@ -398,28 +398,28 @@ def compare_results(first: Mapping[str, Any], second: Mapping[str, Any], names: 
     for what, chosen in (("tasks", tasks), ("perplexity", texts)):
         for name in chosen:
             _same(first[what][name], second[what][name], name)
-    found: dict[str, Any] = {"tasks": {}, "perplexity": {}, "sentences": []}
+    result: dict[str, Any] = {"tasks": {}, "perplexity": {}, "sentences": []}
     said = []
     for name in tasks:
         test = compare_means({name: first["tasks"][name]}, second["tasks"])
-        found["tasks"][name] = vars(test)
-        found["sentences"].append(f"{name}: {test.sentence(a, b, 'accuracy')}")
+        result["tasks"][name] = vars(test)
+        result["sentences"].append(f"{name}: {test.sentence(a, b, 'accuracy')}")
     if len(tasks) > 1:
         means = [mean_accuracy({t: side["tasks"][t] for t in tasks}) for side in (first, second)]
         test = compare_means({t: first["tasks"][t] for t in tasks}, second["tasks"])
-        found["mean"] = {"first": means[0], "second": means[1], **vars(test)}
-        found["sentences"].append(f"mean of {len(tasks)} tasks: {test.sentence(a, b, 'accuracy')}")
+        result["mean"] = {"first": means[0], "second": means[1], **vars(test)}
+        result["sentences"].append(f"mean of {len(tasks)} tasks: {test.sentence(a, b, 'accuracy')}")
     if tasks:  # the last test: of the one task, or of their mean
         on = tasks[0] if len(tasks) == 1 else f"the mean of {len(tasks)} tasks"
         said.append(f"{test.outcome(a, b)} on {on} (accuracy {test.difference:+.2%})")
     for name in texts:
         one, other = first["perplexity"][name], second["perplexity"][name]
         test = paired_t(one["nll"], other["nll"], one["counts"])
-        found["perplexity"][name] = vars(test)
-        found["sentences"].append(f"{name}: {test.sentence(a, b, 'nats per token', lower_is_better=True)}")
-        told = f"perplexity {math.expm1(test.difference):+.1%}"
-        said.append(f"{test.outcome(a, b, lower_is_better=True)} on {name} ({told})")
-    return {**found, "verdict": f"{'; '.join(said)}."}
+        result["perplexity"][name] = vars(test)
+        result["sentences"].append(f"{name}: {test.sentence(a, b, 'nats per token', lower_is_better=True)}")
+        change = f"perplexity {math.expm1(test.difference):+.1%}"
+        said.append(f"{test.outcome(a, b, lower_is_better=True)} on {name} ({change})")
+    return {**result, "verdict": f"{'; '.join(said)}."}
 
 
 def _same(first: Mapping[str, Any], second: Mapping[str, Any], name: str) -> None:

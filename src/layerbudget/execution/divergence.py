@@ -66,9 +66,9 @@ def next_tokens(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     return (ids if mask is None else ids.masked_fill(~mask, IGNORE))[:, 1:]
 
 
-def mean(found: float, tokens: float) -> float:
-    """``found / tokens``, of all processes together."""
-    both = process_group().sum(np.array([found, tokens]))
+def mean(total: float, tokens: float) -> float:
+    """``total / tokens``, of all processes together."""
+    both = process_group().sum(np.array([total, tokens]))
     return float(both[0] / both[1])
 
 
@@ -125,9 +125,9 @@ class Reference:
         return mean(float(nats.sum()), float(tokens.sum()))
 
     def _each(self, output_of: Callable[[int], Any]) -> tuple[np.ndarray, np.ndarray]:
-        found = [
+        parts = [
             kl_of_sequences(output_of(batch).logits, self.clean(batch), self.counted[batch])
             for batch in range(self.walk.batches)
         ]
-        nats, tokens = (torch.cat(part).double().cpu().numpy() for part in zip(*found, strict=True))
+        nats, tokens = (torch.cat(part).double().cpu().numpy() for part in zip(*parts, strict=True))
         return nats, tokens

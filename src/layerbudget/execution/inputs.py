@@ -75,28 +75,28 @@ def real_tokens(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
 
 
 def moments_of_sites(
-    found: dict[str, list[InputMoments]], kind: str, folder: Path | None = None
+    moments: dict[str, list[InputMoments]], kind: str, folder: Path | None = None
 ) -> Callable[[Site, Batch], None]:
     """A listener that adds what matrices are given to their moments; matrices of one site share theirs."""
 
     def listen(site: Site, batch: Batch) -> None:
-        shared = found.get(site.names[0]) or [InputMoments(kind, folder=folder)]
+        shared = moments.get(site.names[0]) or [InputMoments(kind, folder=folder)]
         for name in site.names:
-            found.setdefault(name, shared)
+            moments.setdefault(name, shared)
         shared[0].add(real_tokens(site.a, batch.kwargs.get("attention_mask")))
 
     return listen
 
 
-def share_statistics(found: Mapping[str, Sequence[InputMoments]]) -> None:
+def share_statistics(moments: Mapping[str, Sequence[InputMoments]]) -> None:
     """Add up what several processes saw, each of its own sequences, by matrix; in one process there is nothing to do."""
     together = process_group()
     if together.size == 1:
         return
-    names = sorted(found)
+    names = sorted(moments)
     if together.gather(names) != [names] * together.size:
         raise CoverageError("Some matrices ran in some processes only.", "", "Use one process.")
-    statistics = list({id(s): s for n in names for s in found[n]}.values())
+    statistics = list({id(s): s for n in names for s in moments[n]}.values())
     widths = together.gather([0 if s.value is None else len(s.value) for s in statistics])
     for s, width in zip(statistics, [max(w) for w in zip(*widths, strict=True)], strict=True):
         if s.value is None and width:
@@ -194,8 +194,8 @@ class InputStatistics:
                 self.found[name] = [dataclasses.replace(shared, value=cast(torch.Tensor, shared.value).clone())]
                 self._leader[name] = leader = name
             if leader == name:
-                (own,) = self.found.setdefault(name, [self.moments(self.kind, folder=self.folder)])
-                own.add(real_tokens(x, self._mask))
+                (moments,) = self.found.setdefault(name, [self.moments(self.kind, folder=self.folder)])
+                moments.add(real_tokens(x, self._mask))
                 self._current[name] = x
             elif self._current.get(leader) is not x:
                 raise CoverageError(f"{name} shares its input with {leader} in some forwards only.", "", "Report the model.")
@@ -221,14 +221,14 @@ class InputStatistics:
             if self._mask is not None and several.shape[1] == self._mask.numel():
                 keep = self._mask.reshape(-1).to(hidden.device)
                 several, index = several[:, keep], index[keep]
-            for own, record in wanted.items():
+            for key, record in wanted.items():
                 statistics = self.found.setdefault(
                     record.name, [self.moments(self.kind, folder=self.folder) for _ in range(record.copies)]
                 )
                 for expert in range(record.copies):
                     x = several[expert % len(several)][(index == expert).any(dim=-1)]
                     if x.shape[0]:
-                        statistics[expert].add(_expert_inner(owner, x, expert) if own == "down_proj" else x)
+                        statistics[expert].add(_expert_inner(owner, x, expert) if key == "down_proj" else x)
             self._done(owner)
 
         return hook

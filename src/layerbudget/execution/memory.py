@@ -39,9 +39,9 @@ class Store:
         if self._folder is not None:
             torch.save(value.cpu().contiguous(), self._file(self._folder, key))
             return
-        held = self._held.get(key)
-        if held is not None and held.shape == value.shape and held.dtype == value.dtype:
-            held.copy_(value)
+        stored = self._held.get(key)
+        if stored is not None and stored.shape == value.shape and stored.dtype == value.dtype:
+            stored.copy_(value)
         else:
             device = "cpu" if self.where == "cpu" else value.device
             self._held[key] = torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value)

@@ -68,13 +68,13 @@ def _settled(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def twice_differentiable(model: nn.Module) -> Iterator[None]:
     """Use attention that can be differentiated twice; the model's own choice comes back at the end."""
-    own = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    switch = own not in (None, "eager", "sdpa") and hasattr(model, "set_attn_implementation")
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    switch = attention not in (None, "eager", "sdpa") and hasattr(model, "set_attn_implementation")
     try:
         if switch:
             pretrained(model).set_attn_implementation("eager")
         with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
-        if switch and own is not None:
-            pretrained(model).set_attn_implementation(own)
+        if switch and attention is not None:
+            pretrained(model).set_attn_implementation(attention)

@@ -68,10 +68,10 @@ class ProcessGroup:
 
     def gather(self, value: T) -> list[T]:
         """The values of all processes, in their order."""
-        found: list[Any] = [value] * self.size
+        values: list[Any] = [value] * self.size
         if self.size > 1:
-            dist.all_gather_object(found, value)
-        return found
+            dist.all_gather_object(values, value)
+        return values
 
     def owners(self, blocks: Sequence[Block]) -> list[int]:
         """Owner of every block: the largest first, each to the process that has least so far."""
@@ -138,10 +138,10 @@ def one_process(what: str) -> None:
 
 def broadcast(make: Callable[[], T]) -> T:
     """Return what the main process makes, in all of them."""
-    held: list[Any] = [make() if is_main() else None]
+    values: list[Any] = [make() if is_main() else None]
     if process_group().size > 1:
-        dist.broadcast_object_list(held, src=0)
-    return held[0]
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def rounds(parts: Sequence[T]) -> list[tuple[T, bool]]:
@@ -150,8 +150,8 @@ def rounds(parts: Sequence[T]) -> list[tuple[T, bool]]:
     A model whose weights are shared runs in all processes at once.
     """
     group = process_group()
-    own = [(part, True) for part in parts[group.rank :: group.size]]
-    return own + [(part, False) for part in parts[-1:]] * (-(-len(parts) // group.size) - len(own))
+    dealt = [(part, True) for part in parts[group.rank :: group.size]]
+    return dealt + [(part, False) for part in parts[-1:]] * (-(-len(parts) // group.size) - len(dealt))
 
 
 def shard(data: Some) -> Some:

@@ -47,11 +47,11 @@ def _replaced(replacements: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[
     try:
         yield
     finally:
-        for module, held in previous.items():
-            if held is None:
+        for module, override in previous.items():
+            if override is None:
                 module.__dict__.pop("forward", None)
             else:
-                module.forward = held
+                module.forward = override
 
 
 def _hidden_of(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> torch.Tensor:
@@ -112,13 +112,13 @@ class Replay:
         return sum(part is not None for part in self.parts) > 1
 
     def state(self, output: Any) -> torch.Tensor:
-        """What is handed on, in one tensor."""
+        """Return the state that a layer hands on, in one tensor."""
         if not self.hands_more:
             return _first(output)
         return torch.cat([t for t, part in zip(output, self.parts, strict=True) if part], dim=-1)
 
     def _output(self, state: torch.Tensor) -> Any:
-        """What is handed on as a layer returns it; nothing stands beside the hidden states in front of the first layer."""
+        """Return a state as a layer returns it; nothing stands beside the hidden states in front of the first layer."""
         if not self.parts:
             return state
         widths = [part[1] for part in self.parts if part]
@@ -144,13 +144,13 @@ class Replay:
             give.skips = True  # type: ignore[attr-defined]
             patches[self.layers[index - 1][1]] = give
         if index < len(self.layers):
-            own, hidden = self.layers[index][1].forward, _first(self._output(state))
+            forward, hidden = self.layers[index][1].forward, _first(self._output(state))
 
             def inject(*arguments: Any, **keywords: Any) -> Any:
-                given = hidden.to(_hidden_of(arguments, keywords).device)
+                moved = hidden.to(_hidden_of(arguments, keywords).device)
                 if arguments:
-                    return own(given, *arguments[1:], **keywords)
-                return own(**{**keywords, "hidden_states": given})
+                    return forward(moved, *arguments[1:], **keywords)
+                return forward(**{**keywords, "hidden_states": moved})
 
             patches[self.layers[index][1]] = inject
         with _replaced(patches):
@@ -186,7 +186,7 @@ class Replay:
                 handle.remove()
 
     def run(self, inputs: Inputs) -> Any:
-        """What is handed on where :meth:`end` ends the forward, or what a hook ended it with."""
+        """Return the state where :meth:`end` ends the forward, or what a hook ended it with."""
         try:
             self.model(**inputs)
         except StopForward as stop:
@@ -209,18 +209,18 @@ def recorded(
     stack: Sequence[nn.Module], state: Callable[[Any], torch.Tensor] = _first
 ) -> Iterator[dict[int, tuple[torch.Tensor, torch.Tensor]]]:
     """Hidden states before every layer and ``state`` of its output, ``(B, T, d)`` by its index, once the model has run."""
-    found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def listen(i: int) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
-            found[i] = _hidden_of(arguments, keywords), state(output)
+            states[i] = _hidden_of(arguments, keywords), state(output)
 
         return hook
 
     with contextlib.ExitStack() as hooks:
         for i, layer in enumerate(stack):
             hooks.callback(layer.register_forward_hook(listen(i), with_kwargs=True).remove)
-        yield found
+        yield states
 
 
 def unwalkable(model: nn.Module, names: Iterable[str], runs: Sequence[Batch]) -> str:
@@ -260,14 +260,14 @@ def _unfaithful(replay: Replay, batch: Batch) -> str:
         hidden = replay.first_inputs(tiny)
         for i in range(len(replay.layers)):
             with replay.begin(i, hidden), replay.end(i):
-                found = replay.run(tiny)
-            if found is None or _first(replay._output(found)).shape != _first(replay._output(hidden)).shape:
+                hidden_after = replay.run(tiny)
+            if hidden_after is None or _first(replay._output(hidden_after)).shape != _first(replay._output(hidden)).shape:
                 return f"{replay.layers[i][0]} changes the shape of its hidden states"
-            hidden = found
+            hidden = hidden_after
         with replay.begin(len(replay.layers), hidden):
-            found = _logits(replay.model(**tiny))
+            logits = _logits(replay.model(**tiny))
     scale = float(expected.abs().max().clamp_min(1e-6))
-    if not float((found - expected).abs().max()) <= _CLOSE.get(hidden.dtype, 5e-2) * scale:
+    if not float((logits - expected).abs().max()) <= _CLOSE.get(hidden.dtype, 5e-2) * scale:
         return "its layers give other values one at a time than all together: they share state"
     return ""
 

@@ -165,12 +165,12 @@ class Collector:
     def _hook(self, name: str) -> Callable[..., Any]:
         """Forward hook of one matrix: open a site for its input, or join the open one; wait for the output's gradient."""
 
-        def forward(module: nn.Module, inputs: tuple[torch.Tensor, ...], given: torch.Tensor) -> torch.Tensor | None:
+        def forward(module: nn.Module, inputs: tuple[torch.Tensor, ...], result: torch.Tensor) -> torch.Tensor | None:
             """Open a site for a matrix, or join that of the same input."""
             if not torch.is_grad_enabled():
                 return None
             self.seen.add(name)
-            output = given if isinstance(given, torch.Tensor) else _product(module, inputs[0], given, name)
+            output = result if isinstance(result, torch.Tensor) else _product(module, inputs[0], result, name)
             if not output.requires_grad:
                 output.requires_grad_(True)
             source = inputs[0]
@@ -185,7 +185,7 @@ class Collector:
             place = weakref.ref(output)
             factor = 1.0 if source.is_floating_point() else _factor(module, source, output)
             output.register_hook(lambda grad: self._arrive(site, name, grad * factor if factor != 1.0 else grad, place))
-            return given.clone() if given is output and output.is_leaf else None  # Falcon adds to it in place: not to a leaf
+            return result.clone() if result is output and output.is_leaf else None  # Falcon adds to it in place: not to a leaf
 
         return forward
 
@@ -257,8 +257,8 @@ def _product(module: Any, x: torch.Tensor, outputs: Any, name: str) -> torch.Ten
 def _factor(module: Any, rows: torch.Tensor, output: torch.Tensor) -> float:
     """Factor of the rows that an embedding looks up (Gemma's)."""
     with torch.no_grad():
-        own = nn.functional.embedding(rows, module.weight).double()
-        factor = float((own * output).sum() / own.square().sum())
+        rows_of_weight = nn.functional.embedding(rows, module.weight).double()
+        factor = float((rows_of_weight * output).sum() / rows_of_weight.square().sum())
     return 1.0 if abs(factor - 1.0) < 1e-3 else factor
 
 

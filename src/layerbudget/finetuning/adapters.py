@@ -74,24 +74,24 @@ def classifier_loader(
     if device not in DEVICES:
         known = f"It is one of {', '.join(DEVICES)}."
         raise InvalidInput(f"The device is {device!r}.", known, "Choose a card with CUDA_VISIBLE_DEVICES.")
-    found = find_checkpoint(name, revision=revision, device=device, four_bit=four_bit)
+    checkpoint = find_checkpoint(name, revision=revision, device=device, four_bit=four_bit)
     if dtype == "auto":
-        half = held_dtype(found.config).itemsize == 2 and quick_dtype(torch.bfloat16, found.place) == torch.bfloat16
+        half = held_dtype(checkpoint.config).itemsize == 2 and quick_dtype(torch.bfloat16, checkpoint.place) == torch.bfloat16
         dtype = "bfloat16" if half else "float32"
     options: dict[str, Any] = {"dtype": PRECISIONS[dtype], "revision": revision}
     if four_bit:
-        options |= found.in_four_bits(PRECISIONS[dtype])
-    auto = found.auto
+        options |= checkpoint.in_four_bits(PRECISIONS[dtype])
+    auto = checkpoint.auto
     if auto not in (transformers.AutoModelForCausalLM, several()):
         auto = transformers.AutoModelForSequenceClassification  # a head of the checkpoint may have another number of labels
         options |= {"num_labels": labels, "ignore_mismatched_sizes": True}
-    auto = class_for(auto, found.config)
+    auto = class_for(auto, checkpoint.config)
 
     @silent()
     def load(seed: int) -> nn.Module:
         transformers.set_seed(seed)
-        model: nn.Module = unpacked(auto.from_pretrained(found.where, **options))
-        return model if four_bit or shares_weights() else model.to(found.place)
+        model: nn.Module = unpacked(auto.from_pretrained(checkpoint.where, **options))
+        return model if four_bit or shares_weights() else model.to(checkpoint.place)
 
     return NamedLoader(load, {"dtype": dtype, "quantised": four_bit, "revision": revision})
 

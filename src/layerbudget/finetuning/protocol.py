@@ -74,8 +74,10 @@ class Protocol:
 
     def check(self, plan: Plan, *, causal: bool | None = None) -> None:
         """Refuse numbers that the adapters of a plan, or a head (``causal`` is false), do not read."""
-        own = decision_of(plan).protocol_options
-        others = {name for decision in DECISIONS.all().values() for name in decision.protocol_options if name not in own}
+        read_options = decision_of(plan).protocol_options
+        others = {
+            name for decision in DECISIONS.all().values() for name in decision.protocol_options if name not in read_options
+        }
         for name in (
             f.name for f in dataclasses.fields(self) if f.name in others or (f.name == "on_prompt" and causal is False)
         ):
@@ -89,8 +91,8 @@ class Protocol:
         >>> Protocol().changed({"dropout": 0.1, "cutoff": 512}).cutoff
         512
         """
-        own = {name: dataclasses.replace(o, default=getattr(self, name)) for name, o in options_of(Protocol).items()}
-        return Protocol(**resolve_options("The protocol", own, values))
+        options = {name: dataclasses.replace(o, default=getattr(self, name)) for name, o in options_of(Protocol).items()}
+        return Protocol(**resolve_options("The protocol", options, values))
 
 
 # Published protocol of the paper's experiments (Sec. 5 and MoLA's recipe): AdamW 3e-4, r 8, alpha 16, dropout .05, cutoff 256,

@@ -51,7 +51,7 @@ class _Batches:
     ) -> np.ndarray:
         """Return ``measure(logits, labels)`` of every row, shape ``(n,)``; processes share the batches, and all call it."""
         model.eval()
-        device, found = next(model.parameters()).device, np.zeros(len(rows))
+        device, measures = next(model.parameters()).device, np.zeros(len(rows))
         order = np.argsort([len(r["input_ids"]) for r in rows], kind="stable")
         for start, counts in rounds(range(0, len(order), batch)):
             part = order[start : start + batch]
@@ -59,8 +59,8 @@ class _Batches:
             labels = inputs.pop("labels")
             values = measure(model(**inputs).logits, labels)
             if counts:
-                found[part] = values.cpu().numpy()
-        return process_group().sum(found)
+                measures[part] = values.cpu().numpy()
+        return process_group().sum(measures)
 
 
 def _sums(logits: Tensor, labels: Tensor) -> Tensor:

@@ -91,8 +91,8 @@ class GainTracker(TrainerCallback):
         tolerance: float = 0.02,
     ) -> None:
         if every < 1 or not damping > 0:
-            told = f"every={every}, damping={damping}."
-            raise InvalidInput(told, "every is at least 1, damping positive.", "Leave them out.")
+            problem = f"every={every}, damping={damping}."
+            raise InvalidInput(problem, "every is at least 1, damping positive.", "Leave them out.")
         self.blocks = None if blocks is None else tuple(blocks)
         self.every, self.damping, self.initial, self.budget, self.tolerance = every, damping, initial, budget, tolerance
         self.history: list[dict[str, Any]] = []
@@ -107,8 +107,8 @@ class GainTracker(TrainerCallback):
         optimizer = kwargs.get("optimizer")
         if optimizer is not None and not any("betas" in group for group in optimizer.param_groups):
             raise InvalidInput("The optimiser keeps no squares of gradients.", "The tracker reads Adam's.", "Use AdamW.")
-        found = [n.removeprefix("module.").removeprefix("base_model.model.") for n, _ in layers(model)]
-        names = [b.name for b in self.blocks] if self.blocks else found
+        layer_names = [n.removeprefix("module.").removeprefix("base_model.model.") for n, _ in layers(model)]
+        names = [b.name for b in self.blocks] if self.blocks else layer_names
         groups: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in names}
         for name, p in model.named_parameters():
             block = next((n for n in names if f".{n}." in f".{name}."), None)
@@ -116,8 +116,10 @@ class GainTracker(TrainerCallback):
                 groups[block].append((name, p))
         empty = [name for name, group in groups.items() if not group]
         if empty:
-            told = f"{len(empty)} blocks have no trainable parameter, first {empty[0]}."
-            raise CoverageError(told, "Every tracked block needs one.", "Track only the blocks that are trained, with blocks=.")
+            problem = f"{len(empty)} blocks have no trainable parameter, first {empty[0]}."
+            raise CoverageError(
+                problem, "Every tracked block needs one.", "Track only the blocks that are trained, with blocks=."
+            )
         if self.blocks is None:
             self.blocks = tuple(
                 Block(name=n, modules=tuple(Module(name=q, d_in=p.shape[-1], d_out=p.numel() // p.shape[-1]) for q, p in g))
@@ -154,8 +156,8 @@ class GainTracker(TrainerCallback):
         }
         self.history.append(record)
         if record["relative_regret"] > self.tolerance:
-            told = "step %d: the plan made at the start is %.1f %% short of what these gains allow; %d units would move"
-            logger.info(told, state.global_step, 100 * record["relative_regret"], record["moved"])
+            message = "step %d: the plan made at the start is %.1f %% short of what these gains allow; %d units would move"
+            logger.info(message, state.global_step, 100 * record["relative_regret"], record["moved"])
 
     def scores(self) -> Scores:
         """Return what stands above the noise floor now as scores, from which a plan can be made again.

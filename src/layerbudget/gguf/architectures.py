@@ -240,10 +240,10 @@ def is_square(config: Any) -> bool:
 
 def rope_of(config: Any) -> dict[str, dict[str, Any]]:
     """Return the rotary embeddings of a model: ``full``, and ``sliding`` where layers with windows have their own."""
-    held = dict(getattr(config, "rope_parameters", None) or {})
-    if isinstance(held.get("full_attention"), Mapping):
-        return {"full": dict(held["full_attention"]), "sliding": dict(held.get("sliding_attention") or {})}
-    return {"full": held}
+    parameters = dict(getattr(config, "rope_parameters", None) or {})
+    if isinstance(parameters.get("full_attention"), Mapping):
+        return {"full": dict(parameters["full_attention"]), "sliding": dict(parameters.get("sliding_attention") or {})}
+    return {"full": parameters}
 
 
 def window_of(config: Any) -> int | None:

@@ -57,9 +57,9 @@ def folder_of(file: Path) -> Path:
 
 @functools.cache
 def _folder_of(file: Path, _: tuple[tuple[int, int], ...]) -> Path:
-    held = open_gguf(file)
-    config = configuration(held)
-    where, dtype = places(held, config), precision(held)
+    gguf_file = open_gguf(file)
+    config = configuration(gguf_file)
+    where, dtype = places(gguf_file, config), precision(gguf_file)
     parent, process = Path(tempfile.gettempdir()), os.getpid()
     sweep(parent, _NAME)
     check_space({parent: sum(_count(place) for place in where.values()) * dtype.itemsize})
@@ -73,9 +73,9 @@ def _folder_of(file: Path, _: tuple[tuple[int, int], ...]) -> Path:
     atexit.register(remove)
     config.dtype, config.architectures = dtype, [_class_of(config)]
     config.save_pretrained(folder)
-    _write_generation(held, config, folder)
-    _write_tokenizer(held, folder)
-    _write_weights(held, where, config, dtype, folder / "model.safetensors")
+    _write_generation(gguf_file, config, folder)
+    _write_tokenizer(gguf_file, folder)
+    _write_weights(gguf_file, where, config, dtype, folder / "model.safetensors")
     return folder
 
 
@@ -88,12 +88,12 @@ def _class_of(config: Any) -> str:
 
 def rounded_before(file: Path) -> str:
     """Return a sentence on a file whose weights were rounded to types of few bits; empty where they were not."""
-    held, gguf = open_gguf(file), need_gguf()
-    kinds = {kind: count for kind, count in held.types().items() if kind not in PLAIN}
+    gguf_file, gguf = open_gguf(file), need_gguf()
+    kinds = {kind: count for kind, count in gguf_file.types().items() if kind not in PLAIN}
     if not kinds:
         return ""
-    each = {kind: gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]] for kind in held.types()}
-    bits = sum(8 * n * each[kind][1] / each[kind][0] for kind, n in held.types().items()) / sum(held.types().values())
+    each = {kind: gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]] for kind in gguf_file.types()}
+    bits = sum(8 * n * each[kind][1] / each[kind][0] for kind, n in gguf_file.types().items()) / sum(gguf_file.types().values())
     said = f"Its weights were rounded before ({', '.join(sorted(kinds))}; {bits:.2g} bits a weight)"
     if set(kinds) <= {"Q8_0", "Q8_1", "Q8_K"}:
         return f"{said}: what is measured here is beside these, which cost little."
@@ -121,9 +121,9 @@ def _numbers(tensor: Any) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(data)).reshape(shape)
 
 
-def precision(held: GgufFile) -> torch.dtype:
+def precision(gguf_file: GgufFile) -> torch.dtype:
     """Return the precision of a file's matrices: the narrowest in which all of them are exact."""
-    matrices = [t for t in held.tensors.values() if len(t.shape) > 1]
+    matrices = [t for t in gguf_file.tensors.values() if len(t.shape) > 1]
     if any(t.tensor_type.name not in PLAIN for t in matrices):
         return torch.float32
     half = [t for t in matrices if t.tensor_type.name in ("F16", "BF16")]  # routers may have 32 bits beside them
@@ -140,9 +140,9 @@ def _is_exact(values: torch.Tensor, dtype: torch.dtype) -> bool:
     return all(bool(torch.equal(part.to(dtype).float(), part.float())) for part in parts)
 
 
-def _parameter(held: GgufFile, place: Place, dtype: torch.dtype, norm: float) -> torch.Tensor:
+def _parameter(gguf_file: GgufFile, place: Place, dtype: torch.dtype, norm: float) -> torch.Tensor:
     """A parameter in the precision of the matrices where that loses nothing, else in 32 bits; ``norm`` was added to it."""
-    read = [_numbers(held.tensors[each.name]) for each in place.tensors]
+    read = [_numbers(gguf_file.tensors[each.name]) for each in place.tensors]
     values = torch.empty(place.shape, dtype=read[0].dtype)
     for each, rows in zip(place.tensors, read, strict=True):
         part = values.chunk(each.parts, max(0, values.ndim - 2))[each.part]
@@ -153,13 +153,13 @@ def _parameter(held: GgufFile, place: Place, dtype: torch.dtype, norm: float) ->
     return values.to(dtype) if _is_exact(values, dtype) else values.float()
 
 
-def _write_weights(held: GgufFile, where: Mapping[str, Place], config: Any, dtype: torch.dtype, file: Path) -> None:
+def _write_weights(gguf_file: GgufFile, where: Mapping[str, Place], config: Any, dtype: torch.dtype, file: Path) -> None:
     """Write a safetensors file, one tensor after the other: the header has its place before the tensors are known."""
     norm, kinds = READ[config.model_type].norm, dict[str, torch.dtype]()
     size = -(-(len(_header(where, dict.fromkeys(where, torch.bfloat16))) + 8 * len(where)) // 8) * 8  # offsets may get longer
     with open(file, "wb") as out:
         out.seek(8 + size)
-        for name, tensor in _parameters(held, where, dtype, norm):
+        for name, tensor in _parameters(gguf_file, where, dtype, norm):
             kinds[name] = tensor.dtype
             out.write(tensor.contiguous().view(torch.uint8).numpy().data)
         header = _header(where, kinds).encode()
@@ -168,12 +168,12 @@ def _write_weights(held: GgufFile, where: Mapping[str, Place], config: Any, dtyp
 
 
 def _parameters(
-    held: GgufFile, where: Mapping[str, Place], dtype: torch.dtype, norm: float
+    gguf_file: GgufFile, where: Mapping[str, Place], dtype: torch.dtype, norm: float
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for name, place in where.items():
-        tensor = _parameter(held, place, dtype, norm if name.endswith("norm.weight") else 0.0)
+        tensor = _parameter(gguf_file, place, dtype, norm if name.endswith("norm.weight") else 0.0)
         if not all(bool(torch.isfinite(part).all()) for part in tensor.reshape(-1).split(_ROWS)):
-            raise BadModel(f"{held.path} holds values of {name} that are not finite.", "", "Convert the model again.")
+            raise BadModel(f"{gguf_file.path} holds values of {name} that are not finite.", "", "Convert the model again.")
         yield name, tensor
 
 
@@ -189,13 +189,13 @@ def _header(where: Mapping[str, Place], kinds: Mapping[str, torch.dtype]) -> str
 # --- what lies beside the weights --------------------------------------------------------------------------------------------
 
 
-def _write_generation(held: GgufFile, config: Any, folder: Path) -> None:
+def _write_generation(gguf_file: GgufFile, config: Any, folder: Path) -> None:
     """How texts are sampled, and the tokens at which they end."""
-    ends: list[Any] = [held.fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    ends: list[Any] = [gguf_file.fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     ends = list(dict.fromkeys(i for i in ends if i is not None and i < config.vocab_size))
     fields: dict[str, Any] = {f"{kind}_token_id": getattr(config, f"{kind}_token_id") for kind in ("bos", "pad")}
     fields["eos_token_id"] = ends if len(ends) > 1 else config.eos_token_id
-    sampled: dict[str, Any] = {field: held.fields.get(f"general.sampling.{word}") for word, field in _SAMPLING.items()}
+    sampled: dict[str, Any] = {field: gguf_file.fields.get(f"general.sampling.{word}") for word, field in _SAMPLING.items()}
     sampled = {field: float(str(np.float32(v))) if isinstance(v, float) else v for field, v in sampled.items() if v is not None}
     if "temperature" in sampled:
         fields["do_sample"] = sampled["temperature"] > 0
@@ -204,14 +204,14 @@ def _write_generation(held: GgufFile, config: Any, folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_tokenizer(held: GgufFile, folder: Path) -> None:
+def _write_tokenizer(gguf_file: GgufFile, folder: Path) -> None:
     """The tokenizer beside the file, where there is one, else that of the file; none where that is not read."""
-    source = held.path.parent
+    source = gguf_file.path.parent
     if (source / "tokenizer.json").is_file():
         for name in (n for n in _TOKENIZER if (source / n).is_file()):
             shutil.copyfile(source / name, folder / name)
         return
     try:
-        tokenizer_of(held).save_pretrained(folder)
+        tokenizer_of(gguf_file).save_pretrained(folder)
     except BadModel as error:
         logger.debug("%s", error)  # said by whoever asks for the tokenizer

@@ -113,10 +113,10 @@ class GgufFile:
 
     def types(self) -> dict[str, int]:
         """Return how many weights of matrices have each type."""
-        found: dict[str, int] = {}
+        weights: dict[str, int] = {}
         for tensor in (t for t in self.tensors.values() if len(t.shape) > 1):
-            found[tensor.tensor_type.name] = found.get(tensor.tensor_type.name, 0) + int(tensor.n_elements)
-        return found
+            weights[tensor.tensor_type.name] = weights.get(tensor.tensor_type.name, 0) + int(tensor.n_elements)
+        return weights
 
     def refuse(self, what: str, remedy: str = "") -> BadModel:
         """Return the error of something that is not read."""
@@ -160,23 +160,25 @@ def _short(value: Any) -> Any:
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def model_type(held: GgufFile) -> str:
+def model_type(gguf_file: GgufFile) -> str:
     """Return transformers' name of the architecture; one that is not read is refused."""
-    kinds = [kind for kind, arch in READ.items() if arch.name == held.arch]
-    if held.fields.get("general.type") == "imatrix" or "imatrix.datasets" in held.fields:
-        raise held.refuse("an importance matrix and no model", "Give the model's own file as MODEL; --imatrix takes this one.")
-    if held.arch == "clip" or held.fields.get("general.type") == "mmproj":
-        raise held.refuse("the part for images and no language model", "Give the file of the language model.")
+    kinds = [kind for kind, arch in READ.items() if arch.name == gguf_file.arch]
+    if gguf_file.fields.get("general.type") == "imatrix" or "imatrix.datasets" in gguf_file.fields:
+        raise gguf_file.refuse(
+            "an importance matrix and no model", "Give the model's own file as MODEL; --imatrix takes this one."
+        )
+    if gguf_file.arch == "clip" or gguf_file.fields.get("general.type") == "mmproj":
+        raise gguf_file.refuse("the part for images and no language model", "Give the file of the language model.")
     if not kinds:
-        raise held.refuse(f"the architecture {held.arch}")
-    if held.arch == "llama":
-        return "mixtral" if held.said.get("expert_count") else "llama"
-    if held.arch == "olmo2":
-        return "olmo3" if held.said.get("attention.sliding_window") else "olmo2"
+        raise gguf_file.refuse(f"the architecture {gguf_file.arch}")
+    if gguf_file.arch == "llama":
+        return "mixtral" if gguf_file.said.get("expert_count") else "llama"
+    if gguf_file.arch == "olmo2":
+        return "olmo3" if gguf_file.said.get("attention.sliding_window") else "olmo2"
     return kinds[0]
 
 
-def configuration(held: GgufFile) -> Any:
+def configuration(gguf_file: GgufFile) -> Any:
     """Return the configuration of transformers that says what a file says.
 
     Raises:
@@ -184,8 +186,8 @@ def configuration(held: GgufFile) -> Any:
     """
     from transformers import CONFIG_MAPPING
 
-    kind = model_type(held)
-    arch, made, said = READ[kind], CONFIG_MAPPING[kind], {k: _uniform(v) for k, v in held.said.items()}
+    kind = model_type(gguf_file)
+    arch, made, said = READ[kind], CONFIG_MAPPING[kind], {k: _uniform(v) for k, v in gguf_file.said.items()}
     known = {f.name for f in dataclasses.fields(made)} | set(getattr(made, "attribute_map", {}))
     fields: dict[str, Any] = {}
     for word, names in _FIELDS.items():
@@ -193,24 +195,24 @@ def configuration(held: GgufFile) -> Any:
         if name is not None and word in said:
             fields[name] = _short(said[word])
         elif name is not None and (word in (*_NEEDED, *_SCALES) or word.endswith("epsilon")):
-            raise held.refuse(f"no {held.arch}.{word}")
+            raise gguf_file.refuse(f"no {gguf_file.arch}.{word}")
         elif word in said and not _is_no_field(word, said, fields):
-            raise held.refuse(f"{word} = {str(said[word])[:40]}")
+            raise gguf_file.refuse(f"{word} = {str(said[word])[:40]}")
     fields |= {n: None for n in _CAPS if n in known and n not in fields}
     width = said.get("attention.key_length") or fields["hidden_size"] // fields["num_attention_heads"]
     square = width * fields["num_attention_heads"] == fields["hidden_size"]
     fields |= {"head_dim": width} if "head_dim" in known or not square else {}
     if "num_key_value_heads" in known:
         fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
-    fields |= _ends(held) | _switches(held, known) | _windows(held, arch, known)
+    fields |= _ends(gguf_file) | _switches(gguf_file, known) | _windows(gguf_file, arch, known)
     fields |= {n: v for n, v in arch.expects.items() if n in known and not callable(v)}
     config = made(**fields)
     if hasattr(config, "rope_parameters"):
-        config.rope_parameters = _ropes(held, config, width)
+        config.rope_parameters = _ropes(gguf_file, config, width)
     for name, value in arch.expects.items():
         if callable(value) and name in known:
             setattr(config, name, value(config))
-    _check_said(held, said, config, arch, width)
+    _check_said(gguf_file, said, config, arch, width)
     return config
 
 
@@ -230,37 +232,37 @@ def _is_no_field(word: str, said: Mapping[str, Any], fields: Mapping[str, Any]) 
     return word in ("expert_count", "expert_used_count") and not said[word]
 
 
-def _ends(held: GgufFile) -> dict[str, Any]:
+def _ends(gguf_file: GgufFile) -> dict[str, Any]:
     """The size of the vocabulary, whether the head is the embedding, and the tokens that begin, end and pad a text."""
-    embedding, head = held.tensors.get("token_embd.weight"), held.tensors.get("output.weight")
+    embedding, head = gguf_file.tensors.get("token_embd.weight"), gguf_file.tensors.get("output.weight")
     if embedding is None:
-        raise held.refuse("no token_embd.weight")
+        raise gguf_file.refuse("no token_embd.weight")
     size = int(embedding.shape[1])
     tied = head is None or (head.tensor_type == embedding.tensor_type and np.array_equal(head.data, embedding.data))
-    found: dict[str, Any] = {"vocab_size": size, "tie_word_embeddings": tied}
+    fields: dict[str, Any] = {"vocab_size": size, "tie_word_embeddings": tied}
     for kind, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        token = held.fields.get(f"tokenizer.ggml.{name}_token_id")
-        found[f"{kind}_token_id"] = token if token is not None and token < size else None
-    return found
+        token = gguf_file.fields.get(f"tokenizer.ggml.{name}_token_id")
+        fields[f"{kind}_token_id"] = token if token is not None and token < size else None
+    return fields
 
 
-def _switches(held: GgufFile, known: set[str]) -> dict[str, bool]:
+def _switches(gguf_file: GgufFile, known: set[str]) -> dict[str, bool]:
     """Which products have biases."""
     has = {"attention_bias": "attn_q.bias", "use_qkv_bias": "attn_q.bias", "qkv_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
-    return {field: f"blk.0.{tensor}" in held.tensors for field, tensor in has.items() if field in known}
+    return {field: f"blk.0.{tensor}" in gguf_file.tensors for field, tensor in has.items() if field in known}
 
 
-def _windows(held: GgufFile, arch: Architecture, known: set[str]) -> dict[str, Any]:
+def _windows(gguf_file: GgufFile, arch: Architecture, known: set[str]) -> dict[str, Any]:
     """Windows of attention: of architectures that have some, the file's; of others none."""
-    window: Any = held.said.get("attention.sliding_window")
-    pattern: Any = held.said.get("attention.sliding_window_pattern")
+    window: Any = gguf_file.said.get("attention.sliding_window")
+    pattern: Any = gguf_file.said.get("attention.sliding_window_pattern")
     if not arch.windows:
         if window:
-            raise held.refuse(f"attention.sliding_window = {window}")
+            raise gguf_file.refuse(f"attention.sliding_window = {window}")
         return {"sliding_window": None} if "sliding_window" in known else {}
     if not window:
-        raise held.refuse(f"no {held.arch}.attention.sliding_window")
-    count = held.said["block_count"]
+        raise gguf_file.refuse(f"no {gguf_file.arch}.attention.sliding_window")
+    count = gguf_file.said["block_count"]
     if isinstance(pattern, int) and not isinstance(pattern, bool):
         pattern = [i % pattern < pattern - 1 for i in range(count)]
     if pattern is None:  # llama.cpp's own, which is that of the class
@@ -269,57 +271,57 @@ def _windows(held: GgufFile, arch: Architecture, known: set[str]) -> dict[str, A
     return {"sliding_window": window, "layer_types": [f"{'sliding' if s else 'full'}_attention" for s in slides[:count]]}
 
 
-def _ropes(held: GgufFile, config: Any, width: int) -> dict[str, Any]:
+def _ropes(gguf_file: GgufFile, config: Any, width: int) -> dict[str, Any]:
     """Rotary embeddings, of layers with windows too where the class has their own."""
-    said = held.said
+    said = gguf_file.said
     base, kind = _short(float(said.get("rope.freq_base", 10000.0))), said.get("rope.scaling.type", "none")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
     if kind == "linear" and said.get("rope.scaling.factor", 1.0) != 1.0:
         rope |= {"rope_type": "linear", "factor": _short(float(said["rope.scaling.factor"]))}
     elif kind not in ("none", "linear"):
-        raise held.refuse(f"rope.scaling.type = {kind}")
+        raise gguf_file.refuse(f"rope.scaling.type = {kind}")
     if (part := said.get("rope.dimension_count", width) / width) != 1.0:
         rope["partial_rotary_factor"] = part
     elif "partial_rotary_factor" in config.rope_parameters:
         rope["partial_rotary_factor"] = 1.0
-    if (factors := held.tensors.get(FACTORS)) is not None:
-        rope |= _stretched(held, config, rope, np.asarray(factors.data, dtype=np.float32).reshape(-1))
+    if (factors := gguf_file.tensors.get(FACTORS)) is not None:
+        rope |= _stretched(gguf_file, config, rope, np.asarray(factors.data, dtype=np.float32).reshape(-1))
     if "full_attention" not in config.rope_parameters:
         return rope
-    other = said.get("rope.freq_base_swa", 10000.0 if held.arch == "gemma3" else base)
+    other = said.get("rope.freq_base_swa", 10000.0 if gguf_file.arch == "gemma3" else base)
     slides = {"rope_type": "default", "rope_theta": _short(float(other))}
     return {"full_attention": rope, "sliding_attention": slides}
 
 
-def _stretched(held: GgufFile, config: Any, rope: Mapping[str, Any], factors: np.ndarray) -> dict[str, Any]:
+def _stretched(gguf_file: GgufFile, config: Any, rope: Mapping[str, Any], factors: np.ndarray) -> dict[str, Any]:
     """Llama 3's numbers, from which the factors of a file follow."""
     config.rope_parameters = dict(rope)
     lengths = (8192, *(1 << n for n in range(4, 18)))
     for factor in dict.fromkeys((_short(float(factors.max())), round(float(factors.max())))):
         for length in lengths:
-            found = {"rope_type": "llama3", "factor": float(factor), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-            config.rope_parameters = {**rope, **found, "original_max_position_embeddings": length}
+            scaling = {"rope_type": "llama3", "factor": float(factor), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+            config.rope_parameters = {**rope, **scaling, "original_max_position_embeddings": length}
             made = rope_factors(config)
             if made is not None and made.shape == factors.shape and np.allclose(made, factors, rtol=1e-6, atol=0):
                 return dict(config.rope_parameters)
-    raise held.refuse(f"factors in {FACTORS} that are not those of Llama 3")
+    raise gguf_file.refuse(f"factors in {FACTORS} that are not those of Llama 3")
 
 
-def _check_said(held: GgufFile, said: Mapping[str, Any], config: Any, arch: Architecture, width: int) -> None:
+def _check_said(gguf_file: GgufFile, said: Mapping[str, Any], config: Any, arch: Architecture, width: int) -> None:
     """Refuse a word that nothing was made of, and what this architecture computes otherwise."""
     neutral = {**_NEUTRAL, "expert_weights_norm": (bool(getattr(config, "norm_topk_prob", True)),)}
     for word, value in said.items():
         allowed = neutral.get(word, ())
         if word not in _FIELDS and word not in _SEEN and allowed is not None and value not in allowed:
-            raise held.refuse(f"{word} = {str(value)[:40]}")
+            raise gguf_file.refuse(f"{word} = {str(value)[:40]}")
     if said.get("attention.value_length", width) != width:
-        raise held.refuse(f"attention.value_length = {said['attention.value_length']}")
+        raise gguf_file.refuse(f"attention.value_length = {said['attention.value_length']}")
     if said.get("rope.dimension_count_swa", width) != width:
-        raise held.refuse(f"rope.dimension_count_swa = {said['rope.dimension_count_swa']}")
+        raise gguf_file.refuse(f"rope.dimension_count_swa = {said['rope.dimension_count_swa']}")
     if "rope.freq_base_swa" in said and "sliding" not in rope_of(config):
-        raise held.refuse(f"rope.freq_base_swa = {said['rope.freq_base_swa']}")
+        raise gguf_file.refuse(f"rope.freq_base_swa = {said['rope.freq_base_swa']}")
     if odd := arch.against(config):
-        raise held.refuse(odd[0].what)
+        raise gguf_file.refuse(odd[0].what)
 
 
 # --- tensors -----------------------------------------------------------------------------------------------------------------
@@ -333,7 +335,7 @@ class Place:
     tensors: tuple[Stored, ...]
 
 
-def places(held: GgufFile, config: Any) -> dict[str, Place]:
+def places(gguf_file: GgufFile, config: Any) -> dict[str, Place]:
     """Return where every parameter of a configuration's model lies, by full name.
 
     Raises:
@@ -350,28 +352,30 @@ def places(held: GgufFile, config: Any) -> dict[str, Place]:
     try:
         stored = stored_tensors(config, shapes, READ[config.model_type])
     except InvalidInput as error:
-        raise held.refuse(str(error.args[0]) if error.args else "other tensors") from error
-    found = {}
+        raise gguf_file.refuse(str(error.args[0]) if error.args else "other tensors") from error
+    place_of = {}
     for name, shape in shapes.items():
         tensors = tuple(dataclasses.replace(t, turned=name in turned) for t in stored[name])
         for each in tensors:
-            if each.name not in held.tensors:
-                raise held.refuse(f"no tensor {each.name}")
-            if int(held.tensors[each.name].n_elements) * each.parts != int(np.prod(shape)):
-                raise held.refuse(f"a tensor {each.name} of the shape {[int(n) for n in held.tensors[each.name].shape]}")
-        found[name] = Place(shape, tensors)
-    taken = {t.name for place in found.values() for t in place.tensors} | {FACTORS}
+            if each.name not in gguf_file.tensors:
+                raise gguf_file.refuse(f"no tensor {each.name}")
+            if int(gguf_file.tensors[each.name].n_elements) * each.parts != int(np.prod(shape)):
+                raise gguf_file.refuse(
+                    f"a tensor {each.name} of the shape {[int(n) for n in gguf_file.tensors[each.name].shape]}"
+                )
+        place_of[name] = Place(shape, tensors)
+    taken = {t.name for place in place_of.values() for t in place.tensors} | {FACTORS}
     taken |= {"output.weight"} if config.tie_word_embeddings else set()
-    if left := [name for name in held.tensors if name not in taken]:
-        raise held.refuse(f"the tensor {left[0]}")
-    return found
+    if left := [name for name in gguf_file.tensors if name not in taken]:
+        raise gguf_file.refuse(f"the tensor {left[0]}")
+    return place_of
 
 
 def is_read(file: Path) -> bool:
     """Return whether a GGUF file is read as a model, as far as its header says it."""
     try:
-        held = open_gguf(file)
-        places(held, configuration(held))
+        gguf_file = open_gguf(file)
+        places(gguf_file, configuration(gguf_file))
     except (BadModel, CorruptFile, NotFound, InvalidInput):
         return False
     return True

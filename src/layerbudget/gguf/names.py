@@ -45,8 +45,8 @@ def sizes_of(config: Any, shapes: Mapping[str, Sequence[int]]) -> Sizes | None:
     """
     rows: dict[str, dict[int, int]] = {"q": {}, "k": {}, "up": {}}
     for name, shape in shapes.items():
-        if found := _SIZED.search(name):
-            rows[found[2] or found[3]][int(found[1])] = int(shape[0])
+        if match := _SIZED.search(name):
+            rows[match[2] or match[3]][int(match[1])] = int(shape[0])
     if all(len(set(of.values())) <= 1 for of in rows.values()):
         return None
     width = [head_width(c) for c in layer_configs(config)]
@@ -70,19 +70,19 @@ def architecture(config: Any, *, uneven: bool = False, fewer: bool = False) -> A
         raise InvalidInput(
             f"A {kind} model is not written as GGUF here.", _WRITTEN, f"{CONVERT} Or plan for compressed-tensors."
         )
-    found = ARCHITECTURES[kind]
-    uneven |= fewer and found.square and kind in UNEVEN_TYPES
-    if fewer and found.square and not uneven:
+    arch = ARCHITECTURES[kind]
+    uneven |= fewer and arch.square and kind in UNEVEN_TYPES
+    if fewer and arch.square and not uneven:
         raise InvalidInput(
             f"A {kind} model with fewer heads is not written as GGUF.",
-            f"llama.cpp takes all heads of {found.name} together to be as wide as the model.",
+            f"llama.cpp takes all heads of {arch.name} together to be as wide as the model.",
             "Remove MLP units alone (--parts mlp).",
         )
-    if uneven or (kind in UNEVEN_TYPES and found.against(config)):  # it takes other heads, and factors of the frequencies
-        found = UNEVEN
-    if odd := found.against(config):
+    if uneven or (kind in UNEVEN_TYPES and arch.against(config)):  # it takes other heads, and factors of the frequencies
+        arch = UNEVEN
+    if odd := arch.against(config):
         raise _refusal(config, odd)
-    return found
+    return arch
 
 
 _WRITTEN = f"Written are {', '.join(ARCHITECTURES)}, as llama.cpp computes them."
@@ -149,11 +149,11 @@ def _read(config: Any, field: str) -> Any:
 
 def add_numbers(writer: Any, config: Any, arch: Architecture, sizes: Sizes | None = None) -> None:
     """Add the numbers of a configuration to a header, with the sizes of layers that differ."""
-    own: dict[str, Any] = {}
+    layer_sizes: dict[str, Any] = {}
     if sizes is not None:
-        own = {"head_count": sizes.heads, "head_count_kv": sizes.groups, "feed_forward_length": sizes.widths}
+        layer_sizes = {"head_count": sizes.heads, "head_count_kv": sizes.groups, "feed_forward_length": sizes.widths}
     for method, fields in _NUMBERS:
-        value = own.get(method) or next((v for f in fields if (v := _read(config, f)) is not None), None)
+        value = layer_sizes.get(method) or next((v for f in fields if (v := _read(config, f)) is not None), None)
         if value is not None:
             getattr(writer, f"add_{method}")(value)
     width = head_width(config)
@@ -183,8 +183,8 @@ def rope_factors(config: Any) -> np.ndarray | None:
     low, high, length = (float(rope[k]) for k in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"))
     turns = length / (2 * math.pi * base ** (np.arange(0, width, 2) / width))  # of every frequency within the length
     share = np.clip((turns - low) / (high - low), 0.0, 1.0)  # of the frequency as it is
-    found: np.ndarray = (1.0 / ((1.0 - share) / factor + share)).astype(np.float32)
-    return found
+    factors: np.ndarray = (1.0 / ((1.0 - share) / factor + share)).astype(np.float32)
+    return factors
 
 
 # ---- names of tensors
@@ -219,8 +219,9 @@ class Names:
         kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
         if arch not in kinds:
             raise InvalidInput(f"The package gguf knows no architecture {arch}.", "", "Install a later version of it.")
-        own = {"block_mappings_cfg": dict(gguf.TensorNameMap.block_mappings_cfg)}  # Arctic's map writes into the class's (0.19)
-        self.arch, self.known = arch, type("Map", (gguf.TensorNameMap,), own)(kinds[arch], layers)
+        # Arctic's map writes into the class's (0.19)
+        namespace = {"block_mappings_cfg": dict(gguf.TensorNameMap.block_mappings_cfg)}
+        self.arch, self.known = arch, type("Map", (gguf.TensorNameMap,), namespace)(kinds[arch], layers)
 
     def find(self, matrix: str) -> tuple[str, ...]:
         """Return the tensors of a matrix: none, one, or two that are one in transformers.
@@ -236,12 +237,12 @@ class Names:
             matrix = pattern.sub(name, matrix)
         if matrix.endswith(_GATE_UP):
             stem = matrix.removesuffix("gate_up_proj")
-            found = tuple(self.known.get_name(f"{stem}{part}_proj") for part in ("gate", "up"))
-            return found if all(found) else ()
+            tensors = tuple(self.known.get_name(f"{stem}{part}_proj") for part in ("gate", "up"))
+            return tensors if all(tensors) else ()
         if matrix.endswith(LATENT):
-            found = tuple(self.known.get_name(matrix.replace(LATENT, f".{part}_b_proj")) for part in "kv")
-            if all(found):
-                return found
+            tensors = tuple(self.known.get_name(matrix.replace(LATENT, f".{part}_b_proj")) for part in "kv")
+            if all(tensors):
+                return tensors
         name = self.known.get_name(matrix)
         return (name,) if name else ()
 
@@ -261,14 +262,14 @@ def find_architecture(matrices: Iterable[str], kind: str = "") -> tuple[str, dic
     """
     wanted = list(matrices)
     layers = 1 + max((int(n) for m in wanted for n in re.findall(r"\.(\d+)\.", m)), default=0)
-    own = [ARCHITECTURES[kind].name] if kind in ARCHITECTURES else []
+    of_kind = [ARCHITECTURES[kind].name] if kind in ARCHITECTURES else []
     every = need_gguf().MODEL_ARCH_NAMES.values()
     near = [name for name in every if kind and name.replace("-", "") == kind.replace("_", "")]
-    for arch in dict.fromkeys((*own, *near, *(a.name for a in ARCHITECTURES.values()), "deepseek2", *every)):
+    for arch in dict.fromkeys((*of_kind, *near, *(a.name for a in ARCHITECTURES.values()), "deepseek2", *every)):
         names = _map(arch, layers)
-        found = {m: names.find(m) for m in wanted}
-        if all(found.values()):
-            return arch, found
+        tensors = {m: names.find(m) for m in wanted}
+        if all(tensors.values()):
+            return arch, tensors
     what = f"GGUF has no architecture with all of these matrices, {wanted[0]} among them."
     raise InvalidInput(what, "", "Plan for compressed-tensors.")
 

@@ -49,13 +49,13 @@ class Stored:
 
     def put(self, parameter: torch.Tensor, rows: torch.Tensor) -> None:
         """Write them back into the parameter."""
-        found = unpermute(rows, self.heads) if self.heads else rows
-        parameter.chunk(self.parts, max(0, parameter.ndim - 2))[self.part].copy_(found.T if self.turned else found)
+        values = unpermute(rows, self.heads) if self.heads else rows
+        parameter.chunk(self.parts, max(0, parameter.ndim - 2))[self.part].copy_(values.T if self.turned else values)
 
 
 def stored_tensors(config: Any, shapes: Mapping[str, Sequence[int]], arch: Architecture) -> dict[str, tuple[Stored, ...]]:
     """Return the tensors of the file by full parameter name."""
-    names, found = Names(arch.name, config.num_hidden_layers), {}
+    names, stored = Names(arch.name, config.num_hidden_layers), {}
     width = head_width(config) if arch.permuted else 0
     for name, shape in shapes.items():
         stack = len(shape) == 3
@@ -66,5 +66,7 @@ def stored_tensors(config: Any, shapes: Mapping[str, Sequence[int]], arch: Archi
                 f"GGUF's {arch.name} has no tensor for {name}.", "", f"{CONVERT} Or plan for compressed-tensors."
             )
         turn = shape[0] // width if width and stem.endswith((".q_proj", ".k_proj")) else 0
-        found[name] = tuple(Stored(name=f"{t}.{ending}", part=i, parts=len(tensors), heads=turn) for i, t in enumerate(tensors))
-    return found
+        stored[name] = tuple(
+            Stored(name=f"{t}.{ending}", part=i, parts=len(tensors), heads=turn) for i, t in enumerate(tensors)
+        )
+    return stored

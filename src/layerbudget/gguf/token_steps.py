@@ -49,39 +49,41 @@ _ASCII_CASES = ("tekken", "gpt-4o")  # it tells capital letters from small ones 
 _RULE = "llama.cpp splits texts as GPT-2 does here, the tokenizer by a rule of its own: some words become other tokens."
 
 
-def steps_of(held: Mapping[str, Any], name: str = "pre_tokenizer", inside: str = "pretokenizers") -> list[Mapping[str, Any]]:
+def steps_of(
+    tokenizer_json: Mapping[str, Any], name: str = "pre_tokenizer", inside: str = "pretokenizers"
+) -> list[Mapping[str, Any]]:
     """Return the steps of one stage of a tokenizer, by default of what splits a text before the merges."""
-    step = held.get(name)
+    step = tokenizer_json.get(name)
     return [] if step is None else [s for s in step[inside] or ()] if step["type"] == "Sequence" else [step]
 
 
-def normalizers_of(held: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def normalizers_of(tokenizer_json: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the steps that change the characters of a text."""
-    return steps_of(held, "normalizer", "normalizers")
+    return steps_of(tokenizer_json, "normalizer", "normalizers")
 
 
-def split_of(held: Mapping[str, Any]) -> str | None:
+def split_of(tokenizer_json: Mapping[str, Any]) -> str | None:
     """Return llama.cpp's name of what splits a text; None where it has none."""
-    steps = [_split_step(s) for s in steps_of(held)]
+    steps = [_split_step(s) for s in steps_of(tokenizer_json)]
     return None if None in steps else _SPLITS.get(tuple(s for s in steps if s))
 
 
 def steps_named(name: str) -> list[dict[str, Any]] | None:
     """Return the steps of that name in llama.cpp, as ``tokenizer.json`` has them; None where they are not known."""
-    found: list[dict[str, Any]] = []
+    steps: list[dict[str, Any]] = []
     words = next((words for words, known in _SPLITS.items() if known == name), None)
     for word in words or ():
         if word == _GPT2:
-            found.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True})
+            steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True})
         elif word == _DIGIT:
-            found.append({"type": "Digits", "individual_digits": True})
+            steps.append({"type": "Digits", "individual_digits": True})
         elif word == _MARKS:
-            found.append({"type": "Punctuation", "behavior": "Contiguous"})
+            steps.append({"type": "Punctuation", "behavior": "Contiguous"})
         else:
-            found.append({"type": "Split", "pattern": {"Regex": word}, "behavior": "Isolated", "invert": False})
-    if found and _GPT2 not in (words or ()):
-        found.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False})
-    return found or None
+            steps.append({"type": "Split", "pattern": {"Regex": word}, "behavior": "Isolated", "invert": False})
+    if steps and _GPT2 not in (words or ()):
+        steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False})
+    return steps or None
 
 
 def _split_step(step: Mapping[str, Any]) -> str | None:
@@ -99,17 +101,17 @@ def _split_step(step: Mapping[str, Any]) -> str | None:
     return None
 
 
-def byte_level_notes(held: Mapping[str, Any], backend: Any, name: str) -> list[str]:
+def byte_level_notes(tokenizer_json: Mapping[str, Any], backend: Any, name: str) -> list[str]:
     """Return what llama.cpp does otherwise with a byte-level BPE.
 
     Args:
-        held: The tokenizer, as ``tokenizer.json`` has it.
+        tokenizer_json: The tokenizer, as ``tokenizer.json`` has it.
         backend: The same as an object of tokenizers.
         name: Of the model: llama.cpp reads it.
     """
     from tokenizers.pre_tokenizers import ByteLevel
 
-    notes, known = [], split_of(held)
+    notes, known = [], split_of(tokenizer_json)
     if known is None:
         notes.append(_RULE)
     if known in _ASCII_CASES:
@@ -117,38 +119,38 @@ def byte_level_notes(held: Mapping[str, Any], backend: Any, name: str) -> list[s
             "llama.cpp knows capital letters of ASCII alone where it splits words, and takes no combining marks for letters: "
             "some words of other alphabets become other tokens."
         )
-    if any(s["type"] == "ByteLevel" and s.get("add_prefix_space") for s in steps_of(held)):
+    if any(s["type"] == "ByteLevel" and s.get("add_prefix_space") for s in steps_of(tokenizer_json)):
         notes.append("The tokenizer puts a space before a text, and llama.cpp does not: the first word becomes another token.")
-    if kinds := [s["type"] for s in normalizers_of(held)]:
+    if kinds := [s["type"] for s in normalizers_of(tokenizer_json)]:
         notes.append(
             f"The tokenizer changes characters before it splits a text ({', '.join(kinds)}), and llama.cpp does not: "
             "texts that it changes become other tokens."
         )
-    vocab = held["model"]["vocab"]
-    if held["model"].get("unk_token") and (lacks := [c for c in ByteLevel.alphabet() if c not in vocab]):
+    vocab = tokenizer_json["model"]["vocab"]
+    if tokenizer_json["model"].get("unk_token") and (lacks := [c for c in ByteLevel.alphabet() if c not in vocab]):
         notes.append(
             f"The vocabulary has no token for {len(lacks)} of 256 bytes: the tokenizer makes unknown ones, llama.cpp none."
         )
-    whole = bool(held["model"].get("ignore_merges"))
-    if whole != (known in WHOLE_WORDS) and (words := _unmerged(held, backend)):
+    whole = bool(tokenizer_json["model"].get("ignore_merges"))
+    if whole != (known in WHOLE_WORDS) and (words := _unmerged(tokenizer_json, backend)):
         does, other = ("The tokenizer", "llama.cpp") if whole else ("llama.cpp", "the tokenizer")
         notes.append(f"{does} takes {len(words)} words whole that {other} merges into others, the first {words[0]!r}.")
-    return [*notes, *merging_notes(held), *added_notes(held, name)]
+    return [*notes, *merging_notes(tokenizer_json), *added_notes(tokenizer_json, name)]
 
 
-def _unmerged(held: Mapping[str, Any], backend: Any) -> list[str]:
+def _unmerged(tokenizer_json: Mapping[str, Any], backend: Any) -> list[str]:
     """The words of a vocabulary that its merges do not make."""
     from tokenizers import Tokenizer
 
-    model = {**held["model"], "ignore_merges": False, "dropout": None}
-    bare = Tokenizer.from_str(json.dumps({**held, "model": model, "added_tokens": [], "post_processor": None})).model
-    added = {t["content"] for t in held.get("added_tokens", ())}
-    return [w for w in held["model"]["vocab"] if w not in added and len(w) > 1 and len(bare.tokenize(w)) != 1]
+    model = {**tokenizer_json["model"], "ignore_merges": False, "dropout": None}
+    bare = Tokenizer.from_str(json.dumps({**tokenizer_json, "model": model, "added_tokens": [], "post_processor": None})).model
+    added = {t["content"] for t in tokenizer_json.get("added_tokens", ())}
+    return [w for w in tokenizer_json["model"]["vocab"] if w not in added and len(w) > 1 and len(bare.tokenize(w)) != 1]
 
 
-def merging_notes(held: Mapping[str, Any]) -> list[str]:
+def merging_notes(tokenizer_json: Mapping[str, Any]) -> list[str]:
     """Return what llama.cpp leaves out of merging."""
-    model, notes = held["model"], []
+    model, notes = tokenizer_json["model"], []
     if model.get("dropout"):
         notes.append(
             f"The tokenizer leaves out merges at random (dropout {model['dropout']:g}), and llama.cpp makes all of them."
@@ -160,9 +162,9 @@ def merging_notes(held: Mapping[str, Any]) -> list[str]:
     return notes
 
 
-def added_notes(held: Mapping[str, Any], name: str) -> list[str]:
+def added_notes(tokenizer_json: Mapping[str, Any], name: str) -> list[str]:
     """Return what llama.cpp does otherwise with added tokens, which it finds in the text as it is written."""
-    added, notes = held.get("added_tokens", ()), []
+    added, notes = tokenizer_json.get("added_tokens", ()), []
     takes = "phi-3" in name.lower() or "phi3" in name.lower()  # llama.cpp's own rule, by the name of the model
     for key, words in (
         ("lstrip", "take the spaces before them"),
@@ -172,7 +174,9 @@ def added_notes(held: Mapping[str, Any], name: str) -> list[str]:
         which = [t["content"] for t in added if t.get(key)]
         if which and not (key == "rstrip" and takes):
             notes.append(f"In the tokenizer {_first(which)} {words}, and in llama.cpp they do not: texts with them differ.")
-    if normalizers_of(held) and (late := [t["content"] for t in added if t.get("normalized") and not t.get("special")]):
+    if normalizers_of(tokenizer_json) and (
+        late := [t["content"] for t in added if t.get("normalized") and not t.get("special")]
+    ):
         notes.append(f"The tokenizer looks for {_first(late)} after it changed characters, and llama.cpp before.")
     if pair := _overlap([t["content"] for t in added]):
         notes.append(
@@ -202,9 +206,9 @@ def _overlap(words: Sequence[str]) -> tuple[str, str] | None:
     return None
 
 
-def prefix_of(held: Mapping[str, Any]) -> bool | None:
+def prefix_of(tokenizer_json: Mapping[str, Any]) -> bool | None:
     """Return whether a space comes before a text; None where spaces do not become SentencePiece's sign alone."""
-    split, steps = held.get("pre_tokenizer") or {}, normalizers_of(held)
+    split, steps = tokenizer_json.get("pre_tokenizer") or {}, normalizers_of(tokenizer_json)
     kinds = [s.get("type") for s in steps]
     if kinds in (["Prepend", "Replace"], ["Replace"]) and split.get("type") in (None, "Split"):
         marks = [s.get("prepend", s.get("content")) for s in steps]
@@ -212,20 +216,20 @@ def prefix_of(held: Mapping[str, Any]) -> bool | None:
             return None
         return len(steps) == 2 if set(marks) == {SPACE} and steps[-1].get("pattern") == {"String": " "} else None
     if split.get("type") == "Metaspace" and not steps and split.get("replacement") == SPACE:
-        if split.get("split", True) and any(SPACE in t[1:] for t in _merged(held)):
+        if split.get("split", True) and any(SPACE in t[1:] for t in _merged(tokenizer_json)):
             return None
         return bool(split.get("prepend_scheme") != "never")
     return None
 
 
-def _merged(held: Mapping[str, Any]) -> list[str]:
-    """What the merges of a vocabulary make."""
-    return [m.replace(" ", "", 1) if isinstance(m, str) else "".join(m) for m in held["model"].get("merges") or ()]
+def _merged(tokenizer_json: Mapping[str, Any]) -> list[str]:
+    """Return the tokens that the merges of a vocabulary make."""
+    return [m.replace(" ", "", 1) if isinstance(m, str) else "".join(m) for m in tokenizer_json["model"].get("merges") or ()]
 
 
-def piece_notes(held: Mapping[str, Any], merges: Sequence[tuple[str, ...]], name: str) -> list[str]:
+def piece_notes(tokenizer_json: Mapping[str, Any], merges: Sequence[tuple[str, ...]], name: str) -> list[str]:
     """Return what llama.cpp does otherwise with SentencePiece's BPE; arguments as those of :func:`byte_level_notes`."""
-    notes, model = [], held["model"]
+    notes, model = [], tokenizer_json["model"]
     listed, whole = set(merges), {t for t in model["vocab"] if len(t) > 1}
     pairs = ((t[:i], t[i:]) for t in whole for i in range(1, len(t)) if t[:i] in model["vocab"] and t[i:] in model["vocab"])
     made = {a + b for a, b in listed}
@@ -233,10 +237,10 @@ def piece_notes(held: Mapping[str, Any], merges: Sequence[tuple[str, ...]], name
         notes.append(
             "The tokenizer does not list every pair that makes a token, and llama.cpp joins them all: some words become others."
         )
-    scheme = (held.get("pre_tokenizer") or {}).get("prepend_scheme", "never")
+    scheme = (tokenizer_json.get("pre_tokenizer") or {}).get("prepend_scheme", "never")
     if scheme != "never":
         notes.append("Before a text that begins with a space llama.cpp puts another one, the tokenizer none.")
-    if scheme == "first" and held.get("added_tokens"):
+    if scheme == "first" and tokenizer_json.get("added_tokens"):
         notes.append("Behind an added token llama.cpp puts a space before the text, the tokenizer at the beginning alone.")
     if model.get("ignore_merges"):
         notes.append("The tokenizer takes a text that is a token as it is, and llama.cpp merges it.")
@@ -245,14 +249,14 @@ def piece_notes(held: Mapping[str, Any], merges: Sequence[tuple[str, ...]], name
         notes.append(
             f"The vocabulary has no token for {len(lacks)} of 256 bytes, and llama.cpp ends at a text that needs them."
         )
-    if lost := [t["content"] for t in held.get("added_tokens", ()) if hidden(t) and t["content"] not in made]:
+    if lost := [t["content"] for t in tokenizer_json.get("added_tokens", ()) if hidden(t) and t["content"] not in made]:
         notes.append(f"The tokenizer never makes {_first(lost)} of a text, and llama.cpp does.")
-    own = {**held, "normalizer": None} if not _prepends(held) else held
-    return [*notes, *merging_notes(held), *added_notes(own, name)]
+    effective = {**tokenizer_json, "normalizer": None} if not _prepends(tokenizer_json) else tokenizer_json
+    return [*notes, *merging_notes(tokenizer_json), *added_notes(effective, name)]
 
 
-def _prepends(held: Mapping[str, Any]) -> bool:
-    return any(s["type"] == "Prepend" for s in normalizers_of(held))
+def _prepends(tokenizer_json: Mapping[str, Any]) -> bool:
+    return any(s["type"] == "Prepend" for s in normalizers_of(tokenizer_json))
 
 
 def hidden(token: Mapping[str, Any]) -> bool:

@@ -20,7 +20,7 @@ _NFC = re.compile(r"qwen[23](moe)?")  # architectures whose texts have one Unico
 _BEGINS = ("llama-bpe", "tekken")  # llama.cpp begins a text of these where the file does not say it
 
 
-def tokenizer_of(held: GgufFile) -> Any:
+def tokenizer_of(gguf_file: GgufFile) -> Any:
     """Return the fast tokenizer of transformers that a file's vocabulary makes.
 
     Raises:
@@ -28,19 +28,21 @@ def tokenizer_of(held: GgufFile) -> Any:
     """
     from tokenizers import Tokenizer
 
-    kind, tokens = held.fields.get("tokenizer.ggml.model"), held.fields.get("tokenizer.ggml.tokens")
+    kind, tokens = gguf_file.fields.get("tokenizer.ggml.model"), gguf_file.fields.get("tokenizer.ggml.tokens")
     if tokens is None or kind not in ("gpt2", "llama"):
         what = f"a vocabulary of the kind {kind}" if tokens is not None else "no vocabulary"
-        raise held.refuse(what, _BESIDE)
-    kinds = list(held.fields.get("tokenizer.ggml.token_type") or [1] * len(tokens))
-    record = (_bytes if kind == "gpt2" else _pieces)(held, tokens, kinds)
+        raise gguf_file.refuse(what, _BESIDE)
+    kinds = list(gguf_file.fields.get("tokenizer.ggml.token_type") or [1] * len(tokens))
+    record = (_bytes if kind == "gpt2" else _pieces)(gguf_file, tokens, kinds)
     record["added_tokens"] = [
         {"id": i, "content": tokens[i], "special": kinds[i] != _OWN, "normalized": False}
         | {"single_word": False, "lstrip": False, "rstrip": False}
         for i in _added(tokens, kinds, pieces=kind == "llama")
     ]
-    record["post_processor"] = _around(held, tokens, kind)
-    return _named(held, Tokenizer.from_str(_json({"version": "1.0", "truncation": None, "padding": None, **record})), tokens)
+    record["post_processor"] = _around(gguf_file, tokens, kind)
+    return _named(
+        gguf_file, Tokenizer.from_str(_json({"version": "1.0", "truncation": None, "padding": None, **record})), tokens
+    )
 
 
 def _json(record: Mapping[str, Any]) -> str:
@@ -60,29 +62,29 @@ def _vocabulary(tokens: Sequence[str], kinds: Sequence[int]) -> dict[str, int]:
     return {token: i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != _UNUSED}
 
 
-def _bytes(held: GgufFile, tokens: Sequence[str], kinds: Sequence[int]) -> dict[str, Any]:
+def _bytes(gguf_file: GgufFile, tokens: Sequence[str], kinds: Sequence[int]) -> dict[str, Any]:
     """A byte-level BPE."""
-    name = held.fields.get("tokenizer.ggml.pre")
+    name = gguf_file.fields.get("tokenizer.ggml.pre")
     name = ALIASES.get(str(name), str(name))
     if (steps := steps_named(name)) is None:
-        raise held.refuse(f"tokenizer.ggml.pre = {held.fields.get('tokenizer.ggml.pre')}", _BESIDE)
-    merges = [merge.split(" ", 1) for merge in held.fields.get("tokenizer.ggml.merges") or ()]
+        raise gguf_file.refuse(f"tokenizer.ggml.pre = {gguf_file.fields.get('tokenizer.ggml.pre')}", _BESIDE)
+    merges = [merge.split(" ", 1) for merge in gguf_file.fields.get("tokenizer.ggml.merges") or ()]
     model = {"type": "BPE", "vocab": _vocabulary(tokens, kinds), "merges": merges, "ignore_merges": name in WHOLE_WORDS}
     model |= dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"))
     level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
     return {
-        "normalizer": {"type": "NFC"} if name == "qwen2" and _NFC.fullmatch(held.arch) else None,
+        "normalizer": {"type": "NFC"} if name == "qwen2" and _NFC.fullmatch(gguf_file.arch) else None,
         "pre_tokenizer": steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps},
         "decoder": level,
         "model": {**model, "fuse_unk": False, "byte_fallback": False},
     }
 
 
-def _pieces(held: GgufFile, tokens: Sequence[str], kinds: Sequence[int]) -> dict[str, Any]:
+def _pieces(gguf_file: GgufFile, tokens: Sequence[str], kinds: Sequence[int]) -> dict[str, Any]:
     """SentencePiece's BPE: llama.cpp joins whatever makes a token, the one with the best score first."""
-    scores = held.fields.get("tokenizer.ggml.scores")
+    scores = gguf_file.fields.get("tokenizer.ggml.scores")
     if scores is None:
-        raise held.refuse("no tokenizer.ggml.scores", _BESIDE)
+        raise gguf_file.refuse("no tokenizer.ggml.scores", _BESIDE)
     vocab = _vocabulary(tokens, kinds)
     whole = [(token, i) for token, i in vocab.items() if kinds[i] not in (_BYTE, _CONTROL, _UNKNOWN) and len(token) > 1]
     pairs = []
@@ -91,7 +93,7 @@ def _pieces(held: GgufFile, tokens: Sequence[str], kinds: Sequence[int]) -> dict
         inside = [(a, b) for a, b in halves if a in vocab and b in vocab]
         pairs += [(-scores[i], i, pair) for pair in sorted(inside, key=lambda p: (vocab[p[0]], vocab[p[1]]))]
     merges = [list(pair) for *_, pair in sorted(pairs, key=lambda p: p[:2])]
-    prefix = held.fields.get("tokenizer.ggml.add_space_prefix", True)
+    prefix = gguf_file.fields.get("tokenizer.ggml.add_space_prefix", True)
     unknown = next((tokens[i] for i, kind in enumerate(kinds) if kind == _UNKNOWN), None)
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
@@ -107,13 +109,13 @@ def _pieces(held: GgufFile, tokens: Sequence[str], kinds: Sequence[int]) -> dict
     }
 
 
-def _around(held: GgufFile, tokens: Sequence[str], kind: str) -> dict[str, Any] | None:
-    """What puts the tokens that begin and end a text around it."""
-    begins = kind == "llama" or held.fields.get("tokenizer.ggml.pre") in _BEGINS
+def _around(gguf_file: GgufFile, tokens: Sequence[str], kind: str) -> dict[str, Any] | None:
+    """Return the post-processor that puts the tokens that begin and end a text around it."""
+    begins = kind == "llama" or gguf_file.fields.get("tokenizer.ggml.pre") in _BEGINS
     ends, template, special = {"bos": begins, "eos": False}, [{"Sequence": {"id": "A", "type_id": 0}}], {}
     for name, usual in ends.items():
-        token = _special(held, name, tokens)
-        if token is not None and held.fields.get(f"tokenizer.ggml.add_{name}_token", usual):
+        token = _special(gguf_file, name, tokens)
+        if token is not None and gguf_file.fields.get(f"tokenizer.ggml.add_{name}_token", usual):
             word = {"SpecialToken": {"id": tokens[token], "type_id": 0}}
             template = [word, *template] if name == "bos" else [*template, word]
             special[tokens[token]] = {"id": tokens[token], "ids": [token], "tokens": [tokens[token]]}
@@ -123,28 +125,30 @@ def _around(held: GgufFile, tokens: Sequence[str], kind: str) -> dict[str, Any] 
     return {"type": "TemplateProcessing", "single": template, "pair": pair, "special_tokens": special}
 
 
-def _special(held: GgufFile, name: str, tokens: Sequence[str]) -> int | None:
-    token = held.fields.get(f"tokenizer.ggml.{name}_token_id")
+def _special(gguf_file: GgufFile, name: str, tokens: Sequence[str]) -> int | None:
+    token = gguf_file.fields.get(f"tokenizer.ggml.{name}_token_id")
     return int(token) if token is not None and token < len(tokens) else None
 
 
-def _named(held: GgufFile, backend: Any, tokens: Sequence[str]) -> Any:
+def _named(gguf_file: GgufFile, backend: Any, tokens: Sequence[str]) -> Any:
     """The tokenizer of transformers around one of tokenizers, with its special tokens and templates of chats."""
     from transformers import PreTrainedTokenizerFast
 
     kinds = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}
-    named = {f"{kind}_token": _special(held, name, tokens) for kind, name in kinds.items()}
+    named = {f"{kind}_token": _special(gguf_file, name, tokens) for kind, name in kinds.items()}
     more: dict[str, Any] = {kind: tokens[token] for kind, token in named.items() if token is not None}
-    templates = {n: held.fields.get(f"tokenizer.chat_template.{n}") for n in held.fields.get("tokenizer.chat_templates") or ()}
-    default = held.fields.get("tokenizer.chat_template")
+    templates = {
+        n: gguf_file.fields.get(f"tokenizer.chat_template.{n}") for n in gguf_file.fields.get("tokenizer.chat_templates") or ()
+    }
+    default = gguf_file.fields.get("tokenizer.chat_template")
     if templates:
         more["chat_template"] = {**({"default": default} if default else {}), **templates}
     elif default:
         more["chat_template"] = default
-    length = held.said.get("context_length")
+    length = gguf_file.said.get("context_length")
     made = PreTrainedTokenizerFast(
         tokenizer_object=backend, clean_up_tokenization_spaces=False, **({"model_max_length": length} if length else {}), **more
     )
     if max(made("a")["input_ids"], default=0) >= len(tokens):
-        raise BadModel(f"{held.path} has a vocabulary that makes tokens beyond it.", "", _BESIDE)
+        raise BadModel(f"{gguf_file.path} has a vocabulary that makes tokens beyond it.", "", _BESIDE)
     return made

@@ -78,10 +78,10 @@ def _ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
     config = text_config(config_of(model))
     count = min(TOKENS, int(getattr(config, "max_position_embeddings", None) or TOKENS))
     read = [] if tokenizer is None else tokenizer(TEXTS[0])["input_ids"]
-    found = [i for i in read if i < config.vocab_size][:count]  # a tokenizer may have more tokens than its model
-    if len(found) < count // 2:
-        found = np.random.default_rng(0).integers(0, config.vocab_size, count).tolist()
-    return tuple(int(i) for i in found)
+    ids = [i for i in read if i < config.vocab_size][:count]  # a tokenizer may have more tokens than its model
+    if len(ids) < count // 2:
+        ids = np.random.default_rng(0).integers(0, config.vocab_size, count).tolist()
+    return tuple(int(i) for i in ids)
 
 
 def _holds(tokenizer: Any, text: str, size: int) -> bool:
@@ -105,8 +105,8 @@ def _check_tokens(texts: tuple[str, ...], theirs: list[list[int]], tokenizer: An
         if ours != their:
             at = next((i for i, (a, b) in enumerate(zip(ours, their, strict=False)) if a != b), min(len(ours), len(their)))
             what = f"llama.cpp splits {text!r} into other tokens than the tokenizer"
-            found = f"{their[at : at + 4]} for {ours[at : at + 4]} from token {at}"
-            raise CoverageError(f"{what}: {found}.", "", "Nothing is kept. Plan for compressed-tensors, and report this.")
+            difference = f"{their[at : at + 4]} for {ours[at : at + 4]} from token {at}"
+            raise CoverageError(f"{what}: {difference}.", "", "Nothing is kept. Plan for compressed-tensors, and report this.")
 
 
 def _finite(raw: bytes) -> np.ndarray:
@@ -120,11 +120,11 @@ def _finite(raw: bytes) -> np.ndarray:
 def _compare(model: nn.Module, formats: Mapping[str, str], ids: tuple[int, ...], logits: np.ndarray) -> str:
     """Compare probabilities; what llama.cpp's rounding of the inputs of products explains is found by rounding them here."""
     device = next(model.parameters()).device
-    given: Any = {"input_ids": torch.tensor([ids], device=device)}
+    inputs: Any = {"input_ids": torch.tensor([ids], device=device)}
     with inference(model):
-        ours = torch.log_softmax(model(**given).logits[0].float(), -1).cpu()
+        ours = torch.log_softmax(model(**inputs).logits[0].float(), -1).cpu()
         with _rounded_inputs(model, formats):
-            coarse = torch.log_softmax(model(**given).logits[0].float(), -1).cpu()
+            coarse = torch.log_softmax(model(**inputs).logits[0].float(), -1).cpu()
     theirs = torch.log_softmax(torch.from_numpy(logits.copy()), -1)
     apart, explained = (float((ours.exp() * (ours - other)).sum(-1).clamp(min=0).quantile(0.75)) for other in (theirs, coarse))
     if apart > max(_LEAST, _TIMES * explained):

@@ -38,7 +38,7 @@ def entries(moments: Sequence[InputMoments], width: int, names: Sequence[str]) -
     """Return the tensors of an importance matrix for some tensors of the model's file that read the same inputs."""
     sums = torch.stack([torch.zeros(width) if m.value is None else m.value.cpu() for m in moments])
     counts = torch.tensor([[float(m.rows)] for m in moments])
-    return {name + ending: held for name in names for ending, held in ((_SUMS, sums), (_COUNTS, counts))}
+    return {name + ending: values for name in names for ending, values in ((_SUMS, sums), (_COUNTS, counts))}
 
 
 def write_imatrix(file: Path, tensors: Mapping[str, torch.Tensor], text: Mapping[str, Any]) -> None:
@@ -76,8 +76,8 @@ def read_imatrix(file: Path | str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
             numbers that no text gives.
     """
     path = _found(file)
-    with path.open("rb") as held:
-        known = held.read(4) == b"GGUF"
+    with path.open("rb") as stream:
+        known = stream.read(4) == b"GGUF"
     if not known:
         raise InvalidInput(
             f"{path} is no GGUF file; llama-imatrix wrote another format before August 2025.",
@@ -90,8 +90,8 @@ def read_imatrix(file: Path | str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         raise InvalidInput(f"{path} is cut off or damaged.", "", "Copy it again.") from error
     names = [n.removesuffix(_SUMS) for n in tensors if n.endswith(_SUMS)]
     if not names or any(n + _COUNTS not in tensors for n in names):
-        told = f"{path} holds no importance matrix."
-        raise InvalidInput(told, "One has tensors NAME.in_sum2 and NAME.counts.", "Make one with llama-imatrix.")
+        problem = f"{path} holds no importance matrix."
+        raise InvalidInput(problem, "One has tensors NAME.in_sum2 and NAME.counts.", "Make one with llama-imatrix.")
     return {n: _checked(path, n, tensors[n + _SUMS], tensors[n + _COUNTS].reshape(-1)) for n in names}
 
 
@@ -122,8 +122,8 @@ def importances(file: Path | str, model: nn.Module, modules: Iterable[Module]) -
     Raises:
         InvalidInput: See :func:`read_imatrix`; or it is of another model.
     """
-    held, found = read_imatrix(file), dict[str, list[InputMoments]]()
-    deepest = max((int(n) for name in held for n in re.findall(r"^blk\.(\d+)\.", name)), default=0)
+    matrix, moments = read_imatrix(file), dict[str, list[InputMoments]]()
+    deepest = max((int(n) for name in matrix for n in re.findall(r"^blk\.(\d+)\.", name)), default=0)
     if deepest >= len(layers(model)):
         raise _other(file, f"it has a layer {deepest}, the model has {len(layers(model))} of them")
     members: dict[str, list[Module]] = {}  # experts may be a stack, or one matrix each
@@ -131,25 +131,25 @@ def importances(file: Path | str, model: nn.Module, modules: Iterable[Module]) -
     for name, tensors in find_names(chosen, text_config(config_of(model)).model_type).items():
         for tensor in tensors:
             members.setdefault(f"{tensor}.weight", []).append(chosen[name])
-    for tensor, own in members.items():
-        if tensor not in held:
+    for tensor, experts in members.items():
+        if tensor not in matrix:
             twin = tensor.replace("_exps.", ".") if "_exps." in tensor else tensor.replace(".weight", "_exps.weight")
-            if twin in held and twin not in members:
+            if twin in matrix and twin not in members:
                 raise _other(file, f"it has {twin}, the model {tensor}")
             continue
-        (sums, counts), copies, width = held[tensor], sum(m.copies for m in own), own[0].d_in
+        (sums, counts), copies, width = matrix[tensor], sum(m.copies for m in experts), experts[0].d_in
         if sums.size != copies * width or copies % len(counts):
             raise _other(file, f"{tensor} has {sums.size} values, the model {copies} x {width}")
         rows = np.repeat(counts, copies // len(counts)).tolist()
         each = iter(zip(torch.from_numpy(sums.reshape(copies, width)), rows, strict=True))
-        for module in own:
+        for module in experts:
             some = itertools.islice(each, module.copies)
-            found[module.name] = counted(
+            moments[module.name] = counted(
                 [InputMoments("diagonal", value=s if c > 0 else None, rows=int(c)) for s, c in some], width
             )
-    if not found:
+    if not moments:
         raise _other(file, "it names none of the model's matrices")
-    return found
+    return moments
 
 
 def _other(file: Path | str, why: str) -> InvalidInput:

@@ -214,10 +214,10 @@ def find_mix(name: str) -> str:
     Raises:
         InvalidInput: There is none of that name.
     """
-    found = _ALIASES.get(name.upper(), name.upper())
-    if found not in MIXES:
+    mix = _ALIASES.get(name.upper(), name.upper())
+    if mix not in MIXES:
         raise InvalidInput(f"llama.cpp has no mix {name!r}.", f"Its mixes are {', '.join(MIXES)}.", "Choose one of those.")
-    return found
+    return mix
 
 
 def types_of(mix: str, model: LlamaModel, tensors: Sequence[Tensor]) -> list[str]:
@@ -266,8 +266,8 @@ def _type(mix: str, part: str, tensor: Tensor, case: _Case) -> str:
 @functools.cache
 def _rules(mix: str, part: str) -> list[tuple[list[Callable[[_Case], bool]], str]]:
     """Conditions and type of every exception of a mix in a part of the model."""
-    own = [r for r in _RULES if part in r[0].split() and mix in (r[1] if r[1] != "*" else mix).split()]
-    return [([_CONDITIONS[name] for name in conditions.split(", ")], kind) for _, _, conditions, kind in own]
+    rules = [r for r in _RULES if part in r[0].split() and mix in (r[1] if r[1] != "*" else mix).split()]
+    return [([_CONDITIONS[name] for name in conditions.split(", ")], kind) for _, _, conditions, kind in rules]
 
 
 def _fitting(kind: str, tensor: Tensor) -> str:
@@ -289,8 +289,8 @@ def _quantised(tensor: Tensor) -> bool:
 
 
 def _layer(name: str) -> int:
-    found = _LAYER.match(name)
-    return -1 if found is None else int(found.group(1))
+    match = _LAYER.match(name)
+    return -1 if match is None else int(match.group(1))
 
 
 def _seventy(model: LlamaModel) -> bool:

@@ -47,15 +47,15 @@ def add_vocabulary(writer: Any, tokenizer: Any, size: int, configs: Sequence[Any
     _add_sampling(writer, generation)
     notes: list[str] = []
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    held: Mapping[str, Any] = json.loads(backend.to_str()) if backend is not None else {}
-    model, name = held.get("model") or {}, _name(writer)
+    tokenizer_json: Mapping[str, Any] = json.loads(backend.to_str()) if backend is not None else {}
+    model, name = tokenizer_json.get("model") or {}, _name(writer)
     merges = [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in model.get("merges") or ()]
-    if model.get("type") == "BPE" and any(step["type"] == "ByteLevel" for step in steps_of(held)):
-        _add_byte_level(writer, held, merges, size)
-        notes += byte_level_notes(held, backend, name)
-    elif model.get("type") == "BPE" and model.get("byte_fallback") and (prefix := prefix_of(held)) is not None:
-        _add_pieces(writer, held, merges, prefix, size)
-        notes += piece_notes(held, merges, name)
+    if model.get("type") == "BPE" and any(step["type"] == "ByteLevel" for step in steps_of(tokenizer_json)):
+        _add_byte_level(writer, tokenizer_json, merges, size)
+        notes += byte_level_notes(tokenizer_json, backend, name)
+    elif model.get("type") == "BPE" and model.get("byte_fallback") and (prefix := prefix_of(tokenizer_json)) is not None:
+        _add_pieces(writer, tokenizer_json, merges, prefix, size)
+        notes += piece_notes(tokenizer_json, merges, name)
     else:
         writer.add_tokenizer_model("no_vocab")
         return [
@@ -68,14 +68,14 @@ def add_vocabulary(writer: Any, tokenizer: Any, size: int, configs: Sequence[Any
 
 def _name(writer: Any) -> str:
     """The name of the model that is in the file by now."""
-    found = next((kv["general.name"].value for kv in writer.kv_data if "general.name" in kv), "")
-    return str(found)
+    name = next((kv["general.name"].value for kv in writer.kv_data if "general.name" in kv), "")
+    return str(name)
 
 
-def _tokens(held: Mapping[str, Any], size: int) -> tuple[list[str], list[int]]:
+def _tokens(tokenizer_json: Mapping[str, Any], size: int) -> tuple[list[str], list[int]]:
     """Every token's text and kind, no text twice. llama.cpp finds added tokens as they are written, before it splits a text."""
-    added = held.get("added_tokens", [])
-    known = {**held["model"]["vocab"], **{t["content"]: t["id"] for t in added}}
+    added = tokenizer_json.get("added_tokens", [])
+    known = {**tokenizer_json["model"]["vocab"], **{t["content"]: t["id"] for t in added}}
     tokens, kinds = [""] * size, [_UNUSED] * size
     for token, i in known.items():
         if i < size:
@@ -93,20 +93,22 @@ def _tokens(held: Mapping[str, Any], size: int) -> tuple[list[str], list[int]]:
     return tokens, kinds
 
 
-def _add_byte_level(writer: Any, held: Mapping[str, Any], merges: Sequence[tuple[str, ...]], size: int) -> None:
+def _add_byte_level(writer: Any, tokenizer_json: Mapping[str, Any], merges: Sequence[tuple[str, ...]], size: int) -> None:
     """Tokens and merges of a byte-level BPE."""
-    tokens, kinds = _tokens(held, size)
+    tokens, kinds = _tokens(tokenizer_json, size)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(split_of(held) or "gpt-2")
+    writer.add_tokenizer_pre(split_of(tokenizer_json) or "gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     writer.add_token_merges([" ".join(m) for m in merges])
 
 
-def _add_pieces(writer: Any, held: Mapping[str, Any], merges: Sequence[tuple[str, ...]], prefix: bool, size: int) -> None:
+def _add_pieces(
+    writer: Any, tokenizer_json: Mapping[str, Any], merges: Sequence[tuple[str, ...]], prefix: bool, size: int
+) -> None:
     """Tokens of SentencePiece's BPE with their scores and kinds."""
-    tokens, kinds = _tokens(held, size)
-    model, scores = held["model"], [_LOW] * size
+    tokens, kinds = _tokens(tokenizer_json, size)
+    model, scores = tokenizer_json["model"], [_LOW] * size
     for place, pair in enumerate(merges):
         made = model["vocab"].get("".join(pair), size)
         if made < size and scores[made] == _LOW:
@@ -154,9 +156,13 @@ class _Special:
         more = [i for i in stops[1:] if not _ENDS.fullmatch(self.word(i))]
         if more[2:]:
             notes.append(f"transformers ends a text at {', '.join(map(self.word, more[2:]))} too, and llama.cpp does not.")
-        found = {"bos": stops[0] if begin is None else begin, "eos": stops[0], **dict(zip(("eot", "eom"), more, strict=False))}
-        found |= {kind: token for kind in ("unk", "sep", "pad", "mask") if (token := self.named(kind)) is not None}
-        for kind, token in found.items():
+        special_tokens = {
+            "bos": stops[0] if begin is None else begin,
+            "eos": stops[0],
+            **dict(zip(("eot", "eom"), more, strict=False)),
+        }
+        special_tokens |= {kind: token for kind in ("unk", "sep", "pad", "mask") if (token := self.named(kind)) is not None}
+        for kind, token in special_tokens.items():
             getattr(writer, f"add_{kind}_token_id")(token)
         writer.add_add_bos_token(bool(before))
         if behind:
@@ -181,7 +187,7 @@ class _Special:
         return str(self.tokenizer.convert_ids_to_tokens(token) or f"[PAD{token}]")
 
     def _around(self) -> tuple[list[int] | None, list[int] | None]:
-        """What the tokenizer puts before and behind a text; None where it changes the text between."""
+        """Return the tokens that the tokenizer puts before and behind a text; None where it changes the text between."""
         whole = self.tokenizer("a")["input_ids"]
         bare = self.tokenizer("a", add_special_tokens=False)["input_ids"]
         starts = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
@@ -214,12 +220,12 @@ def _listed(value: Any) -> list[int]:
 def _add_sampling(writer: Any, generation: Any) -> None:
     """How the model's texts are sampled; one that takes the likeliest token has a temperature of 0."""
     named = {n: getattr(generation, n, None) for n in _SAMPLING}
-    given = {n: v for n, v in named.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+    sampling = {n: v for n, v in named.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
     if getattr(generation, "do_sample", None) is False:
-        given = {n: v for n, v in given.items() if n == "repetition_penalty"} | {"temperature": 0.0}
-    for name, value in given.items():
+        sampling = {n: v for n, v in sampling.items() if n == "repetition_penalty"} | {"temperature": 0.0}
+    for name, value in sampling.items():
         getattr(writer, f"add_sampling_{_SAMPLING[name]}")(value)
-    if "repetition_penalty" in given:
+    if "repetition_penalty" in sampling:
         writer.add_sampling_penalty_last_n(_WHOLE_CONTEXT)
 
 
@@ -254,5 +260,5 @@ def _beside(tokenizer: Any) -> Any:
     file = Path(str(getattr(tokenizer, "name_or_path", ""))) / "chat_template.json"
     if not file.is_file():
         return None
-    found = json.loads(file.read_text("utf-8"))
-    return found.get("chat_template") if isinstance(found, dict) else None
+    record = json.loads(file.read_text("utf-8"))
+    return record.get("chat_template") if isinstance(record, dict) else None

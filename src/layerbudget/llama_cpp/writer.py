@@ -221,11 +221,11 @@ class GgufWriter:
 
     def tensors(self, piece: str, rounded: Mapping[str, Sequence[Rounded]]) -> dict[str, torch.Tensor]:
         """Return what the file holds of a layer (outside the layers: of ``""``) whose weights are at hand."""
-        found = dict(self.head.extra) if not piece else {}
+        tensors = dict(self.head.extra) if not piece else {}
         for name in self.head.pieces[piece]:
             made, values = self._made(name, rounded), self.head.parameters[name].detach()
-            found |= {t.name: torch.from_numpy(self._data(name, t, values, made)) for t in self.head.stored[name]}
-        return found
+            tensors |= {t.name: torch.from_numpy(self._data(name, t, values, made)) for t in self.head.stored[name]}
+        return tensors
 
     def _made(self, name: str, rounded: Mapping[str, Sequence[Rounded]]) -> torch.Tensor | None:
         """The bytes that the quantiser made of a parameter, of all its copies; None where it is written as numbers."""

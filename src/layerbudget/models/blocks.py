@@ -73,8 +73,8 @@ def text_config(config: Any) -> Any:
 
 def configs_of(model: nn.Module) -> list[Any]:
     """Every configuration that a module of the model holds, once."""
-    held = [config_of(m) for m in model.modules() if hasattr(m, "config")]
-    return list({id(config): config for config in held}.values())
+    configs = [config_of(m) for m in model.modules() if hasattr(m, "config")]
+    return list({id(config): config for config in configs}.values())
 
 
 def pretrained(model: nn.Module) -> PreTrainedModel:
@@ -84,12 +84,12 @@ def pretrained(model: nn.Module) -> PreTrainedModel:
 
 def layer_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     """Every outermost ``ModuleList`` of two-or-more-level modules that hold weight matrices."""
-    found: list[tuple[str, nn.ModuleList]] = []
+    stacks: list[tuple[str, nn.ModuleList]] = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) and not any(name.startswith(f + ".") for f, _ in found):
+        if isinstance(module, nn.ModuleList) and len(module) and not any(name.startswith(f + ".") for f, _ in stacks):
             if any(True for _ in _weights(module[0], "")) and not isinstance(module[0], nn.Linear):
-                found.append((name, module))
-    return found
+                stacks.append((name, module))
+    return stacks
 
 
 def layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -119,15 +119,15 @@ def layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def text_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters of the language model and its head, each once, by full name: all, where a model reads nothing but text."""
-    own, config = dict(model.named_parameters()), getattr(model, "config", None)
+    parameters, config = dict(model.named_parameters()), getattr(model, "config", None)
     decoder: Any = None
     if config is not None and text_config(config) is not config and hasattr(model, "get_decoder"):
         decoder = pretrained(model).get_decoder()
     if decoder is None or decoder is model:
-        return own
+        return parameters
     head = pretrained(model).get_output_embeddings()
     inside = {id(p) for part in (decoder, head) if part is not None for p in part.parameters()}
-    return {name: p for name, p in own.items() if id(p) in inside}
+    return {name: p for name, p in parameters.items() if id(p) in inside}
 
 
 def _weights(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, torch.Tensor, Module]]:
@@ -146,13 +146,13 @@ def _weights(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, tor
             d_in, d_out = module.weight.shape
             yield full, module, module.weight, Module(name=full, d_in=d_in, d_out=d_out)
         elif not is_convolution(module):
-            for own, parameter in module.named_parameters(recurse=False):
+            for key, parameter in module.named_parameters(recurse=False):
                 if parameter.ndim == 3:
                     copies, d_out, d_in = parameter.shape
                     if transposed(module):
                         d_in, d_out = d_out, d_in
                     active = _active(root, name, copies)
-                    record = Module(name=f"{full}.{own}", d_in=d_in, d_out=d_out, copies=copies, active=active)
+                    record = Module(name=f"{full}.{key}", d_in=d_in, d_out=d_out, copies=copies, active=active)
                     yield record.name, module, parameter, record
 
 
@@ -163,12 +163,12 @@ def weight_of(model: nn.Module, name: str, *, packed: bool = False) -> tuple[nn.
         UnknownBlock: The model has no such matrix.
         CoverageError: It is quantised, and ``packed`` (for callers that need only the owner) is false.
     """
-    for candidate, own in ((name, "weight"), name.rpartition(".")[::2]):
+    for candidate, key in ((name, "weight"), name.rpartition(".")[::2]):
         try:
             owner = model.get_submodule(candidate)
         except AttributeError:
             continue
-        parameter = getattr(owner, own, None)
+        parameter = getattr(owner, key, None)
         if isinstance(parameter, nn.Parameter):
             if not (packed or parameter.is_floating_point()):
                 raise CoverageError(
@@ -208,11 +208,11 @@ def partition(
         for name, _, parameter, record in _weights(root, block_name):
             if id(parameter) in seen or not wanted.search(name) or unwanted.search(name):
                 continue
-            found = pattern.search(name) if pattern else None
-            if pattern and not found:
+            match = pattern.search(name) if pattern else None
+            if pattern and not match:
                 continue
             seen.add(id(parameter))
-            key = _text_of(found) if found else block_name if by == "layer" else name
+            key = _text_of(match) if match else block_name if by == "layer" else name
             groups.setdefault(key, []).append(record)
     if not groups:
         raise UnknownBlock(
@@ -225,14 +225,14 @@ def partition(
 
 def end_modules(model: nn.Module) -> list[Module]:
     """Return embedding and head as matrices; a head that is tied to the embedding is no matrix of its own."""
-    found: dict[int, Module] = {}
+    ends: dict[int, Module] = {}
     names = {id(m): name for name, m in model.named_modules()}
     for read in ("get_input_embeddings", "get_output_embeddings"):
         owner = getattr(pretrained(model), read)() if hasattr(model, read) else None
         weight = getattr(owner, "weight", None)
         if weight is not None and weight.ndim == 2:
-            found.setdefault(id(weight), Module(name=names[id(owner)], d_in=weight.shape[1], d_out=weight.shape[0]))
-    return list(found.values())
+            ends.setdefault(id(weight), Module(name=names[id(owner)], d_in=weight.shape[1], d_out=weight.shape[0]))
+    return list(ends.values())
 
 
 def reader_of(model: nn.Module, name: str) -> nn.Module | None:
@@ -247,16 +247,16 @@ def reader_of(model: nn.Module, name: str) -> nn.Module | None:
 
 def left_out(model: nn.Module, blocks: Sequence[Any]) -> dict[str, int]:
     """Matrices that no block of a model or plan holds, embeddings and the output head aside: weights by full name, in order."""
-    held = {m if isinstance(m, str) else m.name for b in blocks for m in b.modules}
+    covered = {m if isinstance(m, str) else m.name for b in blocks for m in b.modules}
     seen = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     head = getattr(model, "get_output_embeddings", lambda: None)()
     seen |= {id(p) for p in (head.parameters() if head is not None else ())}
-    seen |= {id(p) for n, p in model.named_parameters() if n in held or n.rpartition(".")[0] in held}
-    found: dict[str, int] = {}
+    seen |= {id(p) for n, p in model.named_parameters() if n in covered or n.rpartition(".")[0] in covered}
+    numel: dict[str, int] = {}
     for name, p in model.named_parameters():
         if p.ndim >= 2 and p.is_floating_point() and id(p) not in seen and not name.endswith("bias"):
-            found[name] = p.numel()
-    return found
+            numel[name] = p.numel()
+    return numel
 
 
 # Mixers of state space models use these weights inside a fused kernel, where an adapter's output would be lost: PEFT refuses.
@@ -294,8 +294,8 @@ ENOUGH = 0.99  # of the matrices' weights; where blocks hold less, it is said
 
 def share_held(model: nn.Module, blocks: Sequence[Any]) -> float:
     """Share of the matrices' weights that the blocks hold, embeddings and the output head aside."""
-    held = sum(b.numel for b in blocks)
-    return held / (held + sum(left_out(model, blocks).values()))
+    covered = sum(b.numel for b in blocks)
+    return covered / (covered + sum(left_out(model, blocks).values()))
 
 
 def _compile(pattern: str, name: str) -> re.Pattern[str]:
@@ -314,9 +314,9 @@ def _roots(model: nn.Module, by: str) -> list[tuple[str, nn.Module]]:
         return [("", model)]
 
 
-def _text_of(found: re.Match[str]) -> str:
+def _text_of(match: re.Match[str]) -> str:
     """The first group of a match, where it has one, else all of it."""
-    return found.group(1) if found.groups() and found.group(1) is not None else found.group()
+    return match.group(1) if match.groups() and match.group(1) is not None else match.group()
 
 
 def _sample(tensor: torch.Tensor) -> bytes:
@@ -348,12 +348,12 @@ def skeleton(model: nn.Module) -> str:
     """Content hash of what quantisation leaves as it is: all names and shapes, and values outside the ``nn.Linear`` weights."""
     h = hashlib.sha256()
     for name, module in sorted(model.named_modules()):
-        for own, tensor in sorted(module._parameters.items()):
+        for key, tensor in sorted(module._parameters.items()):
             if tensor is None:
                 continue
-            linear = isinstance(module, nn.Linear) and own == "weight"
+            linear = isinstance(module, nn.Linear) and key == "weight"
             shape = (module.out_features, module.in_features) if linear else tuple(tensor.shape)
-            h.update(f"{name}.{own}:{shape}".encode())
+            h.update(f"{name}.{key}:{shape}".encode())
             h.update(b"" if linear else _sample(tensor))
     return h.hexdigest()[:16]
 

@@ -73,21 +73,21 @@ class ExpertLayer:
     @property
     def modules(self) -> tuple[str, ...]:
         """Full names of the experts' matrices."""
-        own = next(n for n, m in self.block.named_children() if m is self.experts)
-        return tuple(f"{self.name}.{own}.{n}" for n, p in self.experts.named_parameters(recurse=False) if p.ndim == 3)
+        child = next(n for n, m in self.block.named_children() if m is self.experts)
+        return tuple(f"{self.name}.{child}.{n}" for n, p in self.experts.named_parameters(recurse=False) if p.ndim == 3)
 
     @property
     def numel(self) -> int:
         """Parameters of one expert, with its row of the router."""
-        beside = sum(t.numel() for _, _, t in self._beside() if isinstance(t, nn.Parameter))
-        return (sum(p.numel() for p in self.experts.parameters()) + beside) // self.count
+        per_expert = sum(t.numel() for _, _, t in self._beside() if isinstance(t, nn.Parameter))
+        return (sum(p.numel() for p in self.experts.parameters()) + per_expert) // self.count
 
     def _beside(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
         """Tensors outside the experts that have an entry per expert: owner, name, tensor."""
         owners = [self.block, *self.router.modules()]
-        found = [(o, n, t) for o in owners for n, t in (*o._parameters.items(), *o._buffers.items())]
-        own = [(o, n, t) for o, n, t in found if t is not None and t.ndim]
-        return [(o, n, t) for o, n, t in own if len(t) == self.count or (n in CORRECTIONS and t.shape[-1] == self.count)]
+        tensors = [(o, n, t) for o in owners for n, t in (*o._parameters.items(), *o._buffers.items())]
+        shaped = [(o, n, t) for o, n, t in tensors if t is not None and t.ndim]
+        return [(o, n, t) for o, n, t in shaped if len(t) == self.count or (n in CORRECTIONS and t.shape[-1] == self.count)]
 
     def _corrections(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
         return [(o, n, t) for o, n, t in self._beside() if n in CORRECTIONS]
@@ -155,10 +155,10 @@ class ExpertLayer:
         """Weights ``(T, E)`` of all experts for tokens ``(T, d)`` that are given all; None where the router has no such."""
         try:
             with self._choosing_all():
-                found = self.gates(x)
+                weights = self.gates(x)
         except (RuntimeError, ValueError, IndexError, AssertionError):  # it chooses a number of its own
             return None
-        return found if bool(found.isfinite().all() and (found >= 0).all()) else None
+        return weights if bool(weights.isfinite().all() and (weights >= 0).all()) else None
 
     @torch.no_grad()
     def outputs(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -171,8 +171,8 @@ class ExpertLayer:
         index, weights = _choice(values)
         for expert in range(self.count):
             swapped = {id(index): torch.full_like(index[:, :1], expert), id(weights): torch.ones_like(weights[:, :1])}
-            given = [swapped.get(id(v), v) for v in arguments]
-            yield self.experts(*given, **{k: swapped.get(id(v), v) for k, v in keywords.items()})
+            swapped_arguments = [swapped.get(id(v), v) for v in arguments]
+            yield self.experts(*swapped_arguments, **{k: swapped.get(id(v), v) for k, v in keywords.items()})
 
     def _scaled(self, x: torch.Tensor) -> torch.Tensor:
         """Every token as every expert would be given it, ``(E T, d)``: the router chooses all."""
@@ -181,12 +181,12 @@ class ExpertLayer:
 
     @contextlib.contextmanager
     def _choosing_all(self) -> Iterator[None]:
-        router, held = cast(Any, self.router), cast(Any, self.router).top_k
+        router, top_k = cast(Any, self.router), cast(Any, self.router).top_k
         router.top_k = self.count
         try:
             yield
         finally:
-            router.top_k = held
+            router.top_k = top_k
 
     def check(self) -> None:
         """Refuse a layer whose experts are called in a way that is not known, or that do not add up."""
@@ -202,7 +202,7 @@ class ExpertLayer:
         try:
             with torch.no_grad():
                 arguments, keywords = self.call(x)
-                given = self.experts(*arguments, **keywords).float()
+                expected = self.experts(*arguments, **keywords).float()
             gates, size = self.gates(x), self.count // self.groups
             fewest = torch.tensor([e for e in range(self.count) if e % size < self.floor // self.groups])
             if self.gates(x, fewest).sum(0).count_nonzero() > len(fewest):
@@ -210,8 +210,8 @@ class ExpertLayer:
             made = sum(g[:, None] * y.float() for g, y in zip(gates.T, self.outputs(x), strict=True))
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, StopIteration) as error:
             raise UnknownStructure(f"The experts of {kind} are called in a way that is not known.", "", _REMEDY) from error
-        given = given.view(-1, len(x), self.d).sum(0)
-        if not torch.allclose(given, torch.as_tensor(made), rtol=3e-2, atol=3e-2 * float(given.abs().max())):
+        expected = expected.view(-1, len(x), self.d).sum(0)
+        if not torch.allclose(expected, torch.as_tensor(made), rtol=3e-2, atol=3e-2 * float(expected.abs().max())):
             raise UnknownStructure(f"The experts of {kind} do not add up by the weights of its router.", "", _REMEDY)
 
     # --- fewer of them ------------------------------------------------------------------------------------------------------
@@ -230,12 +230,12 @@ class ExpertLayer:
 
 def _put(owner: nn.Module, name: str, tensor: torch.Tensor, undo: contextlib.ExitStack | None = None) -> None:
     """Give a module another parameter or buffer of a name; ``undo`` puts the old one back."""
-    held: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
+    tensors: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
     if undo is not None:
-        undo.callback(held.__setitem__, name, held[name])
-    if held is owner._parameters:
-        tensor = nn.Parameter(tensor, requires_grad=undo is None and held[name].requires_grad)
-    held[name] = tensor
+        undo.callback(tensors.__setitem__, name, tensors[name])
+    if tensors is owner._parameters:
+        tensor = nn.Parameter(tensor, requires_grad=undo is None and tensors[name].requires_grad)
+    tensors[name] = tensor
 
 
 def _choice(values: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -277,26 +277,26 @@ def find_experts(model: nn.Module) -> tuple[ExpertLayer, ...]:
     Raises:
         UnknownStructure: There are none, or they are kept in a way that is not known.
     """
-    found = [e for name, layer in layers(model) for e in _of_layer(name, layer)]
-    if not found:
+    experts = [e for name, layer in layers(model) for e in _of_layer(name, layer)]
+    if not experts:
         raise UnknownStructure(
             f"{type(model).__name__} has no routed experts.",
             "Models with experts have a router in some layers.",
             "Remove heads and widths instead: layerbudget plan shapes MODEL.",
         )
-    return tuple(found)
+    return tuple(experts)
 
 
 def _of_layer(layer_name: str, layer: nn.Module) -> Iterator[ExpertLayer]:
     parents = {child: (name, module) for name, module in layer.named_modules() for child in module.children()}
     for name, module in layer.named_modules():
         several = isinstance(module, nn.ModuleList) and name.rpartition(".")[2] == "experts" and len(module) > 1
-        own = {n: p for n, p in module._parameters.items() if p is not None and p.ndim == 3 and not is_convolution(module)}
-        if several or own:
+        stacks = {n: p for n, p in module._parameters.items() if p is not None and p.ndim == 3 and not is_convolution(module)}
+        if several or stacks:
             place, block = parents[module]
             full = ".".join(filter(None, (layer_name, place)))
             routers = [m for m in block.children() if m is not module and isinstance(getattr(m, "top_k", None), int)]
-            if several or len(routers) != 1 or LAST not in own or not set(FIRST) & set(own):
+            if several or len(routers) != 1 or LAST not in stacks or not set(FIRST) & set(stacks):
                 raise UnknownStructure(
                     f"{full} ({type(block).__name__}) keeps its experts in a way that is not known.",
                     f"Known are {LAST} and one of {' and '.join(FIRST)}, three-dimensional, beside a router with a top_k.",
@@ -324,36 +324,36 @@ def _described(name: str, layer: str, block: nn.Module, router: Any, experts: An
     )
 
 
-def check_experts(found: Sequence[ExpertLayer]) -> None:
+def check_experts(experts: Sequence[ExpertLayer]) -> None:
     """Try one layer of every kind; errors as of :meth:`ExpertLayer.check`."""
-    for layer in {type(e.block): e for e in reversed(found)}.values():
+    for layer in {type(e.block): e for e in reversed(experts)}.values():
         layer.check()
 
 
 @contextlib.contextmanager
-def masked(found: Sequence[ExpertLayer], kept: Mapping[str, Sequence[int]]) -> Iterator[None]:
+def masked(experts: Sequence[ExpertLayer], kept: Mapping[str, Sequence[int]]) -> Iterator[None]:
     """Inside, the routers of these layers may choose the experts of these indices only, by :attr:`ExpertLayer.name`.
 
     Nothing is changed but what each block does while it runs, so that layers may come and go.
     """
     with contextlib.ExitStack() as undo:
-        for layer in found:
+        for layer in experts:
             if layer.name in kept and len(kept[layer.name]) < layer.count:
                 _mask(layer, torch.tensor(sorted(kept[layer.name])), undo)
         yield
 
 
 def _mask(layer: ExpertLayer, kept: torch.Tensor, undo: contextlib.ExitStack) -> None:
-    own, held = layer.block.forward, layer.block.__dict__.get("forward")
+    original, override = layer.block.forward, layer.block.__dict__.get("forward")
 
     def forward(*arguments: Any, **keywords: Any) -> Any:
         with layer.only(kept):
-            return own(*arguments, **keywords)
+            return original(*arguments, **keywords)
 
     layer.block.forward = forward
     undo.callback(layer.block.__dict__.pop, "forward", None)
-    if held is not None:
-        undo.callback(setattr, layer.block, "forward", held)
+    if override is not None:
+        undo.callback(setattr, layer.block, "forward", override)
 
 
 def cut_experts(model: nn.Module, kept: Mapping[str, Sequence[int]]) -> None:
@@ -362,9 +362,9 @@ def cut_experts(model: nn.Module, kept: Mapping[str, Sequence[int]]) -> None:
     Where the layers are left with different numbers, the config says them as ``experts_kept``, which
     :func:`~layerbudget.models.loading.load_model` reads.
     """
-    found = find_experts(model)
-    before = max(e.count for e in found)
-    for layer in found:
+    experts = find_experts(model)
+    before = max(e.count for e in experts)
+    for layer in experts:
         if layer.name in kept:
             layer.cut(kept[layer.name])
     left = {e.name: e.count for e in find_experts(model)}
@@ -375,7 +375,7 @@ def cut_experts(model: nn.Module, kept: Mapping[str, Sequence[int]]) -> None:
                 setattr(each, name, most)
     for module in model.modules():
         for name in COUNTS:
-            if name in module.__dict__ and module.__dict__[name] == before and not any(module in e for e in _inside(found)):
+            if name in module.__dict__ and module.__dict__[name] == before and not any(module in e for e in _inside(experts)):
                 setattr(module, name, most)
     uneven = len(set(left.values())) > 1
     if uneven:
@@ -384,8 +384,8 @@ def cut_experts(model: nn.Module, kept: Mapping[str, Sequence[int]]) -> None:
         delattr(config_of(model), EXPERTS_KEPT)
 
 
-def _inside(found: Sequence[ExpertLayer]) -> list[set[nn.Module]]:
-    return [set(e.block.modules()) for e in found]
+def _inside(experts: Sequence[ExpertLayer]) -> list[set[nn.Module]]:
+    return [set(e.block.modules()) for e in experts]
 
 
 def uneven(model_class: Any, counts: Mapping[str, int]) -> Any:

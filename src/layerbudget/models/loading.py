@@ -155,7 +155,7 @@ def silent() -> Iterator[None]:
     from tqdm import tqdm
     from transformers.utils import logging
 
-    bars, held, drawn, level = cast(Any, tqdm), vars(tqdm)["__init__"], tqdm.__init__, logging.get_verbosity()
+    bars, initializer, drawn, level = cast(Any, tqdm), vars(tqdm)["__init__"], tqdm.__init__, logging.get_verbosity()
 
     def hidden(bar: Any, *arguments: Any, **options: Any) -> None:
         drawn(bar, *arguments, **{**options, "disable": True})
@@ -165,7 +165,7 @@ def silent() -> Iterator[None]:
     try:
         yield
     finally:
-        bars.__init__ = held
+        bars.__init__ = initializer
         logging.set_verbosity(level)
 
 
@@ -230,7 +230,7 @@ def auto_class(config: Any) -> Any:
 
 
 def class_for(auto: Any, config: Any) -> Any:
-    """What makes models of a configuration with the head of a class of transformers; experts may differ by layer."""
+    """Return the class that makes models of a configuration with the head of another; experts may differ by layer."""
     counts = getattr(config, EXPERTS_KEPT, None)
     return auto if counts is None else uneven(auto._model_mapping[type(config)], counts)
 
@@ -273,19 +273,19 @@ def held_dtype(config: Any, dtype: str = "auto") -> torch.dtype:
     """The precision of that name; ``auto`` is what the checkpoint's config says it holds, float32 where it does not say."""
     if dtype in DTYPES:
         return DTYPES[dtype]
-    found = getattr(config, "dtype", None)
-    return found if isinstance(found, torch.dtype) and found.is_floating_point else torch.float32
+    stored = getattr(config, "dtype", None)
+    return stored if isinstance(stored, torch.dtype) and stored.is_floating_point else torch.float32
 
 
-def quick_dtype(held: torch.dtype, place: torch.device) -> torch.dtype:
+def quick_dtype(stored: torch.dtype, place: torch.device) -> torch.dtype:
     """The precision that a checkpoint holds, or float32 where that has 16 bits and the processor can only emulate them.
 
     A forward and backward in emulated bfloat16 takes tens of times as long. x86 emulates it without AVX-512.
     """
-    asked = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(held)
+    asked = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(stored)
     if place.type != "cpu" or asked is None or not hasattr(torch.ops.mkldnn, asked):
-        return held
-    return held if getattr(torch.ops.mkldnn, asked)() else torch.float32
+        return stored
+    return stored if getattr(torch.ops.mkldnn, asked)() else torch.float32
 
 
 def precision_of(model: nn.Module) -> str:
@@ -303,8 +303,8 @@ def describe_place(model: nn.Module) -> str:
         how = f"one layer at a time in {precision_of(model)}" if files.converts else "mapped"
         return f"{count} streamed from their files, {how}, on {files.device}"
     size = sum(p.numel() * p.element_size() for p in parameters)
-    held = f"{size / 2**30:.3g} GiB" if size >= 2**30 else f"{size / 2**20:.3g} MiB"
-    return f"{count} in {precision_of(model)} on {parameters[0].device}, {held}"
+    size_text = f"{size / 2**30:.3g} GiB" if size >= 2**30 else f"{size / 2**20:.3g} MiB"
+    return f"{count} in {precision_of(model)} on {parameters[0].device}, {size_text}"
 
 
 def unpacked(model: nn.Module) -> nn.Module:
@@ -319,10 +319,10 @@ def unpacked(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         cast(Any, model).hf_quantizer.compressor.decompress_model(model)
     for name in names:
-        held = cast(nn.Linear, model.get_submodule(name))
-        plain = nn.Linear(held.in_features, held.out_features, bias=held.bias is not None, device="meta")
-        plain.weight, plain.bias = nn.Parameter(held.weight.detach().to(cast(Any, model).dtype)), held.bias
-        model.set_submodule(name, plain.train(held.training))
+        packed = cast(nn.Linear, model.get_submodule(name))
+        plain = nn.Linear(packed.in_features, packed.out_features, bias=packed.bias is not None, device="meta")
+        plain.weight, plain.bias = nn.Parameter(packed.weight.detach().to(cast(Any, model).dtype)), packed.bias
+        model.set_submodule(name, plain.train(packed.training))
     cast(Any, model).hf_quantizer.remove_quantization_config(model)
     return model
 
@@ -338,10 +338,10 @@ def _as_numbers(config: Any) -> dict[str, Any]:
 
     Where the device computes with them, transformers would leave them as they are, and there would be no matrices to look at.
     """
-    held = getattr(config, "quantization_config", None)
-    if not isinstance(held, dict) or held.get("quant_method") not in ("fp8", "mxfp4"):
+    quantization = getattr(config, "quantization_config", None)
+    if not isinstance(quantization, dict) or quantization.get("quant_method") not in ("fp8", "mxfp4"):
         return {}
-    config.quantization_config = {**held, "dequantize": True}
+    config.quantization_config = {**quantization, "dequantize": True}
     return {"config": config}
 
 
@@ -456,14 +456,15 @@ def load_model(
         raise InvalidInput(
             f"dtype is {dtype!r}.", f"It is one of auto, {', '.join(DTYPES)}.", "Use float32 unless memory is short."
         )
-    found = find_checkpoint(name, revision=revision, device=device, four_bit=four_bit, stream=stream)
+    checkpoint = find_checkpoint(name, revision=revision, device=device, four_bit=four_bit, stream=stream)
     if dtype == "quick":
-        quick = quick_dtype(held_dtype(found.config), found.place)
+        quick = quick_dtype(held_dtype(checkpoint.config), checkpoint.place)
         dtype = "float32" if quick == torch.float32 and not four_bit else "auto"
-    where, config, auto, place = found.where, found.config, class_for(found.auto, found.config), found.place
+    where, config, place = checkpoint.where, checkpoint.config, checkpoint.place
+    auto = class_for(checkpoint.auto, config)
     with foreign(f"{name} could not be loaded", _MODEL_IS, "Check the name, or download it first and give the folder."):
         streamed = _streams(stream, where, config, dtype, place, four_bit=four_bit, lean=lean)
-        nf4 = found.in_four_bits(held_dtype(config, dtype)) if four_bit else {}
+        nf4 = checkpoint.in_four_bits(held_dtype(config, dtype)) if four_bit else {}
         if streamed:
             model, report = load_mapped(auto, config, where, dtype=DTYPES.get(dtype), device=place)
         else:

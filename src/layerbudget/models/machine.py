@@ -110,13 +110,13 @@ def free_bytes(device: torch.device | str = "cpu") -> int:
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     """Versions of Python and of what computed the numbers; packages that are not installed are left out."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in packages:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def computation(model: nn.Module) -> dict[str, Any]:

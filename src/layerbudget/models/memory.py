@@ -78,12 +78,12 @@ def _up(tokens: int) -> int:
 
 def cache_of(config: Any) -> Cache | None:
     """Return what the cache of a model depends on, by its configuration; None for layers that are not known here."""
-    own = layer_configs(config)
-    if not own or not all(getattr(c, "num_attention_heads", None) for c in own):
+    configs = layer_configs(config)
+    if not configs or not all(getattr(c, "num_attention_heads", None) for c in configs):
         return None
-    kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * len(own))
-    kinds = kinds[: len(own) - (getattr(config, "num_kv_shared_layers", None) or 0)]
-    heads = [_heads(c) for c in own]
+    kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * len(configs))
+    kinds = kinds[: len(configs) - (getattr(config, "num_kv_shared_layers", None) or 0)]
+    heads = [_heads(c) for c in configs]
     state = _state(config) if "linear_attention" in kinds else 0
     if (
         state is None
@@ -92,11 +92,11 @@ def cache_of(config: Any) -> Cache | None:
     ):
         return None
     return Cache(
-        layers=[(_token(c), _window(c, kind)) for c, kind in zip(own, kinds, strict=False) if kind in _WINDOWS],
+        layers=[(_token(c), _window(c, kind)) for c, kind in zip(configs, kinds, strict=False) if kind in _WINDOWS],
         state=kinds.count("linear_attention") * state,
         vocabulary=config.vocab_size,
         hidden=max(config.hidden_size, *(queries * width for queries, _, width in heads)),
-        inner=max(map(_inner, own)),
+        inner=max(map(_inner, configs)),
         positions=getattr(config, "max_position_embeddings", None) or 0,
     )
 
@@ -123,8 +123,8 @@ def _window(config: Any, kind: str) -> int:
 
 def _inner(config: Any) -> int:
     """The width of an MLP, or of all experts that a token passes."""
-    own = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    dense = max(own) if isinstance(own, (list, tuple)) else own
+    sizes = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    dense = max(sizes) if isinstance(sizes, (list, tuple)) else sizes
     count = getattr(config, "num_experts_per_tok", None)
     if not isinstance(count, int):
         return int(dense)
@@ -156,8 +156,8 @@ def read_context(text: str | int) -> int:
     Raises:
         InvalidInput: Anything else than a whole number above zero, with or without k or M.
     """
-    found = _CONTEXT.fullmatch(str(text).strip())
-    tokens = int(found.group(1)) * _THOUSANDS[(found.group(2) or "").lower()] if found else 0
+    match = _CONTEXT.fullmatch(str(text).strip())
+    tokens = int(match.group(1)) * _THOUSANDS[(match.group(2) or "").lower()] if match else 0
     if not tokens:
         raise InvalidInput(f"The context {text!r} is no number of tokens.", "It is a whole number.", "Write 8192 or 32k.")
     return tokens

@@ -38,8 +38,8 @@ def mapped(model: nn.Module) -> Mapped | None:
 
 def converting(model: nn.Module) -> bool:
     """Whether layers come to the device one at a time, so that a graph of the whole model cannot be kept."""
-    found = mapped(model)
-    return found is not None and found.converts
+    files = mapped(model)
+    return files is not None and files.converts
 
 
 def need_settled(model: nn.Module, what: str) -> None:
@@ -78,7 +78,7 @@ class Mapped:
         self.names = {id(p): name for name, p in self.parameters.items()}
         self.places = {name: places[p.data_ptr()] for name, p in self.parameters.items() if p.data_ptr() in places}
         self.layers = [(f"{name}.{i}", layer) for name, stack in layer_lists(model) for i, layer in enumerate(stack)]
-        self._own = [[f"{name}.{own}" for own, _ in layer.named_parameters()] for name, layer in self.layers]
+        self._own = [[f"{name}.{key}" for key, _ in layer.named_parameters()] for name, layer in self.layers]
         self._held: dict[str, torch.Tensor] = {}
         self._current, self._ahead_of = -1, -1
         self._ends: tuple[set[str], list[list[str]], dict[str, torch.Tensor]] = set(), [], {}
@@ -90,9 +90,9 @@ class Mapped:
 
     def _settle(self) -> None:
         """Bring what lies outside the layers to the device; let the layers come when they run."""
-        own = [self.parameters[name] for names in self._own for name in names]
+        parameters = [self.parameters[name] for names in self._own for name in names]
         elsewhere = self.device.type != "cpu"
-        self.converts = elsewhere or any(p.is_floating_point() and p.dtype != self.dtype for p in own)
+        self.converts = elsewhere or any(p.is_floating_point() and p.dtype != self.dtype for p in parameters)
         comes, model, self._resting = [layer for _, layer in self.layers], self.model(), set[str]()
         if model is not None and self.converts and not elsewhere:
             comes += self._rest(model)
@@ -104,14 +104,14 @@ class Mapped:
             buffer.data = buffer.data.to(self.device)
         if self.converts:
             for index, layer in enumerate(comes):
-                layer.register_forward_pre_hook(lambda module, given, i=index: self._arrive(module, i))
+                layer.register_forward_pre_hook(lambda module, inputs, i=index: self._arrive(module, i))
 
     def _rest(self, model: Any) -> list[nn.Module]:
         """Let both ends stay as they are stored where that is no change; return the head where it comes as the layers do."""
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         plain = type(embedding) is nn.Embedding  # others compute with what they look up
         if plain:
-            embedding.register_forward_hook(lambda module, given, found: found.to(self.dtype))
+            embedding.register_forward_hook(lambda module, inputs, output: output.to(self.dtype))
             self._resting = {self.names[id(embedding.weight)]}
         if type(head) is not nn.Linear or (head.weight is embedding.weight and not plain):
             return []
@@ -155,16 +155,16 @@ class Mapped:
         step = index - self._current if abs(index - self._current) == 1 else 1
         self.leave()
         ready = self._ahead.result() if self._ahead is not None and self._ahead_of == index else self._convert(index)
-        for own in self._own[index]:
-            self._held[own] = self.parameters[own].data
-            self.parameters[own].data = ready[own]
+        for name in self._own[index]:
+            self._held[name] = self.parameters[name].data
+            self.parameters[name].data = ready[name]
         self._current, self._ahead, self._ahead_of = index, None, index + step
         self.arrived += 1
         if self.device.type != "cpu" and 0 <= index + step < len(self.layers):  # there a second layer is memory that counts
             self._ahead = self._worker.submit(self._convert, index + step)
 
     def _convert(self, index: int) -> dict[str, torch.Tensor]:
-        return {own: self.computed(self.parameters[own]) for own in self._own[index]}
+        return {name: self.computed(self.parameters[name]) for name in self._own[index]}
 
     def comes(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter is dropped again when its layer has run."""
@@ -180,15 +180,15 @@ class Mapped:
 
     def leave(self) -> None:
         """Drop the layer that is at hand; its mapped weights take its place."""
-        for own, tensor in self._held.items():
-            self.parameters[own].data = tensor
+        for name, tensor in self._held.items():
+            self.parameters[name].data = tensor
         self._held, self._current = {}, -1
 
     def fresh(self, names: Sequence[str]) -> None:
         """Map parameters again: what was written into them is gone, and with it the memory that it took."""
         wanted = {name: self.places[name] for name in names if name in self.places}
         files = {file for file, _ in wanted.values()}
-        tensors = {file: _tensors(file, [key for own, key in wanted.values() if own == file]) for file in files}
+        tensors = {file: _tensors(file, [key for place, key in wanted.values() if place == file]) for file in files}
         for name, (file, key) in wanted.items():
             tensor = tensors[file][key]
             if name in self._held:
@@ -214,7 +214,7 @@ class Mapped:
         left = {self.places[name][0] for name in names if name in self.places}
         self.places.update({name: (file, key) for name, key in names.items()})
         # a mapping, and what was written into it, lives as long as any tensor of its file does
-        self.fresh([*names, *(name for name, (own, _) in self.places.items() if own in left and name not in names)])
+        self.fresh([*names, *(name for name, (place, _) in self.places.items() if place in left and name not in names)])
 
 
 def load_mapped(
@@ -264,12 +264,12 @@ def _in_files(places: Collection[int]) -> Iterator[None]:
 @contextlib.contextmanager
 def _registering(way: Any) -> Iterator[None]:
     """Inside, modules take parameters in another way."""
-    held = nn.Module.register_parameter
+    original = nn.Module.register_parameter
     nn.Module.register_parameter = way  # type: ignore[method-assign]
     try:
         yield
     finally:
-        nn.Module.register_parameter = held  # type: ignore[method-assign]
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
 def _buffers_of(model_class: Any, config: Any, model: nn.Module, dtype: torch.dtype) -> None:
@@ -283,7 +283,7 @@ def _buffers_of(model_class: Any, config: Any, model: nn.Module, dtype: torch.dt
 
     with _registering(without_memory):
         other = model_class._from_config(config, dtype=dtype)
-    own = dict(model.named_buffers())
+    buffers = dict(model.named_buffers())
     for name, buffer in other.named_buffers():
-        if buffer.is_floating_point() and buffer.device.type != "meta" and name in own:
-            own[name].data = buffer.data
+        if buffer.is_floating_point() and buffer.device.type != "meta" and name in buffers:
+            buffers[name].data = buffer.data

@@ -7,17 +7,17 @@ from typing import Any
 
 from ..decision import DECISIONS, decision_of
 from ..plan import Plan
-from .records import Found
+from .records import FolderResults
 from .tables import grid_of
 
 _LABELS = {"loss": "loss after", "loss_before": "loss before"}
 _MOST = 40
 
 
-def charts_of(found: Found) -> dict[str, Any]:
+def charts_of(results: FolderResults) -> dict[str, Any]:
     """Data of every chart that this folder has something for."""
-    plan, scores = found.plan, found.scores
-    data: dict[str, Any] = {"results": _results(found), "paired": _paired(found)}
+    plan, scores = results.plan, results.scores
+    data: dict[str, Any] = {"results": _results(results), "paired": _paired(results)}
     source = plan or scores
     if source is not None:
         blocks, grid = source.blocks, grid_of(source.blocks)
@@ -38,7 +38,7 @@ def charts_of(found: Found) -> dict[str, Any]:
         }
         data["gains"] |= {"unit": scores.unit, "names": scores.names}
     if plan is not None:
-        return data | decision_of(plan).charts(plan, scores if scores is found.decisive else None)
+        return data | decision_of(plan).charts(plan, scores if scores is results.decisive else None)
     if scores is not None:
         known = list(DECISIONS.all().values())
         charts = next((d for d in known if d.measured_by(scores)), known[0]).charts(None, scores)
@@ -52,16 +52,16 @@ def _values(plan: Plan) -> list[float]:
     return [float(f"{v:.6g}") for v in (plan.counts if decision_of(plan).whole else plan.values)]
 
 
-def _results(found: Found) -> dict[str, Any] | None:
+def _results(results: FolderResults) -> dict[str, Any] | None:
     """Points with errors, by model and target."""
-    if (t := found.tuned) is not None:
+    if (t := results.tuned) is not None:
         points = [
             {"label": _LABELS.get(name, name), "value": m["value"], "error": 2 * (m["stderr"] or 0.0), "by": m["by_seed"]}
             for metrics in t["metrics"].values()
             for name, m in metrics.items()
         ]
         return {"unit": t["metric"], "points": points, "better": "lower" if t["metric"] == "loss" else "higher"}
-    rows = (found.result or {}).get("rows") or []
+    rows = (results.result or {}).get("rows") or []
     if not rows or not all("perplexity" in r and "model" in r for r in rows):
         return None
     points = [{"label": _label(r), "value": r["perplexity"], "error": 2 * (r.get("standard_error") or 0.0)} for r in rows]
@@ -72,19 +72,19 @@ def _label(row: dict[str, Any]) -> str:
     return str(row["model"]) if row.get("target") is None else f"{row['model']} at {row['target']:.0%}"
 
 
-def _paired(found: Found) -> dict[str, Any] | None:
+def _paired(results: FolderResults) -> dict[str, Any] | None:
     """Differences with their 95 % intervals."""
     items: list[dict[str, Any]] = []
-    if found.tuned is not None:
-        unit = found.tuned["metric"]
-        for split, tests in (found.tuned.get("against") or {}).items():
+    if results.tuned is not None:
+        unit = results.tuned["metric"]
+        for split, tests in (results.tuned.get("against") or {}).items():
             for name in ("seeds", "samples"):
                 if (t := tests.get(name)) and t["low"] is not None:
                     interval = {"value": t["difference"], "low": t["low"], "high": t["high"], "sentence": t["sentence"]}
                     items.append(
                         {"label": f"{split.replace('_', '-')} rows, over {name}", **interval, "detail": name != "seeds"}
                     )
-    elif (record := found.contest) is not None:
+    elif (record := results.contest) is not None:
         unit, many = f"{record['unit']}, against uniform", len(record["budgets"]) > 1
         for b in record["budgets"]:
             for r in b["rows"]:
@@ -94,7 +94,7 @@ def _paired(found: Found) -> dict[str, Any] | None:
                     items.append({"label": label, "value": u["difference"], "low": u["low"], "high": u["high"]})
     else:
         unit = "% perplexity"
-        for r in (found.result or {}).get("rows") or []:
+        for r in (results.result or {}).get("rows") or []:
             mean, error = r.get("log_difference"), r.get("log_difference_error")
             if mean is not None and error is not None:
                 low, value, high = (100 * math.expm1(mean + k * 1.96 * error) for k in (-1, 0, 1))

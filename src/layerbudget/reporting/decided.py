@@ -19,8 +19,8 @@ def texts_of(plan: Plan) -> set[str]:
     A source that has a part of its own for evaluation is not among them.
     """
     words = shlex.split(plan.made_by or "")
-    given = {after for before, after in zip(words, words[1:], strict=False) if before == "--data"}
-    return {source for source in given if source not in _SPLIT}
+    sources = {after for before, after in zip(words, words[1:], strict=False) if before == "--data"}
+    return {source for source in sources if source not in _SPLIT}
 
 
 def texts_of_folder(folder: Path | str) -> set[str]:

@@ -97,11 +97,11 @@ def codelengths(plan: Plan, scores: Scores, tokens: int | None = None) -> dict[s
     return {"tokens": n, "bits": bits, "per_parameter": {b.name: bits[b.name] / b.numel for b in scores.blocks}}
 
 
-def _on_codelengths(found: Mapping[str, Any]) -> str:
-    bits, each = found["bits"], found["per_parameter"]
+def _on_codelengths(lengths: Mapping[str, Any]) -> str:
+    bits, each = lengths["bits"], lengths["per_parameter"]
     best, least = max(bits, key=lambda k: bits[k]), min(bits, key=lambda k: bits[k])
     return (
-        f"Over {found['tokens']:,} predicted tokens the gain of {best} is worth {bits[best]:,.4g} bits of codelength "
+        f"Over {lengths['tokens']:,} predicted tokens the gain of {best} is worth {bits[best]:,.4g} bits of codelength "
         f"(n zeta^2 / (2 ln 2)), that of {least} {bits[least]:,.4g}: {each[best]:.2g} and {each[least]:.2g} bits per parameter "
         "of the block. Each is for that block moving alone; they do not add up."
     )

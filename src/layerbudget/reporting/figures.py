@@ -44,9 +44,9 @@ def save_figure(figure: Any, path: Path | str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "layerbudget"}):
         png, svg = {"dpi": 130, "metadata": {"Software": None}}, {"metadata": {"Date": None, "Creator": None}}
-        for suffix, own in ((path.suffix or ".png", png), (".svg", svg)):
+        for suffix, options in ((path.suffix or ".png", png), (".svg", svg)):
             text = io.BytesIO()
-            figure.savefig(text, format=suffix[1:], **own)
+            figure.savefig(text, format=suffix[1:], **options)
             write_bytes(path.with_suffix(suffix), text.getvalue(), overwrite=True)
     return path
 

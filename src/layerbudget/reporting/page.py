@@ -19,7 +19,7 @@ from ..plan import Plan
 from ..records import dumps, write_text
 from ..scores import Scores
 from .data import charts_of
-from .records import Found, cards_of, commands_of, explained, gather, headline_of, others_of, tables_of
+from .records import FolderResults, cards_of, commands_of, explained, gather, headline_of, others_of, tables_of
 from .tables import contest_sheets, facts, plan_table, scores_table, sheet_of
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -55,38 +55,40 @@ def write_report(folder: Path | str, out: Path | str, *, overwrite: bool = False
 
 def build_page(folder: Path | str) -> str:
     """Return the HTML of every result in a folder: scores, plans, receipts, fine-tunings, demos, comparisons, figures."""
-    found = gather(folder)
-    title, verdict = (html.escape(text) for text in headline_of(found))
-    data = charts_of(found)
-    cards = "".join(f"<div class='card'><b>{html.escape(v)}</b><span>{html.escape(n)}</span></div>" for n, v in cards_of(found))
-    charts = _CHARTS if found.scores is None or "formats" not in found.scores.extra else (*_CHARTS[:-1], _COARSEST)
+    results = gather(folder)
+    title, verdict = (html.escape(text) for text in headline_of(results))
+    data = charts_of(results)
+    cards = "".join(
+        f"<div class='card'><b>{html.escape(v)}</b><span>{html.escape(n)}</span></div>" for n, v in cards_of(results)
+    )
+    charts = _CHARTS if results.scores is None or "formats" not in results.scores.extra else (*_CHARTS[:-1], _COARSEST)
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
         f'<meta name="viewport" content="width=device-width,initial-scale=1"><title>{title}</title>',
         f"<style>{_asset('page.css')}</style></head><body>",
-        f"<header><p class='kicker'>layerbudget · {html.escape(found.folder)}</p><h1>{title}</h1>",
+        f"<header><p class='kicker'>layerbudget · {html.escape(results.folder)}</p><h1>{title}</h1>",
         f"<p class='verdict'>{verdict}</p><div class='cards'>{cards}</div></header><main>",
-        *(_chart(*told, _slider(data.get("grid")) if told[0] == "water" else "") for told in charts if data.get(told[0])),
+        *(_chart(*chart, _slider(data.get("grid")) if chart[0] == "water" else "") for chart in charts if data.get(chart[0])),
     ]
-    if found.contest is not None:
+    if results.contest is not None:
         parts += [
-            f"<section><h2>{html.escape(sheet.title)}</h2>{sheet.html()}</section>" for sheet in contest_sheets(found.contest)
+            f"<section><h2>{html.escape(sheet.title)}</h2>{sheet.html()}</section>" for sheet in contest_sheets(results.contest)
         ]
-        parts.append(_sentences("In words", found.contest["sentences"]))
-    if found.plan is not None:
-        parts.append(_sentences("The plan in words", [*explained(found.plan), *filter(None, [found.left_out])]))
-        pattern = ((found.receipt or {}).get("settings") or {}).get("pattern")
-        if runs := decision_of(found.plan).runs(pattern):
+        parts.append(_sentences("In words", results.contest["sentences"]))
+    if results.plan is not None:
+        parts.append(_sentences("The plan in words", [*explained(results.plan), *filter(None, [results.left_out])]))
+        pattern = ((results.receipt or {}).get("settings") or {}).get("pattern")
+        if runs := decision_of(results.plan).runs(pattern):
             parts.append(f"<aside class='honest'><h2>What runs faster, and where</h2><p>{html.escape(runs)}</p></aside>")
-    if others := others_of(found):
+    if others := others_of(results):
         parts.append(_sentences("Other plans of this folder", others))
-    if lines := commands_of(found):
+    if lines := commands_of(results):
         text = html.escape("\n".join(lines))
         parts.append(f'<section id="repeat"><h2>Repeat it</h2><pre tabindex="0"><code>{text}</code></pre></section>')
     numbers = json.dumps(json.loads(dumps(data))).replace("</", "<\\/")
     parts += [
-        f"<section id='details'><h2>All numbers</h2>{_details(found)}</section></main>",
+        f"<section id='details'><h2>All numbers</h2>{_details(results)}</section></main>",
         f'<script type="application/json" id="data">{numbers}</script><script>{_asset("page.js")}</script></body></html>\n',
     ]
     return "".join(parts)
@@ -119,18 +121,18 @@ def _sentences(title: str, lines: Iterable[str]) -> str:
     return f"<section><h2>{title}</h2><ul>{body}</ul></section>"
 
 
-def _details(found: Found) -> str:
+def _details(results: FolderResults) -> str:
     """Every number of every record, folded, and the figures."""
-    parts = [_scores_details(scores, name) for name, scores in found.scored.items()]
-    parts += [plan_details(plan, name) for name, plan in found.plans.items()]
-    records = {"result.json": found.result, "receipt.json": found.receipt, "fine-tuning": found.tuned}
-    for name, record in (records | {"comparison.json": found.contest, **found.others}).items():
+    parts = [_scores_details(scores, name) for name, scores in results.scored.items()]
+    parts += [plan_details(plan, name) for name, plan in results.plans.items()]
+    records = {"result.json": results.result, "receipt.json": results.receipt, "fine-tuning": results.tuned}
+    for name, record in (records | {"comparison.json": results.contest, **results.others}).items():
         if record is not None:
             plain = {k: v for k, v in record.items() if not isinstance(v, (dict, list))}
-            lists = {k: v for k, v in record.items() if record is not found.contest or k != "budgets"}  # its tables are above
+            lists = {k: v for k, v in record.items() if record is not results.contest or k != "budgets"}  # its tables are above
             shown = "".join(f"<h3>{html.escape(n)}</h3>{sheet_of(rows).html()}" for n, rows in tables_of(lists))
             parts.append(_folded(name, (facts(plain).html() if plain else "") + shown))
-    for path in found.figures:
+    for path in results.figures:
         data = base64.b64encode(path.read_bytes()).decode()
         image = f'<figure><img alt="{html.escape(path.stem)}" src="data:image/png;base64,{data}"></figure>'
         parts.append(_folded(f"Figure {path.name}", image))

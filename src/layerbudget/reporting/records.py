@@ -31,7 +31,7 @@ _PASSED = (
 
 
 @dataclasses.dataclass
-class Found:
+class FolderResults:
     """The results of a folder: all scores and plans by file, and records by what made them.
 
     ``receipt`` is of ``apply`` of the plan, ``result`` of a demo or of what else was measured, ``tuned`` of a fine-tuning,
@@ -74,61 +74,61 @@ class Found:
         return "" if passes_of(self.plan) else "The scores of this plan are not in this folder."
 
 
-def gather(folder: Path | str) -> Found:
+def gather(folder: Path | str) -> FolderResults:
     """Read every result of a folder."""
     folder = Path(folder)
-    found = Found(folder=folder.resolve().name, figures=sorted(folder.glob("*.png")))
+    results = FolderResults(folder=folder.resolve().name, figures=sorted(folder.glob("*.png")))
     for path in sorted(folder.glob("*.json")):
         if path.name.startswith(_PASSED) or path.name.endswith(".index.json"):
             continue
         record = reading.read(path, "result", remedy="Make it again, or move it away.")
         if isinstance(record, dict):
-            _sort(found, path, record)
-    own = (
+            _sort(results, path, record)
+    plan_digests = (
         None
-        if found.plan is None
-        else {found.plan.digest, *(part.digest for part in decision_of(found.plan).parts(found.plan).values())}
+        if results.plan is None
+        else {results.plan.digest, *(part.digest for part in decision_of(results.plan).parts(results.plan).values())}
     )
-    for name in [name for name, record in found.others.items() if _is_receipt(record)]:
-        if own is None or found.others[name]["plan_digest"] in own:
-            found.receipt = found.others.pop(name)
-    if found.tuned is not None:
-        found.tuned.setdefault("against", found.others.pop("against.json", None))
-    if found == Found(folder=found.folder):
+    for name in [name for name, record in results.others.items() if _is_receipt(record)]:
+        if plan_digests is None or results.others[name]["plan_digest"] in plan_digests:
+            results.receipt = results.others.pop(name)
+    if results.tuned is not None:
+        results.tuned.setdefault("against", results.others.pop("against.json", None))
+    if results == FolderResults(folder=results.folder):
         _check_finished(folder)
         raise NotFound(
             f"{folder} holds no results.",
             "It should hold scores.json, plan.json, receipt.json, result.json or figures.",
             "Run demo, score, plan, apply, finetune or compare first.",
         )
-    return found
+    return results
 
 
 def _check_finished(folder: Path) -> None:
     """Say of a comparison that was stopped how far it is."""
-    found = standing_of(folder / "cells")
-    if found is None:
+    state = standing_of(folder / "cells")
+    if state is None:
         return
-    many = "no plan is" if found.total is None else f"{found.done} of {found.total} plans are"
-    again = f"Run the same compare command again{f': {found.command}' if found.command else '.'}"
+    many = "no plan is" if state.total is None else f"{state.done} of {state.total} plans are"
+    again = f"Run the same compare command again{f': {state.command}' if state.command else '.'}"
     raise NotFound(f"This comparison is not finished: {many} measured.", "What was measured is kept.", again)
 
 
-def _sort(found: Found, path: Path, record: dict[str, Any]) -> None:
+def _sort(results: FolderResults, path: Path, record: dict[str, Any]) -> None:
     if "estimator" in record and "gain" in record:
-        found.scored[path.name] = Scores.load(path)
+        results.scored[path.name] = Scores.load(path)
     elif "kind" in record and "blocks" in record and "budget" in record:
-        found.plans[path.name] = Plan.load(path)
+        results.plans[path.name] = Plan.load(path)
     elif _is_receipt(record):
-        found.others[path.name] = record  # until all plans are known
+        results.others[path.name] = record  # until all plans are known
     elif "trained_parameters" in record and "metrics" in record:
-        found.tuned = record
+        results.tuned = record
     elif {"budgets", "held_out", "sentences", "seeds"} <= set(record):
-        found.contest = found.contest or record
-    elif found.result is None and (path.name == "result.json" or "rows" in record):
-        found.result = record
+        results.contest = results.contest or record
+    elif results.result is None and (path.name == "result.json" or "rows" in record):
+        results.result = record
     else:
-        found.others[path.name] = record
+        results.others[path.name] = record
 
 
 def _is_receipt(record: Mapping[str, Any]) -> bool:
@@ -151,21 +151,21 @@ def tables_of(record: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, A
 # ---- in words
 
 
-def headline_of(found: Found) -> tuple[str, str]:
+def headline_of(results: FolderResults) -> tuple[str, str]:
     """A title, and what is to be known in one sentence."""
-    result = found.result or {}
+    result = results.result or {}
     said = str(result.get("verdict") or result.get("sentence") or "")
-    if found.tuned is not None:
-        return _tuned_headline(found.tuned, found.plan)
-    if found.contest is not None:
-        return _contest_headline(found.contest)
-    if found.plan is not None:
-        return _titled(found.plan), said or _plan_verdict(found.plan, found.receipt)
-    if found.scores is not None:
-        of = str(found.scores.model.get("id") or "the model").rpartition("/")[2]
-        said = said or str(found.scores.extra.get("verdict") or f"{len(found.scores.blocks)} blocks scored.")
+    if results.tuned is not None:
+        return _tuned_headline(results.tuned, results.plan)
+    if results.contest is not None:
+        return _contest_headline(results.contest)
+    if results.plan is not None:
+        return _titled(results.plan), said or _plan_verdict(results.plan, results.receipt)
+    if results.scores is not None:
+        of = str(results.scores.model.get("id") or "the model").rpartition("/")[2]
+        said = said or str(results.scores.extra.get("verdict") or f"{len(results.scores.blocks)} blocks scored.")
         return f"What the layers of {of} can still gain", said[:1].upper() + said[1:]
-    return f"Results of {found.folder}", said
+    return f"Results of {results.folder}", said
 
 
 def _tuned_headline(tuned: Mapping[str, Any], plan: Plan | None) -> tuple[str, str]:
@@ -206,44 +206,44 @@ def _titled(plan: Plan) -> str:
     return f"{decision_of(plan).describe(plan).title} {of}"
 
 
-def others_of(found: Found) -> list[str]:
+def others_of(results: FolderResults) -> list[str]:
     """The plans beside the folder's own, each with its file and its verdict."""
-    others = {name: plan for name, plan in found.plans.items() if plan is not found.plan}
+    others = {name: plan for name, plan in results.plans.items() if plan is not results.plan}
     return [f"{name}: {_titled(plan)}. {verdict(plan)}" for name, plan in others.items()]
 
 
 def _plan_verdict(plan: Plan, receipt: Mapping[str, Any] | None) -> str:
     if receipt is not None and "bits" in receipt:
         bits = f"{receipt['bits']:.4f} bits per weight in {receipt['family']}"
-        told = f"Recounted: {receipt['bytes']:,} bytes of the planned matrices, {bits}, by {receipt['method']}. "
+        recount = f"Recounted: {receipt['bytes']:,} bytes of the planned matrices, {bits}, by {receipt['method']}. "
     elif receipt is not None:
-        told = f"Recounted: {receipt['sparsity']:.4%} zeros, {receipt['planned']:.4%} planned, by {receipt['method']}. "
+        recount = f"Recounted: {receipt['sparsity']:.4%} zeros, {receipt['planned']:.4%} planned, by {receipt['method']}. "
     else:
-        told = ""
-    return told + verdict(plan)
+        recount = ""
+    return recount + verdict(plan)
 
 
-def cards_of(found: Found) -> list[tuple[str, str]]:
+def cards_of(results: FolderResults) -> list[tuple[str, str]]:
     """Short facts beside the headline."""
     cards: list[tuple[str, str]] = []
-    if (plan := found.plan) is not None:
-        given = plan.counts if decision_of(plan).whole else plan.values
-        cards += [("blocks", f"{len(plan.blocks)}"), (DECISIONS.find(plan.kind).decides, _range(given))]
+    if (plan := results.plan) is not None:
+        values = plan.counts if decision_of(plan).whole else plan.values
+        cards += [("blocks", f"{len(plan.blocks)}"), (DECISIONS.find(plan.kind).decides, _range(values))]
         cards.append(("rule", plan.rule))
         cards += [("forward equivalents of planning", f"{passes:.0f}")] if (passes := passes_of(plan)) else []
         rounding = getattr(plan.payload, "rounding", None) or {}
         status = plan.certificate.get("status") or ("optimal" if rounding.get("exact") else None)
         cards += [("certificate", str(status))] if status else []
-    if (scores := found.scores if found.plan is None else found.decisive) is not None:
+    if (scores := results.scores if results.plan is None else results.decisive) is not None:
         cards.append(("scores", scores.estimator))
-    if found.receipt is not None and "bits" in found.receipt:
-        cards.append(("recounted bits per weight", f"{found.receipt['bits']:.4f}"))
-    elif found.receipt is not None:
-        cards.append(("recounted zeros", f"{found.receipt['sparsity']:.3%}"))
-    if found.tuned is not None:
-        cards.append(("trained parameters", f"{found.tuned['trained_parameters']:,}"))
-    if found.result is not None and found.result.get("seconds"):
-        cards.append(("run time", f"{found.result['seconds']:.0f} s"))
+    if results.receipt is not None and "bits" in results.receipt:
+        cards.append(("recounted bits per weight", f"{results.receipt['bits']:.4f}"))
+    elif results.receipt is not None:
+        cards.append(("recounted zeros", f"{results.receipt['sparsity']:.3%}"))
+    if results.tuned is not None:
+        cards.append(("trained parameters", f"{results.tuned['trained_parameters']:,}"))
+    if results.result is not None and results.result.get("seconds"):
+        cards.append(("run time", f"{results.result['seconds']:.0f} s"))
     return cards
 
 
@@ -263,15 +263,15 @@ def explained(plan: Plan) -> list[str]:
         return [f"The rule {plan.rule} spends {spent} of {limit} {unit}."]
 
 
-def commands_of(found: Found) -> list[str]:
+def commands_of(results: FolderResults) -> list[str]:
     """The commands that made the results, as the records hold them; a note for what Python made, which has none."""
-    demo = found.result if "saved" in (found.result or {}) else None
-    records: dict[str, Any] = {"demo": demo} if demo else {"scores": found.scores, "plan": found.plan}
-    for name, plan in found.plans.items():
-        own = {f"scores of {name}": s for s in found.scored.values() if s.digest == plan.scores_digest}
-        records |= {} if plan is found.plan else {**own, f"plan {name}": plan}
-    records |= {"receipt": found.receipt, "fine-tuning": found.tuned, "comparison": found.contest}
-    lines = [f"# {found.left_out}"] if found.left_out and not demo else []
+    demo = results.result if "saved" in (results.result or {}) else None
+    records: dict[str, Any] = {"demo": demo} if demo else {"scores": results.scores, "plan": results.plan}
+    for name, plan in results.plans.items():
+        plan_scores = {f"scores of {name}": s for s in results.scored.values() if s.digest == plan.scores_digest}
+        records |= {} if plan is results.plan else {**plan_scores, f"plan {name}": plan}
+    records |= {"receipt": results.receipt, "fine-tuning": results.tuned, "comparison": results.contest}
+    lines = [f"# {results.left_out}"] if results.left_out and not demo else []
     for what, record in records.items():
         if record is not None:
             made = record.made_by if isinstance(record, (Plan, Scores)) else record.get("made_by")

@@ -92,8 +92,8 @@ def sweep(
     make = maker(what.name)
     options = {name: value for name, value in options.items() if value is not None and value is not False}
     for name in {what.budget, "budget", "like"} & set(options):
-        told = f"{name} was given to a sweep, whose plans have the budgets of its grid."
-        raise InvalidInput(told, "", f"Leave {name} out, and name the grid: budgets, or --budgets on the command line.")
+        problem = f"{name} was given to a sweep, whose plans have the budgets of its grid."
+        raise InvalidInput(problem, "", f"Leave {name} out, and name the grid: budgets, or --budgets on the command line.")
     if what.predicts:
         resolve_options(f"A plan of kind {kind}", options_of(make), {**options, "exponent": exponents})
     damping, smoothing = options.get("damping"), options.get("smoothing") or 0.0
@@ -103,9 +103,9 @@ def sweep(
     for keyword in asked:
         (budget,) = keyword.values()
         for exponent in exponents or (None,):
-            own = options if exponent is None else {**options, "exponent": exponent}
+            point_options = options if exponent is None else {**options, "exponent": exponent}
             try:
-                plan = make(scores, **keyword, **own)
+                plan = make(scores, **keyword, **point_options)
             except InfeasibleBudget as error:
                 last, status = error, {"status": "infeasible", "why": str(error)}
                 rows.append({"budget": budget, "exponent": exponent, **status, "front": False})
@@ -187,11 +187,11 @@ def transfer_scores(
         UnknownUnit, InfeasibleBudget: As the programs raise them.
     """
     choice(program, "program", ("sparsity", "lora-experts"))
-    own = {"sparsity": {"sparsity": sparsity, "max_sparsity": max_sparsity, "penalty": penalty}}
-    own["lora-experts"] = {"budget": budget, "max_experts": max_experts, "utility": utility}
-    other = own["lora-experts" if program == "sparsity" else "sparsity"]
+    program_options = {"sparsity": {"sparsity": sparsity, "max_sparsity": max_sparsity, "penalty": penalty}}
+    program_options["lora-experts"] = {"budget": budget, "max_experts": max_experts, "utility": utility}
+    other = program_options["lora-experts" if program == "sparsity" else "sparsity"]
     for name in (n for n, value in other.items() if value is not None):
-        known = f"It reads {', '.join(own[program])}."
+        known = f"It reads {', '.join(program_options[program])}."
         raise InvalidInput(f"The program {program} does not read {name}.", known, f"Leave {name} out.")
     if source.names != target.names or (source.numel != target.numel).any():
         raise ModelMismatch(

@@ -106,18 +106,18 @@ def plan_table(plan: Plan) -> Sheet:
 
 def _reason(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """A format, its damage, and the damage of the next smaller and larger one."""
-    beside = [(row.get(side) or {}).get(name) for side in ("smaller", "larger") for name in ("format", "damage")]
-    return (row["name"], row["format"], row["bits"], row["bytes"], row.get("damage"), *beside)
+    neighbours = [(row.get(side) or {}).get(name) for side in ("smaller", "larger") for name in ("format", "damage")]
+    return (row["name"], row["format"], row["bits"], row["bytes"], row.get("damage"), *neighbours)
 
 
 def demo_table(result: Mapping[str, Any]) -> Sheet:
     """Dense, uniform, permuted and planned models: recounted zeros, perplexity, and its change against uniform."""
     rows: list[Sequence[Any]] = []
     for row in result["rows"]:
-        beside: Sequence[Any] = (None, None)
+        comparison: Sequence[Any] = (None, None)
         if (mean := row["log_difference"]) is not None:
-            beside = f"{math.expm1(mean):+.1%}", f"{2 * math.exp(mean) * row['log_difference_error']:.1%}"
-        rows.append((row["model"], f"{row['sparsity']:.0%}", f"{row['perplexity']:.2f}", *beside))
+            comparison = f"{math.expm1(mean):+.1%}", f"{2 * math.exp(mean) * row['log_difference_error']:.1%}"
+        rows.append((row["model"], f"{row['sparsity']:.0%}", f"{row['perplexity']:.2f}", *comparison))
     title = "perplexity after Wanda pruning, on modules of the standard library that decided nothing"
     return Sheet(title, ("plan", "zeros", "perplexity", "against uniform", "two standard errors"), rows)
 
@@ -134,14 +134,14 @@ def contest_sheets(record: Mapping[str, Any]) -> list[Sheet]:
 
 def _contest_row(row: Mapping[str, Any]) -> tuple[str, ...]:
     mean, places = f"{row['mean']:.4f}", f"{row['rank_low']:.0f}-{row['rank_high']:.0f}"
-    own = ("–", "–", "–")
+    test_cells = ("–", "–", "–")
     if (test := row["versus_uniform"]) is not None:
         p = test.get("holm")
         chance = "–" if p is None else f"{p:.3f}" if p >= 0.0005 else "<.001"
         bounded = test["low"] is not None and test["low"] > -math.inf
         interval = f"[{test['low']:+.4f}, {test['high']:+.4f}]" if bounded else "–"
-        own = (f"{test['difference']:+.4f}", interval, chance)
-    return (row["name"], mean, *own, places, f"{row['first']:.0%}")
+        test_cells = (f"{test['difference']:+.4f}", interval, chance)
+    return (row["name"], mean, *test_cells, places, f"{row['first']:.0%}")
 
 
 def plan_grid(
@@ -168,9 +168,9 @@ def grid_table(
 
     More than ``most`` layers lose their middle. What stands in no layer is said in the title.
     """
-    beside = {k: b.name.rpartition(".")[2] for k, b in enumerate(blocks) if not _PLACE.match(b.name)}
-    title = "; ".join([title, *(f"{name} {words[k]}" for k, name in beside.items())])
-    inside = [k for k in range(len(blocks)) if k not in beside]
+    outside = {k: b.name.rpartition(".")[2] for k, b in enumerate(blocks) if not _PLACE.match(b.name)}
+    title = "; ".join([title, *(f"{name} {words[k]}" for k, name in outside.items())])
+    inside = [k for k in range(len(blocks)) if k not in outside]
     blocks, words = [blocks[k] for k in inside], [words[k] for k in inside]
     parameters = None if parameters is None else [parameters[k] for k in inside]
     grid = grid_of(blocks)
@@ -188,10 +188,10 @@ def grid_table(
             if row == near:
                 table.add_row(f"... {far - near} more")
             continue
-        found = [grid.cells.get((row, column)) for column in range(len(grid.columns))]
-        cells = ["" if k is None else words[k] for k in found]
+        block_numbers = [grid.cells.get((row, column)) for column in range(len(grid.columns))]
+        cells = ["" if k is None else words[k] for k in block_numbers]
         if parameters is not None:
-            cells.append(f"{sum(parameters[k] for k in set(found) if k is not None):,.0f}")
+            cells.append(f"{sum(parameters[k] for k in set(block_numbers) if k is not None):,.0f}")
         table.add_row(label, *cells)
     return table
 
@@ -230,9 +230,9 @@ def grid_of(blocks: Sequence[Block | PlanBlock]) -> Grid:
     for k, block in enumerate(blocks):
         for module in block.modules or (block.name,):
             name = module if isinstance(module, str) else module.name
-            found = _PLACE.match(name)
-            row = f"{found['stack']}.{found['layer']}" if found else name
-            places.append((row, (found["rest"] if found else None) or "all", k))
+            match = _PLACE.match(name)
+            row = f"{match['stack']}.{match['layer']}" if match else name
+            places.append((row, (match["rest"] if match else None) or "all", k))
     rows = sorted({p[0] for p in places}, key=natural_key)
     columns = sorted(dict.fromkeys(p[1] for p in places), key=_turn)
     across, down = ({label: i for i, label in enumerate(labels)} for labels in (columns, rows))

@@ -32,15 +32,15 @@ _NO_PLACE = "no adapter goes there"
 class _Started(InnerProducts):
     """Per-sequence gradients of B, ``S_i A'``, with an A of its own for every module."""
 
-    def __init__(self, *given: Any, starts: dict[str, torch.Tensor], rank: int, **named: Any) -> None:
-        super().__init__(*given, sides=lambda m: (m.d_out, min(rank, m.d_in)), **named)
+    def __init__(self, *arguments: Any, starts: dict[str, torch.Tensor], rank: int, **named: Any) -> None:
+        super().__init__(*arguments, sides=lambda m: (m.d_out, min(rank, m.d_in)), **named)
         self.starts = starts
 
     def update(self, site: Site) -> None:
         """Every module's inputs in its own A."""
         for name in site.names:
-            own = site.a.to(self.dtype) @ self.starts[name].T
-            super().update(Site(a=own, source=site.source, names=[name], b={name: site.b[name]}))
+            projected = site.a.to(self.dtype) @ self.starts[name].T
+            super().update(Site(a=projected, source=site.source, names=[name], b={name: site.b[name]}))
 
 
 def start_matrix(name: str, d_in: int, rank: int, seed: int) -> torch.Tensor:

@@ -147,8 +147,8 @@ def spectral_tail(model: nn.Module, data: Data | None, blocks: Sequence[Block], 
     for block in blocks:
         usable = []
         for m in block.modules:
-            found = [alpha_peak(eigenvalues(matrix)) for matrix in matrices(*weight_of(model, m.name))]
-            there = [a for a in found if a is not None]
+            peaks = [alpha_peak(eigenvalues(matrix)) for matrix in matrices(*weight_of(model, m.name))]
+            there = [a for a in peaks if a is not None]
             usable += [float(np.mean(there))] if there else []
             exponents[m.name] = usable[-1] if there else None
         missing = len(block.modules) - len(usable)

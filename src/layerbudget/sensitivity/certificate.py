@@ -111,9 +111,9 @@ def _move(p: BlockProducts, origin: Sequence[torch.Tensor], step: torch.Tensor |
 
 def _row(p: BlockProducts, tau: float, solved: Solved, base: float, g: torch.Tensor) -> dict[str, Any]:
     d, status = solved
-    found = {"block": p.block.name, "damping": tau, "status": status}
+    row = {"block": p.block.name, "damping": tau, "status": status}
     if d is None:
-        return found
+        return row
     origin = [q.detach().clone() for q in p.parameters]
     slope, square = float(torch.dot(g.double(), d.double())), float(d.double().square().sum())
     gain = -slope
@@ -126,16 +126,16 @@ def _row(p: BlockProducts, tau: float, solved: Solved, base: float, g: torch.Ten
     finally:
         _move(p, origin, None)
     third = max(abs(bends[i] - bends[j]) / (0.5 * (j - i)) for i, j in ((0, 1), (1, 2), (0, 2)))
-    own = gain - tau * square
-    bias, remainder, gap = tau / 2 * square, third / 6, abs(bends[0] - own) / 2
+    step_curvature = gain - tau * square
+    bias, remainder, gap = tau / 2 * square, third / 6, abs(bends[0] - step_curvature) / 2
     return {
-        **found,
+        **row,
         "gain": gain,
         "step_norm": square**0.5,
         "predicted": -gain / 2 - bias,
         "quadratic": slope + bends[0] / 2,
         "actual": actual,
-        "curvature_gap": (bends[0] - own) / 2,
+        "curvature_gap": (bends[0] - step_curvature) / 2,
         "lipschitz": third / square**1.5 if square > 0 else 0.0,
         "epsilon": bias + remainder,
         "epsilon_with_gap": bias + remainder + gap,
@@ -189,17 +189,17 @@ def direct_check(
     tick, table = Steps(progress, len(blocks)), []
     fisher = curvature == "fisher"
     for run in chunks(blocks, data.samples, 4, _MEMORY) if fisher else [[k] for k in range(len(blocks))]:
-        own = [blocks[k] for k in run]
-        rows = collect_rows(model, data, own, batch_size=batch_size, walk="whole") if fisher else None
-        for i, block in enumerate(own):
+        group = [blocks[k] for k in run]
+        rows = collect_rows(model, data, group, batch_size=batch_size, walk="whole") if fisher else None
+        for i, block in enumerate(group):
             with BlockProducts(model, data, block, batch_size) as p:
-                found = (
+                solutions = (
                     _krylov_steps(p, curvature, values, damping_unit, steps)
                     if rows is None
                     else _fisher_steps(p, rows[i], values, damping_unit)
                 )
                 base, g = _loss(p), p.gradient()
-                for relative, (tau, solved) in zip(values, found, strict=True):
+                for relative, (tau, solved) in zip(values, solutions, strict=True):
                     table.append({**_row(p, tau, solved, base, g), "relative_damping": relative})
             tick()
     return table
@@ -219,14 +219,14 @@ def certify_ranking(table: Sequence[dict[str, Any]], *, with_gap: bool = True) -
         known); ``agrees``: whether the measured losses have the same order.
     """
     key = "epsilon_with_gap" if with_gap else "epsilon"
-    found = []
+    pairs = []
     for tau in dict.fromkeys(row["relative_damping"] for row in table):
         rows = [r for r in table if r["relative_damping"] == tau and r["status"] == "ok"]
         rows.sort(key=lambda r: -r["gain"])
         for a, b in itertools.combinations(rows, 2):
             margin, needed = (a["gain"] - b["gain"]) / 2, a[key] + b[key]
             unknown = sum(r["lipschitz"] * r["step_norm"] ** 3 / 6 for r in (a, b))
-            found.append(
+            pairs.append(
                 {
                     "relative_damping": tau,
                     "above": a["block"],
@@ -238,4 +238,4 @@ def certify_ranking(table: Sequence[dict[str, Any]], *, with_gap: bool = True) -
                     "agrees": a["actual"] < b["actual"],
                 }
             )
-    return found
+    return pairs

@@ -46,8 +46,8 @@ class Estimator:
     @property
     def options(self) -> dict[str, Option]:
         """Every option that it reads, shared ones first."""
-        found = options_of(self._function, without=_GIVEN)
-        return {name: found[name] for name in sorted(found, key=lambda n: SHARED.index(n) if n in SHARED else len(SHARED))}
+        by_name = options_of(self._function, without=_GIVEN)
+        return {name: by_name[name] for name in sorted(by_name, key=lambda n: SHARED.index(n) if n in SHARED else len(SHARED))}
 
     @property
     def _function(self) -> Call:
@@ -57,9 +57,9 @@ class Estimator:
         """Whether its function has such a parameter: ``progress``, ``resume``, ``finished``."""
         return name in inspect.signature(self._function).parameters
 
-    def resolve_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def resolve_options(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
         """All options, see :func:`layerbudget.registry.resolve_options`."""
-        return resolve_options(f"The estimator {self.name}", self.options, given)
+        return resolve_options(f"The estimator {self.name}", self.options, chosen)
 
 
 _OWN = {
@@ -90,7 +90,7 @@ def _own(name: str, home: str, summary: str) -> Estimator:
 
 
 ESTIMATORS: Registry[Estimator] = Registry(
-    "estimator", group="layerbudget.estimators", own={name: _own(name, *row) for name, row in _OWN.items()}
+    "estimator", group="layerbudget.estimators", builtin={name: _own(name, *row) for name, row in _OWN.items()}
 )
 
 

@@ -117,29 +117,29 @@ def _size(value: Any, what: str, path: Path) -> int:
 
 def _rows(path: Path) -> Sequence[Row]:
     """Rows of a CSV or JSON file, one or more, as mappings."""
-    suffix, found = path.suffix.lower(), []
+    suffix, rows = path.suffix.lower(), []
     if suffix == ".csv":
         try:
             with path.open(newline="", encoding="utf-8-sig") as handle:  # spreadsheets put a byte order mark first
-                found = list(csv.DictReader(handle))
+                rows = list(csv.DictReader(handle))
         except (UnicodeDecodeError, csv.Error) as error:
             raise CorruptFile(f"{path} does not read as CSV ({error}).", "", "Save it as UTF-8 CSV.") from error
     elif suffix == ".json":
         content = reading.read_bytes(path, "scores").removeprefix(b"\xef\xbb\xbf")  # editors put one first, too
-        found = reading.parse(content, str(path), "scores", remedy="Repair it.")
-        if isinstance(found, Mapping):
-            found = [{"name": name, "score": score} for name, score in found.items()]
-        if not isinstance(found, list) or not all(isinstance(row, Mapping) for row in found):
+        rows = reading.parse(content, str(path), "scores", remedy="Repair it.")
+        if isinstance(rows, Mapping):
+            rows = [{"name": name, "score": score} for name, score in rows.items()]
+        if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
             raise InvalidInput(
-                f"{path} holds a {type(found).__name__} without names.",
+                f"{path} holds a {type(rows).__name__} without names.",
                 'Scores are {"name": value, ...} or [{"name": ..., "score": ...}, ...].',
                 "Add the block names.",
             )
     else:
         raise InvalidInput(f"{path} ends with {suffix!r}.", "Scores come as .csv or .json.", "Convert it to one of these.")
-    if not found:
+    if not rows:
         raise CorruptFile(f"{path} has no rows.", "", "Give one row per block, and a CSV its header.")
-    return found
+    return rows
 
 
 def _column(row: Row, what: str, known: Sequence[str], path: Path) -> str:
@@ -168,9 +168,9 @@ def _by_layer(values: dict[str, float], blocks: Sequence[Block], path: Path) -> 
         return values
     places: dict[int, list[str]] = {}
     for block in blocks:
-        found = _LAYER.search(block.name)
-        if found:
-            places.setdefault(int(found[1]), []).append(block.name)
+        match = _LAYER.search(block.name)
+        if match:
+            places.setdefault(int(match[1]), []).append(block.name)
     named = {}
     for number, value in values.items():
         owners = places.get(int(number), [])

@@ -110,15 +110,15 @@ def influence(
         offset += data.samples
     feed(model, runs, modules, products, walk=walk, tick=Steps(progress, total))
     by_name = dict(zip([m.name for m in modules], products.grams, strict=True))
-    found: dict[str, tuple[np.ndarray, dict[str, float]]] = {}
+    influences: dict[str, tuple[np.ndarray, dict[str, float]]] = {}
     for block in blocks:
         table, damping = np.zeros((validation.samples, n)), {}
         for module in block.modules:
-            own = by_name[module.name]
-            part, damping[module.name] = influence_table(own[:n, :n], own[n:, :n], module.numel)
+            gram = by_name[module.name]
+            part, damping[module.name] = influence_table(gram[:n, :n], gram[n:, :n], module.numel)
             table += part
-        found[block.name] = table, damping
-    return found
+        influences[block.name] = table, damping
+    return influences
 
 
 def score_layerif(
@@ -150,17 +150,18 @@ def score_layerif(
                 "Give more samples, or validation=.",
             )
         train, validation = data.select(slice(0, kept)), data.select(slice(kept, None))
-    found = influence(model, train, validation, blocks, batch_size=batch_size, walk=walk, progress=progress)
-    gain = {way: tuple(aggregate(found[b.name][0], way) for b in blocks) for way in AGGREGATIONS}
+    influences = influence(model, train, validation, blocks, batch_size=batch_size, walk=walk, progress=progress)
+    gain = {way: tuple(aggregate(influences[b.name][0], way) for b in blocks) for way in AGGREGATIONS}
     m = validation.samples
     errors = tuple(
-        float(found[b.name][0].sum(1).std(ddof=1) * math.sqrt(m)) if aggregation == "all" and m > 1 else None for b in blocks
+        float(influences[b.name][0].sum(1).std(ddof=1) * math.sqrt(m)) if aggregation == "all" and m > 1 else None
+        for b in blocks
     )
     extra = {
         "aggregation": aggregation,
         "validation": validation.describe(),
         "train_samples": train.samples,
-        "lambda": {name: value for b in blocks for name, value in found[b.name][1].items()},
+        "lambda": {name: value for b in blocks for name, value in influences[b.name][1].items()},
         **{way: dict(zip([b.name for b in blocks], gain[way], strict=True)) for way in AGGREGATIONS},
     }
     return record(

@@ -134,8 +134,8 @@ def _wanted(n: int, needed: float) -> str:
     """How many sequences a ranking needs, in words; what to take where they are too many."""
     if not np.isfinite(needed):
         return "no number of sequences would do: take uniform"
-    told = f"about {math.ceil(needed):,} sequences would do"
-    return told if needed <= _MOST * n else f"{told}, which are too many: take uniform"
+    clause = f"about {math.ceil(needed):,} sequences would do"
+    return clause if needed <= _MOST * n else f"{clause}, which are too many: take uniform"
 
 
 def remedy(scores: Scores) -> str:
@@ -159,7 +159,7 @@ def _usable(z: np.ndarray, stability: float) -> bool:
 
 
 def _middle(scores: Scores) -> tuple[np.ndarray, float, float, float, float]:
-    """What the verdict of scores rests on: z, share of noise, stability, sequences needed, agreement of gain and excess."""
+    """Return the numbers of a verdict: z, share of noise, stability, sequences needed, agreement of gain and excess."""
     names = ("noise_share", "rank_stability_excess", "samples_needed", "rank_agreement")
     read = [list(scores.extra[name]) for name in names]
     middle = len(read[0]) // 2

@@ -109,28 +109,30 @@ def score_rank_gain(
 class _Spectra(Factors):
     """Sums and largest ones of the squared singular values, of the gradient and of the difference of its halves."""
 
-    def __init__(self, *given: Any, values: Sequence[float], scale: tuple[float, float], largest: int, **options: Any) -> None:
-        super().__init__(*given, **options)
+    def __init__(
+        self, *arguments: Any, values: Sequence[float], scale: tuple[float, float], largest: int, **options: Any
+    ) -> None:
+        super().__init__(*arguments, **options)
         self.values, self.scale = values, scale
         self.gain = np.zeros((2, len(values), len(self.blocks)))
         self.size = [min(largest, *(min(m.d_in, m.d_out) for m in b.modules)) for b in self.blocks]
         self.ranks = [[[np.zeros(n) for n in self.size] for _ in values] for _ in range(2)]
-        for k, record in ({} if self.finished is None else self.finished.found).items():
+        for k, record in ({} if self.finished is None else self.finished.records).items():
             self.gain[:, :, k] = record["gain"]
             for side, row in itertools.product(range(2), range(len(values))):
                 self.ranks[side][row][k][:] = record["ranks"][side][row]
-        self._found: dict[str, list[tuple[Spectrum, Spectrum]]] = {}
+        self._spectra: dict[str, list[tuple[Spectrum, Spectrum]]] = {}
 
-    def settle(self, name: str, found: Sums | Tokens) -> None:
+    def settle(self, name: str, factors: Sums | Tokens) -> None:
         (a, s), count = self.scale, self.size[self.place[name]]
-        self._found[name] = [whitened(found, value * a, value * s, count) for value in self.values]
+        self._spectra[name] = [whitened(factors, value * a, value * s, count) for value in self.values]
 
     def settled(self) -> None:
         """Add up in the order of the blocks, whichever thread was first."""
         for name, k in self.place.items():
-            if name not in self._found:
+            if name not in self._spectra:
                 continue
-            for row, sides in enumerate(self._found.pop(name)):
+            for row, sides in enumerate(self._spectra.pop(name)):
                 for side, (total, largest) in enumerate(sides):
                     self.gain[side, row, k] += total
                     self.ranks[side][row][k] += largest[: self.size[k]].cpu().numpy()
@@ -196,20 +198,20 @@ def damping_scale(
     return float(a), float(g)
 
 
-def whitened(found: Sums | Tokens, a: float, s: float, count: int) -> tuple[Spectrum, Spectrum]:
+def whitened(factors: Sums | Tokens, a: float, s: float, count: int) -> tuple[Spectrum, Spectrum]:
     """Sum and largest of the squared singular values, of the whole gradient and of the difference of its two halves.
 
-    ``found`` is one matrix in two groups, ``a`` and ``s`` are the absolute dampings of its inputs' and its outputs' factor;
+    ``factors`` is one matrix in two groups, ``a`` and ``s`` are the absolute dampings of its inputs' and its outputs' factor;
     the largest ``count`` are returned, descending.
     """
-    if isinstance(found, Tokens):
-        return _from_tokens(found, a, s, count)
-    left = _cholesky(found.g, s)
-    halves = [torch.linalg.solve_triangular(left, part.double(), upper=False) for part in found.parts]
+    if isinstance(factors, Tokens):
+        return _from_tokens(factors, a, s, count)
+    left = _cholesky(factors.g, s)
+    halves = [torch.linalg.solve_triangular(left, part.double(), upper=False) for part in factors.parts]
     del left  # the factors of a wide matrix's two sides are never there together
-    right = found.cache.get(f"cholesky {a}")
+    right = factors.cache.get(f"cholesky {a}")
     if right is None:
-        right = found.cache[f"cholesky {a}"] = _cholesky(found.a, a)
+        right = factors.cache[f"cholesky {a}"] = _cholesky(factors.a, a)
     for j, inner in enumerate(halves):
         halves[j] = torch.linalg.solve_triangular(right, inner.T, upper=False).T
     return _spectrum(halves[0] + halves[1], count), _spectrum(halves[0] - halves[1], count)
@@ -221,10 +223,10 @@ def _spectrum(matrix: torch.Tensor, count: int) -> Spectrum:
 
 def _cholesky(matrix: torch.Tensor, damping: float) -> torch.Tensor:
     damped = matrix.double()
-    own = damped.diagonal().clone()
+    diagonal = damped.diagonal().clone()
     damped.diagonal().add_(damping)  # in its place: a copy would be as large as the factor
     factor, failed = torch.linalg.cholesky_ex(damped)
-    damped.diagonal().copy_(own)
+    damped.diagonal().copy_(diagonal)
     if int(failed):
         raise CurvatureFailure(
             f"A Kronecker factor of width {len(matrix)} damped by {damping:.3g} is not positive definite.",
@@ -238,19 +240,19 @@ def outer(x: torch.Tensor) -> torch.Tensor:
     """``x x'`` in float64: half of the products on a processor, panel by panel."""
     if x.device.type != "cpu":
         return (x @ x.T).double()
-    found = torch.empty(len(x), len(x), dtype=torch.float64)
+    product = torch.empty(len(x), len(x), dtype=torch.float64)
     for start in range(0, len(x), _PANEL):
         panel = x[start : start + _PANEL] @ x[start:].T
-        found[start : start + _PANEL, start:] = panel
-        found[start:, start : start + _PANEL] = panel.T
-    return found
+        product[start : start + _PANEL, start:] = panel
+        product[start:, start : start + _PANEL] = panel.T
+    return product
 
 
-def _root(found: Tokens, a: float) -> torch.Tensor:
+def _root(tokens: Tokens, a: float) -> torch.Tensor:
     """R, ``(m, m)``, with ``R R' = P K (K + P a I)^-1``."""
-    if "inputs" not in found.cache:
-        found.cache["inputs"] = outer(found.x)
-    gram, damping = found.cache["inputs"], found.positions * a
+    if "inputs" not in tokens.cache:
+        tokens.cache["inputs"] = outer(tokens.x)
+    gram, damping = tokens.cache["inputs"], tokens.positions * a
     level = float(gram.diagonal().mean())
     if damping >= _LEAST * level:
         raised = gram.clone()
@@ -258,31 +260,31 @@ def _root(found: Tokens, a: float) -> torch.Tensor:
         factor, failed = torch.linalg.cholesky_ex(raised)
         if not int(failed):
             inner = _cholesky(factor.T @ factor, damping)
-            return found.positions**0.5 * torch.linalg.solve_triangular(inner, factor.T, upper=False).T
+            return tokens.positions**0.5 * torch.linalg.solve_triangular(inner, factor.T, upper=False).T
     values, vectors = torch.linalg.eigh(gram)
     values = values.clamp_min(0)
-    return vectors * (found.positions * values / (values + damping)).sqrt()
+    return vectors * (tokens.positions * values / (values + damping)).sqrt()
 
 
-def _from_tokens(found: Tokens, a: float, s: float, count: int) -> tuple[Spectrum, Spectrum]:
-    root = found.cache.get(f"root {a}")
+def _from_tokens(tokens: Tokens, a: float, s: float, count: int) -> tuple[Spectrum, Spectrum]:
+    root = tokens.cache.get(f"root {a}")
     if root is None:
-        root = found.cache[f"root {a}"] = _root(found, a)
-    of = [found.group == j for j in (0, 1)]
-    if found.b.shape[1] < len(found.b):
-        factor = _cholesky(outer(found.drawn.T) / found.scale, s)
-        half = torch.linalg.solve_triangular(factor, found.b.T.double(), upper=False)
+        root = tokens.cache[f"root {a}"] = _root(tokens, a)
+    of = [tokens.group == j for j in (0, 1)]
+    if tokens.b.shape[1] < len(tokens.b):
+        factor = _cholesky(outer(tokens.drawn.T) / tokens.scale, s)
+        half = torch.linalg.solve_triangular(factor, tokens.b.T.double(), upper=False)
         first, second = (half[:, rows] @ root[rows] for rows in of)
-        own, across = first @ first.T + second @ second.T, first @ second.T
+        within, across = first @ first.T + second @ second.T, first @ second.T
     else:
-        cross = (found.drawn @ found.b.T).double()
-        solved = torch.linalg.solve_triangular(_cholesky(outer(found.drawn), found.scale * s), cross, upper=False)
-        middle = (outer(found.b) - outer(solved.T)) / s
+        cross = (tokens.drawn @ tokens.b.T).double()
+        solved = torch.linalg.solve_triangular(_cholesky(outer(tokens.drawn), tokens.scale * s), cross, upper=False)
+        middle = (outer(tokens.b) - outer(solved.T)) / s
         images = [middle[:, rows] @ root[rows] for rows in of]
-        own = sum((root[rows].T @ image[rows] for rows, image in zip(of, images, strict=True)), torch.zeros_like(root))
+        within = sum((root[rows].T @ image[rows] for rows, image in zip(of, images, strict=True)), torch.zeros_like(root))
         across = root[of[1]].T @ images[0][of[1]]
     across = across + across.T
-    return _top(own + across, count), _top(own - across, count)
+    return _top(within + across, count), _top(within - across, count)
 
 
 def _top(product: torch.Tensor, count: int) -> Spectrum:

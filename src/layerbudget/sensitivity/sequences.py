@@ -7,7 +7,7 @@ from numpy.typing import ArrayLike
 
 
 def deviations(sums: np.ndarray, counts: np.ndarray, mean: ArrayLike) -> np.ndarray:
-    """What every sequence adds to a mean per token beside its share, in the shape of ``sums``.
+    """Return what every sequence adds to a mean per token beyond its share, in the shape of ``sums``.
 
     Its norm over sequences is the standard error of the mean (ratio estimator); of a sum of means it is the norm of the sum.
 

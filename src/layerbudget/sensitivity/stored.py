@@ -30,13 +30,13 @@ from .curvature.gram import collect_rows, inner
 
 
 class Finished:
-    """Blocks that were settled, by number in ``found``, and the record, of one request."""
+    """Blocks that were settled, by number in ``records``, and the record, of one request."""
 
     def __init__(self, folder: Path | str, request: Mapping[str, Any], blocks: Sequence[Block]) -> None:
         self.key = digest(request)
         self.parts = Parts(folder, request, shared=True)
         files = {k: self.parts.find(f"block-{self.key}-{k}") for k in range(len(blocks))}
-        self.found = {k: json.loads(f.read_text(encoding="utf-8")) for k, f in files.items() if f is not None}
+        self.records = {k: json.loads(f.read_text(encoding="utf-8")) for k, f in files.items() if f is not None}
 
     def put(self, k: int, record: Any) -> None:
         """Keep a block."""
@@ -100,8 +100,8 @@ def gram_matrices(
         rows = collect_rows(
             model, data.select(some), blocks, batch_size=batch_size, sketch=sketch, seed=seed, walk=walk, tick=tick
         )
-        for i, *own in zip(some, *rows, strict=True):
-            arrays = {str(k): row.cpu().numpy() for k, row in enumerate(own)}
+        for i, *block_rows in zip(some, *rows, strict=True):
+            arrays = {str(k): row.cpu().numpy() for k, row in enumerate(block_rows)}
             parts.put(names[i], "npz", functools.partial(_save, arrays))
     files = [file for file in map(parts.find, names) if file is not None]
     return np.stack([inner(torch.from_numpy(np.stack([_row(f, k) for f in files]))) for k in range(len(blocks))])
@@ -113,5 +113,5 @@ def _save(arrays: Mapping[str, np.ndarray], path: Path) -> None:
 
 
 def _row(file: Path, block: int) -> np.ndarray:
-    with np.load(file, allow_pickle=False) as held:
-        return held[str(block)]
+    with np.load(file, allow_pickle=False) as arrays:
+        return arrays[str(block)]

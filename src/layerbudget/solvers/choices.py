@@ -218,9 +218,9 @@ def knapsack(gain: np.ndarray, cost: Vector, budget: float) -> tuple[np.ndarray,
     np.cumsum(np.where(usable, -gain, 0.0), axis=1, out=d[:, 1:])
     d[levels > usable.sum(1)[:, None]] = np.inf
     start = np.zeros(len(gain), dtype=np.int64)
-    found = _solve(d, levels * cost[:, None], budget, _Segments(start, item, step + 1, cost[item], density))
-    spread = max(found.damage - found.relaxed, 0.0)
-    return found.chosen, -found.lower_bound, found.status != "bounded", found.price, spread
+    choice = _solve(d, levels * cost[:, None], budget, _Segments(start, item, step + 1, cost[item], density))
+    spread = max(choice.damage - choice.relaxed, 0.0)
+    return choice.chosen, -choice.lower_bound, choice.status != "bounded", choice.price, spread
 
 
 class _Core:
@@ -232,7 +232,7 @@ class _Core:
         self.change, self.more, self.reduced = change, more, reduced
         self.price, self.room, self.tolerance = price, room, tolerance
         self.best = 0.0
-        self.found: list[tuple[int, int]] = []
+        self.filling: list[tuple[int, int]] = []
         self.history: list[tuple[int, np.ndarray, np.ndarray, int]] = []
         self.reached: tuple[int, int] | None = None
 
@@ -244,8 +244,8 @@ class _Core:
             step = self.more[i, j] - (self.more[i, at[i]] if i in at else 0)
             if step <= left:
                 left, at[i] = left - step, j
-        self.found = list(at.items())
-        self.best = min(0.0, float(sum(self.change[i, j] for i, j in self.found)))
+        self.filling = list(at.items())
+        self.best = min(0.0, float(sum(self.change[i, j] for i, j in self.filling)))
 
     def _open(self, reduced: np.ndarray) -> np.ndarray:
         """Alternatives that may be in a better plan than the best found: ``r`` below the distance from the bound."""
@@ -294,7 +294,7 @@ class _Core:
     def moves(self) -> list[tuple[int, int]]:
         """Return the ``(item, alternative)`` that differ from the filling in the best plan found."""
         if self.reached is None:
-            return self.found
+            return self.filling
         out = []
         step, state = self.reached
         while step >= 0:
@@ -322,17 +322,17 @@ def _undominated(room: np.ndarray, value: np.ndarray, states: np.ndarray) -> np.
     return states[np.concatenate([[True], value[states][1:] < best[:-1]])] if states.size else states
 
 
-def near_ties(found: Choice, error: ArrayLike, *, sigmas: float = 2.0) -> list[tuple[int, int, float, float]]:
+def near_ties(choice: Choice, error: ArrayLike, *, sigmas: float = 2.0) -> list[tuple[int, int, float, float]]:
     """Return single changes that noise cannot tell from the plan, at the price of a byte, the closest first.
 
     Each is ``(item, alternative, reduced damage, noise)``, relative to what the chosen alternative costs. Standard errors
     ``error`` of the damages, ``(K, m)``, of two alternatives are added in squares; where they were measured on one text they
     fall and rise together, so this is on the safe side. ``sigmas`` of them count as noise.
     """
-    e, k = np.asarray(error, dtype=np.float64), np.arange(len(found.chosen))
-    excess = found.reduced - found.reduced[k, found.chosen][:, None]
-    noise = sigmas * np.sqrt(e**2 + e[k, found.chosen][:, None] ** 2)
+    e, k = np.asarray(error, dtype=np.float64), np.arange(len(choice.chosen))
+    excess = choice.reduced - choice.reduced[k, choice.chosen][:, None]
+    noise = sigmas * np.sqrt(e**2 + e[k, choice.chosen][:, None] ** 2)
     close = np.isfinite(excess) & (np.abs(excess) < noise)
-    close[k, found.chosen] = False
+    close[k, choice.chosen] = False
     rows = [(int(i), int(j), float(excess[i, j]), float(noise[i, j])) for i, j in zip(*np.nonzero(close), strict=True)]
     return sorted(rows, key=lambda row: abs(row[2]) / row[3])

@@ -61,16 +61,16 @@ class _Branches:
         self.heap: list[tuple[float, int, int, np.ndarray]] = []
         self.lost, self.number = np.inf, itertools.count()
 
-    def _marks(self, found: Choice) -> np.ndarray:
-        return self.marked[np.arange(len(self.d)), found.chosen]
+    def _marks(self, choice: Choice) -> np.ndarray:
+        return self.marked[np.arange(len(self.d)), choice.chosen]
 
     def _solve(self, d: np.ndarray, price: float = 0.0) -> tuple[Choice, int, float]:
         """The best choice where a marked alternative costs a price, its marked ones and its damage."""
-        found = choose(d + price * self.marked, self.size, self.budget)
-        count, damage = int(self._marks(found).sum()), float(self.d[np.arange(len(self.d)), found.chosen].sum())
+        choice = choose(d + price * self.marked, self.size, self.budget)
+        count, damage = int(self._marks(choice).sum()), float(self.d[np.arange(len(self.d)), choice.chosen].sum())
         if count <= self.most and (self.best is None or damage < self.best.damage):
-            self.best = dataclasses.replace(found, damage=damage)
-        return found, count, damage
+            self.best = dataclasses.replace(choice, damage=damage)
+        return choice, count, damage
 
     @property
     def _limit(self) -> float:
@@ -97,14 +97,14 @@ class _Branches:
         bound = many.lower_bound
         for _ in range(_PRICES):
             price = max(0.0, (damage - least) / (more - less))
-            found, count, value = self._solve(d, price)
-            bound = max(bound, found.lower_bound - price * self.most)
+            choice, count, value = self._solve(d, price)
+            bound = max(bound, choice.lower_bound - price * self.most)
             if value + price * count >= least + price * more - self.tolerance:
                 break
             if count > self.most:
-                many, more, least = found, count, value
+                many, more, least = choice, count, value
             else:
-                few, less, damage = found, count, value
+                few, less, damage = choice, count, value
         if bound < self._limit:
             item = int(np.argmax(self._marks(many) & ~self._marks(few)))
             heapq.heappush(self.heap, (bound, next(self.number), item, settled))

@@ -74,25 +74,25 @@ def _search(slope: Vector, offset: Vector, low: Vector, high: Vector, target: fl
 
 def _dense(slope: Vector, offset: Vector, low: Vector, high: Vector, target: float) -> tuple[float, float, float]:
     flat, capped, lowest = _is_constant(offset, 0.0), not _is_constant(high, math.inf), -math.inf
-    leave = low if flat and _is_constant(low, 0.0) else (low - offset) / slope
-    reach = (high if flat else high - offset) / slope if capped else high
+    lower_knots = low if flat and _is_constant(low, 0.0) else (low - offset) / slope
+    upper_knots = (high if flat else high - offset) / slope if capped else high
     if not capped:
-        knots = leave
-    elif leave is low:
-        knots, lowest = reach, 0.0
+        knots = lower_knots
+    elif lower_knots is low:
+        knots, lowest = upper_knots, 0.0
     else:
-        knots = np.concatenate((leave, reach))
+        knots = np.concatenate((lower_knots, upper_knots))
     total = np.multiply.outer(knots, slope)
     if not flat:
         total += offset
-    if leave is not low:
+    if lower_knots is not low:
         np.maximum(total, low, out=total)
     if capped:
         np.minimum(total, high, out=total)
     total = np.add.reduce(total, 1)
     a = float(np.maximum.reduce(knots, where=total <= target, initial=lowest))
     b = float(np.minimum.reduce(knots, where=total >= target, initial=math.inf))
-    return _finish(slope, offset, low, high, target, leave, reach, (a, b))
+    return _finish(slope, offset, low, high, target, lower_knots, upper_knots, (a, b))
 
 
 def _finish(
@@ -101,19 +101,19 @@ def _finish(
     low: Vector,
     high: Vector,
     target: float,
-    leave: Vector,
-    reach: Vector,
+    lower_knots: Vector,
+    upper_knots: Vector,
     bracket: tuple[float, float],
 ) -> tuple[float, float, float]:
     """Root on the piece between two neighbouring knots (or the plateau there)."""
     a, b = bracket
     if a >= b:  # the target is met at a knot, or (b < a) on a flat stretch between two knots
         return _inside(b, a), b, a
-    inside = (leave <= a) & (reach >= b)
+    inside = (lower_knots <= a) & (upper_knots >= b)
     steep = float(np.dot(slope, inside))
     if steep == 0.0:
         return _inside(a, b), a, b
-    fixed = np.where(leave >= b, low, np.where(inside, offset, high))
+    fixed = np.where(lower_knots >= b, low, np.where(inside, offset, high))
     t = (target - float(np.add.reduce(fixed))) / steep
     t = min(max(t, a), b)
     return t, t, t
@@ -189,8 +189,8 @@ def _walk(slope: Vector, offset: Vector, low: Vector, high: Vector, target: floa
         if not a < step < b or abs(miss) > 0.5 * misses[-3]:
             knot = _median_knot(slope, offset, low, high, a, b)
             if knot is None:
-                leave, reach = (low - offset) / slope, (high - offset) / slope
-                return _finish(slope, offset, low, high, target, leave, reach, (a, b))
+                lower_knots, upper_knots = (low - offset) / slope, (high - offset) / slope
+                return _finish(slope, offset, low, high, target, lower_knots, upper_knots, (a, b))
             step = knot
             misses += [math.inf] * 3
         else:
@@ -198,8 +198,8 @@ def _walk(slope: Vector, offset: Vector, low: Vector, high: Vector, target: floa
         t = step
     if steep > 0.0:
         return t, t, t
-    leave, reach = (low - offset) / slope, (high - offset) / slope
-    knots = np.concatenate((leave, reach))
+    lower_knots, upper_knots = (low - offset) / slope, (high - offset) / slope
+    knots = np.concatenate((lower_knots, upper_knots))
     below, above = knots[knots <= t], knots[knots >= t]
     a = float(below.max()) if below.size else -math.inf
     b = float(above.min()) if above.size else math.inf

@@ -68,9 +68,9 @@ def number(value: Any, name: str, *, positive: bool = False) -> float:
 
 def whole_number(value: Any, name: str) -> int:
     """Return a whole number of one or more; anything else is refused."""
-    found = int(number(value, name, positive=True))
-    if found == value:
-        return found
+    whole = int(number(value, name, positive=True))
+    if whole == value:
+        return whole
     raise InvalidInput(f"{name} is {value}.", "It is a whole number of one or more.", "Use 1 or 8, for example.")
 
 

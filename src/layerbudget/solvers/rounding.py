@@ -227,8 +227,8 @@ def allocate_increments(
     top = np.minimum(high, [max(len(g), n) for g, n in zip(groups, low, strict=True)]).astype(np.int64)
     offered = [g[n:t] for g, n, t in zip(groups, low, top, strict=True)]
     gain = np.zeros((size, max(map(len, offered))))
-    for row, given in zip(gain, offered, strict=True):
-        row[: len(given)] = given
+    for row, worths in zip(gain, offered, strict=True):
+        row[: len(worths)] = worths
     taken, bound, exact, price, _ = knapsack(gain, c, max(left, 0.0))
     units = low + taken
     paid = sum(float(g[:n].sum()) for g, n in zip(groups, low, strict=True))
@@ -324,9 +324,9 @@ def few_levels(values: ArrayLike, weights: ArrayLike, levels: int) -> Vector:
         for j in range(k, size + 1):
             i = np.arange(k - 1, j)  # starts of the last group; its squared distance from its mean is added
             spread = second[j] - second[i] - (first[j] - first[i]) ** 2 / (mass[j] - mass[i])
-            found = best[k - 1, i] + np.maximum(spread, 0.0)
-            cut[k, j] = i[int(np.argmin(found))]
-            best[k, j] = found.min()
+            distances = best[k - 1, i] + np.maximum(spread, 0.0)
+            cut[k, j] = i[int(np.argmin(distances))]
+            best[k, j] = distances.min()
     result, end = np.empty(size), size
     for k in range(count, 0, -1):
         start = int(cut[k, end])

@@ -174,10 +174,10 @@ class Solution:
         if self.status == "slack" and isinstance(self.program, Program) and self.program.cannot_bind():
             spent, budget = spoken_amount(self.spent), spoken_amount(self.budget)
             return f"The floors alone prune {spent}, and {budget} was asked for. Lower min_sparsity."
-        told = {name: spoken_amount(getattr(self, name)) for name in ("spent", "budget", "slack")}
-        told |= {"price": f"{self.shadow_price:.3g}", "what": "utility" if self.program.sign < 0 else "penalty"}
+        amounts = {name: spoken_amount(getattr(self, name)) for name in ("spent", "budget", "slack")}
+        amounts |= {"price": f"{self.shadow_price:.3g}", "what": "utility" if self.program.sign < 0 else "penalty"}
         remedy = _REMEDIES.get((self.status, self.program.sign), "")
-        return (_STATUSES[self.status] + remedy).format(**told)
+        return (_STATUSES[self.status] + remedy).format(**amounts)
 
     def certificate(self) -> dict[str, Any]:
         """Return everything but the decision, as plain JSON values."""

@@ -91,13 +91,13 @@ def descend(
         for proposal in proposals(point, trust):
             if not affords():
                 return
-            found = evaluate(point, proposal)
-            change = found.divergence - point.divergence
+            candidate = evaluate(point, proposal)
+            change = candidate.divergence - point.divergence
             if change < 0:
                 break
         else:
             return
-        point, trust = found, proposal.trust
+        point, trust = candidate, proposal.trust
         if change > HELD * proposal.promise:
             trust = max(least, trust * SHRINK)
         yield Step(point=point, proposal=proposal, change=change, trust=trust)

@@ -197,9 +197,9 @@ def _relative(a: Solution, b: Solution, x_a: Vector, x_b: Vector) -> float | Non
     program: Program = b.program
     if abs(a.spent - b.spent) > 1e-9 * max(abs(a.spent), abs(b.spent)):
         return None
-    theirs, own = (float(np.add.reduce(program.terms(x))) for x in (x_a, x_b))
+    theirs, ours = (float(np.add.reduce(program.terms(x))) for x in (x_a, x_b))
     nothing = float(np.add.reduce(program.terms(program.low))) if program.sign < 0 else 0.0
-    return max(theirs - own, 0.0) / abs(own - nothing) if own != nothing else 0.0
+    return max(theirs - ours, 0.0) / abs(ours - nothing) if ours != nothing else 0.0
 
 
 def _uniform(program: Program, used: float) -> Vector:

@@ -165,7 +165,7 @@ def write_model(
     model: Any,
     tokenizer: Any,
     out_dir: Path | str,
-    beside: Mapping[str, Callable[[Path], object]],
+    writers: Mapping[str, Callable[[Path], object]],
     *,
     overwrite: bool = False,
     **options: Any,
@@ -174,14 +174,14 @@ def write_model(
 
     What no decision touched is as it came: see :func:`~layerbudget.storage.source.complete`.
 
-    ``beside`` has by name what writes such a file; ``options`` go to the model's ``save_pretrained``. The folder is that of
+    ``writers`` has by name what writes such a file; ``options`` go to the model's ``save_pretrained``. The folder is that of
     :func:`new_folder`, and is returned.
     """
     with new_folder(out_dir, overwrite=overwrite) as folder:
         save_weights(model, folder, **options)
         for note in complete(model, tokenizer, folder):
             logger.warning(note)
-        for name, write in beside.items():
+        for name, write in writers.items():
             write(folder / name)
     return Path(out_dir)
 

@@ -41,14 +41,14 @@ def check_ordinary(path: Path | str, kind: str, *, limit: int = _LIMIT) -> Path:
     """Refuse what is no ordinary file, or too large; see :func:`read`."""
     path = Path(path)
     try:
-        found = path.stat()
+        status = path.stat()
     except (FileNotFoundError, NotADirectoryError, ValueError) as error:
         raise NotFound(f"There is no {kind} file at {path}.", "", "Check the path.") from error
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise NotFound(f"{path} is no ordinary file.", f"A {kind} is one.", "Check the path.")
-    if found.st_size > limit:
+    if status.st_size > limit:
         raise CorruptFile(
-            f"{path} has {found.st_size:,} bytes.", f"A {kind} has at most {limit:,}.", "Check that it is the right file."
+            f"{path} has {status.st_size:,} bytes.", f"A {kind} has at most {limit:,}.", "Check that it is the right file."
         )
     return path
 

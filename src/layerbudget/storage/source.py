@@ -170,8 +170,8 @@ def told(model: Any) -> str:
 
 def _plain(config: Any) -> dict[str, Any]:
     """All fields of a configuration, as JSON has them."""
-    found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    return found
+    fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return fields
 
 
 def _spellings(config: Any, field: str) -> set[str]:
@@ -219,20 +219,22 @@ def _restore_config(folder: Path, source: Path, model: Any, *, narrow: bool) -> 
     """
     from transformers import AutoConfig
 
-    own = _fields(source)
+    source_fields = _fields(source)
     written = reading.read(folder / CONFIG, "configuration", limit=1 << 26, as_type=dict[str, Any])
     read = AutoConfig.from_pretrained(source, trust_remote_code=False)
     base, now = _plain(read), {**_plain(model.config), **written}
-    base["architectures"] = own.get("architectures", now.get("architectures"))
+    base["architectures"] = source_fields.get("architectures", now.get("architectures"))
     for name in ("transformers_version", "_name_or_path"):
         base[name] = now[name] = None
     if narrow:
         now = _with_precision(now, base)
-    fields, changed = _merged(own, base, now, read)
-    alike = written.get("model_type") == own.get("model_type")
+    fields, changed = _merged(source_fields, base, now, read)
+    alike = written.get("model_type") == source_fields.get("model_type")
     if alike and _reads_as(fields, now):
         return fields, changed
-    left = {k: v for k, v in own.items() if k not in written and not (k in base and k not in now) and k != "torch_dtype"}
+    left = {
+        k: v for k, v in source_fields.items() if k not in written and not (k in base and k not in now) and k != "torch_dtype"
+    }
     return {**left, **written}, changed
 
 
@@ -299,14 +301,14 @@ def save_weights(model: Any, folder: Path, **options: Any) -> None:
 
     Those of the source are copied as they are, and a model without source has no others than its configuration has.
     """
-    held = getattr(model, "generation_config", None)
-    if held is not None and source_of(model) is not None:
-        model.generation_config = type(held)()
+    generation_config = getattr(model, "generation_config", None)
+    if generation_config is not None and source_of(model) is not None:
+        model.generation_config = type(generation_config)()
     try:
         model.save_pretrained(folder, **options)
     finally:
-        if held is not None:
-            model.generation_config = held
+        if generation_config is not None:
+            model.generation_config = generation_config
 
 
 def write_readers(model: Any, tokenizer: Any, folder: Path) -> None:
@@ -327,7 +329,7 @@ def _origin(config: Any, name: str) -> Path | None:
         return None
     from transformers.utils import cached_file
 
-    found = cached_file(
+    file = cached_file(
         source,
         name,
         revision=getattr(config, "_commit_hash", None),
@@ -335,14 +337,14 @@ def _origin(config: Any, name: str) -> Path | None:
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    return None if found is None else Path(found)
+    return None if file is None else Path(file)
 
 
-def copy_files(source: Path, folder: Path, *, leave: Collection[str] = ()) -> None:
+def copy_files(source: Path, folder: Path, *, skip: Collection[str] = ()) -> None:
     """Copy what lies beside the weights of a source and is not in the folder yet."""
     for name in _side_files(source):
         target = folder / name
-        if name not in leave and not target.exists():
+        if name not in skip and not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, target)
 
@@ -410,8 +412,8 @@ def written_dtype(name: str, tensor: Any, dtype: Any, stored: Stored | None) -> 
         return dtype
     if tensor.is_meta:
         return kind
-    found = _in_source_precision(name, tensor.to(dtype), stored, halved=True)
-    return dtype if found is None else found.dtype
+    converted = _in_source_precision(name, tensor.to(dtype), stored, halved=True)
+    return dtype if converted is None else converted.dtype
 
 
 def _stays_halved(dtype: Any, kind: Any, stored: Stored) -> bool:
@@ -456,9 +458,9 @@ def restore_tensors(
             for name in names:
                 if name in stored.names and name not in keep:
                     made = handle.get_tensor(name)
-                    if (found := _in_source_precision(name, made, stored, halved=halved)) is not None:
-                        changed[name] = found.contiguous()
-                    alike = alike and (found is not None or stored.dtype(name) in (None, made.dtype))
+                    if (converted := _in_source_precision(name, made, stored, halved=halved)) is not None:
+                        changed[name] = converted.contiguous()
+                    alike = alike and (converted is not None or stored.dtype(name) in (None, made.dtype))
             if len(files) == 1 and more:
                 changed |= {name: stored.tensor(name).contiguous() for name in more}
             if changed:
@@ -523,8 +525,8 @@ def complete(
     (folder / CONFIG).write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if (folder / GENERATION).is_file():  # of the source it is copied as it is
         (folder / GENERATION).unlink()
-    leave = write_tokenizer(tokenizer, folder, source)
-    copy_files(source, folder, leave=leave)
+    skip = write_tokenizer(tokenizer, folder, source)
+    copy_files(source, folder, skip=skip)
     write_readers(model, None, folder)
     return notes
 

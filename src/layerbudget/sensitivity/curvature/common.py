@@ -73,10 +73,10 @@ class Dampings:
         self, blocks: Sequence[Block], estimator: str, gain: Any, curvature: str, *, extra: Mapping[str, Any], **fields: Any
     ) -> Scores:
         """Scores of gains ``(D, K)``, with dampings and eigenvalues among the extras."""
-        own = {"curvature": curvature, "absolute_damping": self.tau, "largest_eigenvalue": self.largest}
-        own |= {} if self.mean is None else {"mean_eigenvalue": self.mean}
+        curvature_fields = {"curvature": curvature, "absolute_damping": self.tau, "largest_eigenvalue": self.largest}
+        curvature_fields |= {} if self.mean is None else {"mean_eigenvalue": self.mean}
         fields |= {"gain": gain, "damping": self.values, "damping_unit": self.unit}
-        return record(blocks, estimator, **fields, extra={**own, **extra})
+        return record(blocks, estimator, **fields, extra={**curvature_fields, **extra})
 
 
 def is_local(damping: Damping, unit: str) -> bool:

@@ -64,15 +64,17 @@ class _Diagonal(Gradients):
                 self.mean[k] += float(d.sum(dtype=torch.float64)) / self.total / self.blocks[k].numel
             self.waiting[k] -= 1
             if common.is_local(self.damping, self.unit) and not self.waiting[k]:
-                own = slice(k, k + 1)
-                self._sweep(k, Dampings.of(self.damping, self.unit, self.largest[own], self.mean[own]).tau[:, 0])
+                block_slice = slice(k, k + 1)
+                self._sweep(
+                    k, Dampings.of(self.damping, self.unit, self.largest[block_slice], self.mean[block_slice]).tau[:, 0]
+                )
         return False
 
     def _sweep(self, k: int, tau: np.ndarray) -> None:
-        found = np.zeros((2 + self.groups, len(tau)))
+        sums = np.zeros((2 + self.groups, len(tau)))
         for name in [m.name for m in self.blocks[k].modules if m.name in self.first]:
-            found += _sweep(self.first.pop(name).flatten(1), self.second.pop(name).flatten(1), self.tokens, tau)
-        self.swept[k] = found
+            sums += _sweep(self.first.pop(name).flatten(1), self.second.pop(name).flatten(1), self.tokens, tau)
+        self.swept[k] = sums
 
     def settled(self) -> Dampings:
         """Sweep the blocks whose dampings waited for the last one."""
@@ -127,9 +129,9 @@ def score_diagonal(
     damped = sums.settled()
     gain, floor, error = (np.zeros_like(damped.tau) for _ in range(3))
     for k in range(len(blocks)):
-        found = sums.swept[k]
-        gain[:, k], floor[:, k] = found[0], found[1] / sums.total
-        error[:, k] = np.sqrt((groups - 1) * np.var(found[2:], axis=0)) if groups > 1 else np.nan
+        swept = sums.swept[k]
+        gain[:, k], floor[:, k] = swept[0], swept[1] / sums.total
+        error[:, k] = np.sqrt((groups - 1) * np.var(swept[2:], axis=0)) if groups > 1 else np.nan
     extra = {"tokens": int(sums.total), "mean_loss": fed.loss / sums.total, "excess": gain - floor}
     name, fields = "diagonal empirical Fisher", {"standard_error": error, "noise_floor": floor}
     return damped.record(blocks, "fisher-diagonal", gain, name, **fields, extra=extra)
@@ -155,7 +157,7 @@ class _Norms(Summed):
 
     def merge(self, group: ProcessGroup) -> None:
         self.squares = group.sum(self.squares)
-        self.counts = {k: v for found in group.gather(self.counts) for k, v in found.items()}
+        self.counts = {k: v for counts in group.gather(self.counts) for k, v in counts.items()}
 
     def finalize(self, names: Sequence[str]) -> bool:
         for name in [n for n in names if n in self.sums]:
@@ -203,8 +205,8 @@ class _SequenceNorms(Gradients):
         """Norms without the gradients, where a matrix is used once; the gradients of several uses are summed, then squared."""
         once = [name for name in site.names if not site.open.get(name, 0) and name not in self._batch]
         for name in once:
-            found = _square_norms(site.a.to(self.dtype), site.b[name].to(self.dtype))
-            self.table[self.place[name], self.rows] += found.cpu().numpy()
+            norms = _square_norms(site.a.to(self.dtype), site.b[name].to(self.dtype))
+            self.table[self.place[name], self.rows] += norms.cpu().numpy()
         super().update(dataclasses.replace(site, names=[name for name in site.names if name not in once]))
 
     def add(self, name: str, rows: torch.Tensor) -> None:

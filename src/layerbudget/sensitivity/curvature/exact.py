@@ -328,10 +328,10 @@ def score_hessian(
         products.append(p.count)
         smallest[k], largest[k] = run.ritz()[[0, -1]]
         tau[:, k] = _absolute(values, damping_unit, run)
-        for i, (t, found) in enumerate(zip(tau[:, k], run.gauss(tau[:, k], absolute=absolute), strict=True)):
+        for i, (t, estimate) in enumerate(zip(tau[:, k], run.gauss(tau[:, k], absolute=absolute), strict=True)):
             status[i][k] = "ok" if absolute else _status(block.name, smallest[k], t)
             if not status[i][k].startswith("negative"):
-                gain[i][k] = float(found)
+                gain[i][k] = float(estimate)
         tick(1)
     safe = [max(0.0, -MARGIN * low) for low in smallest.tolist()]
     extra = {"smallest_eigenvalue": smallest, "safe_damping": safe, "products": products}

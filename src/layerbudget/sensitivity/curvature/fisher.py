@@ -89,13 +89,13 @@ def from_grams(
     spectra = [noise.Spectrum(k, tokens.sum()) for k in grams]
     largest, trace = np.array([[s.largest, s.trace] for s in spectra]).T
     damped = Dampings.of(damping, unit, largest, trace / np.array([b.numel for b in blocks]))
-    found = noise.summarise(grams, tokens, damped.tau, seed=seed, replicates=replicates)
-    gain, error, floor = (found.pop(name) for name in ("gain", "standard_error", "floor"))
+    summary = noise.summarise(grams, tokens, damped.tau, seed=seed, replicates=replicates)
+    gain, error, floor = (summary.pop(name) for name in ("gain", "standard_error", "floor"))
     status = [["ok" if top > 0 else "zero gradient" for top in largest] for _ in damped.values]
     total = float(tokens.sum())
     extra = {"tokens": int(total), "mean_loss": None if loss is None else loss / total, "upper_bound": len(tokens) / total}
     fields = {"standard_error": error, "noise_floor": floor, "status": status, "seed": seed}
-    return damped.record(blocks, "fisher-gram", gain, curvature, **fields, extra={**extra, **found})
+    return damped.record(blocks, "fisher-gram", gain, curvature, **fields, extra={**extra, **summary})
 
 
 def score_monte_carlo(

@@ -52,10 +52,10 @@ class Rotated:
         return np.array(gain), np.array(floor), np.array(jack)
 
 
-def rotate(found: Sums) -> Rotated:
+def rotate(sums: Sums) -> Rotated:
     """Rotate the gradients of one matrix into the eigenbasis of its factors."""
-    (g, qg), (a, qa) = found.eigen()
-    parts = torch.stack([qg.T @ part.double() @ qa for part in found.parts])
+    (g, qg), (a, qa) = sums.eigen()
+    parts = torch.stack([qg.T @ part.double() @ qa for part in sums.parts])
     return Rotated(parts, torch.outer(g.clamp_min(0), a.clamp_min(0)))
 
 
@@ -139,13 +139,13 @@ def score_kfac(
 class _KFac(Factors):
     """Forms of every matrix as soon as the damping of its block is known."""
 
-    def __init__(self, *given: Any, damping: Damping, unit: str, finished: Finished | None, **options: Any) -> None:
+    def __init__(self, *arguments: Any, damping: Damping, unit: str, finished: Finished | None, **options: Any) -> None:
         self.damping, self.unit, self.local = damping, unit, common.is_local(damping, unit)
-        super().__init__(*given, finished=finished if self.local else None, **options)
-        self.held: list[dict[str, Rotated]] = [{} for _ in self.blocks]
+        super().__init__(*arguments, finished=finished if self.local else None, **options)
+        self.rotated: list[dict[str, Rotated]] = [{} for _ in self.blocks]
         self.largest, self.trace = np.zeros((2, len(self.blocks)))
         self.forms: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
-        for k, record in ({} if self.finished is None else self.finished.found).items():
+        for k, record in ({} if self.finished is None else self.finished.records).items():
             self.largest[k], self.trace[k] = record["largest"], record["trace"]
             for name, forms in record["forms"].items():
                 whole, noise, jack = (np.array(form) for form in forms)
@@ -155,15 +155,15 @@ class _KFac(Factors):
         """Never: the eigenbasis needs the sums."""
         return False
 
-    def settle(self, name: str, found: Sums | Tokens) -> None:
-        self.add(name, rotate(cast(Sums, found)))
+    def settle(self, name: str, factors: Sums | Tokens) -> None:
+        self.add(name, rotate(cast(Sums, factors)))
 
-    def add(self, name: str, found: Rotated) -> None:
+    def add(self, name: str, rotated: Rotated) -> None:
         """Keep the factors of a matrix; a block that is complete is settled."""
         k = self.place[name]
-        self.held[k][name] = found
-        self.largest[k] = max(self.largest[k], float(found.eigenvalues.max()))
-        self.trace[k] += float(found.eigenvalues.sum())
+        self.rotated[k][name] = rotated
+        self.largest[k] = max(self.largest[k], float(rotated.eigenvalues.max()))
+        self.trace[k] += float(rotated.eigenvalues.sum())
         self.waiting[k] -= 1
         if self.local and not self.waiting[k]:
             self._form(k, self._dampings(slice(k, k + 1)).tau[:, 0])
@@ -171,22 +171,22 @@ class _KFac(Factors):
                 forms = {m.name: [form.tolist() for form in self.forms[m.name]] for m in self.blocks[k].modules}
                 self.finished.put(k, {"largest": float(self.largest[k]), "trace": float(self.trace[k]), "forms": forms})
 
-    def _dampings(self, own: slice) -> Dampings:
+    def _dampings(self, selected: slice) -> Dampings:
         mean = self.trace / np.array([b.numel for b in self.blocks])
-        return Dampings.of(self.damping, self.unit, self.largest[own], mean[own])
+        return Dampings.of(self.damping, self.unit, self.largest[selected], mean[selected])
 
     def _form(self, k: int, tau: np.ndarray) -> None:
-        for name, found in self.held[k].items():
-            self.forms[name] = found.forms(tau)
-        self.held[k] = {}
+        for name, rotated in self.rotated[k].items():
+            self.forms[name] = rotated.forms(tau)
+        self.rotated[k] = {}
 
     def merge(self, group: ProcessGroup) -> None:
         self.largest, self.trace = group.sum(self.largest), group.sum(self.trace)
         if self.local:
-            self.forms = {name: forms for found in group.gather(self.forms) for name, forms in found.items()}
+            self.forms = {name: forms for of_process in group.gather(self.forms) for name, forms in of_process.items()}
         else:
-            everything = group.gather(self.held)
-            self.held = [{n: r for held in everything for n, r in held[k].items()} for k in range(len(self.blocks))]
+            everything = group.gather(self.rotated)
+            self.rotated = [{n: r for by_block in everything for n, r in by_block[k].items()} for k in range(len(self.blocks))]
 
     def dampings(self) -> Dampings:
         """Dampings of all blocks; those that waited for the last block are formed."""
@@ -202,18 +202,18 @@ class _EKFac(_KFac):
     Every process settles every matrix: their second moments are added up, so there is nothing to bring together.
     """
 
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._again: dict[str, tuple[Sums, torch.Tensor]] = {}
         self._rows: dict[str, torch.Tensor] = {}
         self._second = False
 
-    def settle(self, name: str, found: Sums | Tokens) -> None:
-        sums = cast(Sums, found)
+    def settle(self, name: str, factors: Sums | Tokens) -> None:
+        sums = cast(Sums, factors)
         self._again[name] = (sums, torch.zeros(sums.parts.shape[1:], dtype=torch.float64, device=sums.g.device))
 
     def needs(self, loss: int) -> bool:
-        return super().needs(loss) and (not self._second or loss > 0 or self.own)
+        return super().needs(loss) and (not self._second or loss > 0 or self.empirical)
 
     def update(self, site: Site) -> None:
         if not self._second:
@@ -247,8 +247,8 @@ class _EKFac(_KFac):
             super().finalize(names)
             self._second = bool(self._again)
             return self._second
-        for name, (found, moments) in self._again.items():
-            turned = rotate(found)
+        for name, (sums, moments) in self._again.items():
+            turned = rotate(sums)
             turned.eigenvalues = moments / self._scale
             self.add(name, turned)
         self._again, self._second = {}, False

@@ -157,16 +157,16 @@ class Factors(Accumulator):
         if draws < 1:
             raise InvalidInput(f"draws is {draws}.", "At least one draw per token is needed.", "Use draws=1.")
         refuse_direct(model, blocks, "K-FAC has no factors for it")
-        self.own = labels == "data"
-        self.losses: tuple[Loss, ...] = (data_loss, *(SampledLoss(seed + r + 1) for r in range(0 if self.own else draws)))
+        self.empirical = labels == "data"
+        self.losses: tuple[Loss, ...] = (data_loss, *(SampledLoss(seed + r + 1) for r in range(0 if self.empirical else draws)))
         self.blocks, self.dtype, self.workers, self.finished = blocks, real_type(model)[0], workers, finished
         self.modules = {m.name: m for b in blocks for m in b.modules}
         self.place = {m.name: k for k, b in enumerate(blocks) for m in b.modules}
         self.samples, self.length, self.total = data.samples, data.length, float(token_count(model, data))
         self.groups, self.interleaved = max(1, min(groups, data.samples)), interleaved
-        found = {} if finished is None else finished.found
-        self.done = frozenset(m.name for k in found for m in blocks[k].modules)
-        self.waiting = [0 if k in found else len(b.modules) for k, b in enumerate(blocks)]
+        records = {} if finished is None else finished.records
+        self.done = frozenset(m.name for k in records for m in blocks[k].modules)
+        self.waiting = [0 if k in records else len(b.modules) for k, b in enumerate(blocks)]
         self.inputs: dict[str, _Input] = {}
         self.outputs: dict[str, _Output] = {}
         self._processes = ProcessGroup()
@@ -174,7 +174,7 @@ class Factors(Accumulator):
         self._batch: Batch | None = None
         self._loss = 0
 
-    def settle(self, name: str, found: Sums | Tokens) -> None:
+    def settle(self, name: str, factors: Sums | Tokens) -> None:
         """One matrix is whole."""
         raise NotImplementedError
 
@@ -216,61 +216,61 @@ class Factors(Accumulator):
         a = site.a.to(self.dtype)
         known = self.outputs.get(site.names[0])
         leader = site.names[0] if known is None else known.leader
-        held = self.inputs.setdefault(leader, _Input())
+        entry = self.inputs.setdefault(leader, _Input())
         tokens = all(self.by_tokens(self.modules[n]) for n in site.names)  # one input, one form
         for name in site.names:
             self.outputs.setdefault(name, _Output(self.modules[name], tokens, leader))
         if self._loss == len(self.losses) - 1:  # once per batch
-            self._input(held, a, self.outputs[site.names[0]].tokens)
+            self._input(entry, a, self.outputs[site.names[0]].tokens)
         for name in site.names:
             self._output(self.outputs[name], a, site.b[name].to(self.dtype))
 
-    def _input(self, held: _Input, a: torch.Tensor, tokens: bool) -> None:
+    def _input(self, entry: _Input, a: torch.Tensor, tokens: bool) -> None:
         a, count = real_positions(a, self._batch)
         rows = a.reshape(-1, a.shape[-1])
-        held.positions += count
+        entry.positions += count
         if tokens:
-            held.rows.append(rows)
+            entry.rows.append(rows)
         else:
-            held.sums = accumulate(held.sums, rows)
+            entry.sums = accumulate(entry.sums, rows)
 
-    def _output(self, held: _Output, a: torch.Tensor, b: torch.Tensor) -> None:
+    def _output(self, output: _Output, a: torch.Tensor, b: torch.Tensor) -> None:
         batch = self._batch
         if batch is None:
             return
         rows, true = b.reshape(-1, b.shape[-1]), self._loss == 0
-        if held.tokens:
-            held.rows.setdefault(self._loss, []).append(rows)
+        if output.tokens:
+            output.rows.setdefault(self._loss, []).append(rows)
             if true:
-                held.places.append((batch.rows.start, b.shape[0], b.shape[1]))
+                output.places.append((batch.rows.start, b.shape[0], b.shape[1]))
             return
         if true:
-            if held.parts is None:
-                held.parts = rows.new_zeros(self.groups, rows.shape[1], a.shape[-1])
+            if output.parts is None:
+                output.parts = rows.new_zeros(self.groups, rows.shape[1], a.shape[-1])
             group = self._group(torch.arange(batch.rows.start, batch.rows.start + len(b)))
             for j in group.unique().tolist():
                 chosen = slice(None) if bool((group == j).all()) else (group == j).to(b.device)
-                held.parts[j].addmm_(b[chosen].flatten(0, 1).T, a[chosen].flatten(0, 1))
-        if not true or self.own:
-            held.sums = accumulate(held.sums, rows)
+                output.parts[j].addmm_(b[chosen].flatten(0, 1).T, a[chosen].flatten(0, 1))
+        if not true or self.empirical:
+            output.sums = accumulate(output.sums, rows)
 
     def share(self, names: Sequence[str], group: ProcessGroup) -> None:
         """Add sums up; bring tokens together, process after process."""
         self._processes = group
-        held = {n: self.outputs[n] for n in names if n in self.outputs}
-        if group.gather(sorted(held)) != [sorted(held)] * group.size:
+        outputs = {n: self.outputs[n] for n in names if n in self.outputs}
+        if group.gather(sorted(outputs)) != [sorted(outputs)] * group.size:
             raise CoverageError("Some matrices ran in some processes only.", "", "Use one process.")
-        entries = {o.leader: self.inputs[o.leader] for o in held.values()}
-        group.reduce([t for o in held.values() for t in (o.sums, o.parts) if t is not None])
+        entries = {o.leader: self.inputs[o.leader] for o in outputs.values()}
+        group.reduce([t for o in outputs.values() for t in (o.sums, o.parts) if t is not None])
         group.reduce([e.sums for e in entries.values() if e.sums is not None])
         for entry in entries.values():
             entry.positions = float(group.sum(np.array([entry.positions]))[0])
             if entry.rows:
                 entry.rows = [x for rows in group.gather(entry.rows) for x in rows]
-        for output in (o for o in held.values() if o.tokens):
-            found = group.gather((output.rows, output.places))
-            output.rows = {i: [x for rows, _ in found for x in rows[i]] for i in output.rows}
-            output.places = [place for _, places in found for place in places]
+        for output in (o for o in outputs.values() if o.tokens):
+            gathered = group.gather((output.rows, output.places))
+            output.rows = {i: [x for rows, _ in gathered for x in rows[i]] for i in output.rows}
+            output.places = [place for _, places in gathered for place in places]
 
     def owns(self, name: str) -> bool:
         """Whether this process settles a matrix."""
@@ -282,12 +282,12 @@ class Factors(Accumulator):
         inputs: dict[str, list[str]] = {}
         for name in [n for n in names if n in self.outputs]:
             inputs.setdefault(self.outputs[name].leader, []).append(name)
-        if self.workers > 1 and all(self.outputs[n].tokens for own in inputs.values() for n in own):
+        if self.workers > 1 and all(self.outputs[n].tokens for members in inputs.values() for n in members):
             first = sorted(inputs, key=lambda leader: -len(inputs[leader]))
             in_threads(lambda leader: self._settle(leader, inputs[leader]), first, self.workers)
         else:
-            for leader, own in inputs.items():
-                self._settle(leader, own)
+            for leader, members in inputs.items():
+                self._settle(leader, members)
         self.settled()
         return False
 
@@ -295,34 +295,36 @@ class Factors(Accumulator):
         entry, cache = self.inputs.pop(leader), dict[str, Any]()
         moment: torch.Tensor | None = None
         for name in names:
-            held = self.outputs.pop(name)
+            output = self.outputs.pop(name)
             if name in self.done or not self.owns(name):
                 continue
-            if moment is None and held.tokens:
+            if moment is None and output.tokens:
                 moment, entry.rows = torch.cat(entry.rows), []
             elif moment is None and entry.sums is not None:
                 moment, entry.sums = symmetric(entry.sums).div_(entry.positions), None
             if moment is not None:
-                self.settle(name, self._tokens(held, entry, moment, cache) if held.tokens else self._sums(held, moment, cache))
+                self.settle(
+                    name, self._tokens(output, entry, moment, cache) if output.tokens else self._sums(output, moment, cache)
+                )
 
     @property
     def _scale(self) -> float:
         return self.total * max(len(self.losses) - 1, 1)
 
-    def _sums(self, held: _Output, a: torch.Tensor, cache: dict[str, Any]) -> Sums:
-        if held.sums is None or held.parts is None:
-            raise CoverageError(f"{held.module.name} has no gradient.", "", "Give data that reaches it.")
-        g, held.sums = symmetric(held.sums).div_(self._scale), None
-        parts, held.parts = held.parts.div_(self.total), None
+    def _sums(self, output: _Output, a: torch.Tensor, cache: dict[str, Any]) -> Sums:
+        if output.sums is None or output.parts is None:
+            raise CoverageError(f"{output.module.name} has no gradient.", "", "Give data that reaches it.")
+        g, output.sums = symmetric(output.sums).div_(self._scale), None
+        parts, output.parts = output.parts.div_(self.total), None
         return Sums(a=a, g=g, parts=parts, cache=cache)
 
-    def _tokens(self, held: _Output, entry: _Input, x: torch.Tensor, cache: dict[str, Any]) -> Tokens:
-        b = torch.cat(held.rows.pop(0))
-        drawn = torch.cat([torch.cat(held.rows[i]) for i in sorted(held.rows)]) if held.rows else b
-        sequence = torch.cat([torch.arange(first, first + n).repeat_interleave(length) for first, n, length in held.places])
+    def _tokens(self, output: _Output, entry: _Input, x: torch.Tensor, cache: dict[str, Any]) -> Tokens:
+        b = torch.cat(output.rows.pop(0))
+        drawn = torch.cat([torch.cat(output.rows[i]) for i in sorted(output.rows)]) if output.rows else b
+        sequence = torch.cat([torch.arange(first, first + n).repeat_interleave(length) for first, n, length in output.places])
         if len(x) != len(b):
             raise CoverageError(
-                f"{held.module.name} ran on {len(b)} tokens, its input has {len(x)}.",
+                f"{output.module.name} ran on {len(b)} tokens, its input has {len(x)}.",
                 "They share their input.",
                 "Exclude it, or use estimator='fisher-gram'.",
             )

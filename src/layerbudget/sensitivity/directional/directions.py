@@ -132,23 +132,23 @@ class InBytes(Directions):
         rows: torch.Tensor | None = None,
         share: float = 1.0,
     ) -> None:
-        self.held: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+        self.coded: list[tuple[torch.Tensor, torch.Tensor] | None] = []
         self.rows, self.share = rows, share
         size = max(1, _PIECE // shape[1])
         self.size = size if share == 1.0 else min(size, -(-shape[0] // _PARTS))
         start, tiny = 0, torch.finfo(torch.float32).tiny
         for piece in pieces:
-            if not self.held:
-                self.held = [None if d is None else self._room(d, shape) for d in piece]
+            if not self.coded:
+                self.coded = [None if d is None else self._room(d, shape) for d in piece]
             stop = start
-            for held, delta in zip(self.held, piece, strict=True):
-                if held is not None and delta is not None:
+            for coded, delta in zip(self.coded, piece, strict=True):
+                if coded is not None and delta is not None:
                     stop = start + len(delta)
                     scale = (delta.abs().amax(1, keepdim=True) / 127).clamp_min(tiny)
-                    held[0][start:stop] = (delta / scale).round_()
-                    held[1][start:stop] = scale * share**-0.5
+                    coded[0][start:stop] = (delta / scale).round_()
+                    coded[1][start:stop] = scale * share**-0.5
             start = stop
-        self.levels = len(self.held)
+        self.levels = len(self.coded)
         self._products = _Last()
         self.squares = np.zeros((-(-shape[0] // self.size), self.levels))  # derivatives of parts, squared and added up
 
@@ -166,47 +166,47 @@ class InBytes(Directions):
 
     def looked_up(self, rows: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """See :meth:`Directions.looked_up`."""
-        found = b.new_zeros(len(b), 1, self.levels, dtype=torch.float64)
+        derivatives = b.new_zeros(len(b), 1, self.levels, dtype=torch.float64)
         rows = rows if self.rows is None else torch.searchsorted(self.rows.to(rows.device), rows)
-        for level, held in enumerate(self.held):
-            if held is not None:
-                found[:, 0, level] = (held[0][rows].to(b) * held[1][rows].to(b) * b).sum(-1).double().sum(-1)
-        return found
+        for level, coded in enumerate(self.coded):
+            if coded is not None:
+                derivatives[:, 0, level] = (coded[0][rows].to(b) * coded[1][rows].to(b) * b).sum(-1).double().sum(-1)
+        return derivatives
 
     def by_token(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """See :meth:`Directions.by_token`."""
-        found = a.new_zeros(*a.shape[:2], self.levels, dtype=torch.float32)
+        derivatives = a.new_zeros(*a.shape[:2], self.levels, dtype=torch.float32)
         products = self._products.of(a, self._outputs)
         for start in range(0, b.shape[2], self.size):
             rows = slice(start, start + self.size)
             for level, outputs in products.items():
-                found[..., level] += (outputs[..., rows] * b[..., rows]).sum(-1)
-        return found
+                derivatives[..., level] += (outputs[..., rows] * b[..., rows]).sum(-1)
+        return derivatives
 
     def _outputs(self, a: torch.Tensor) -> dict[int, torch.Tensor]:
-        """What every candidate adds to the output of inputs ``(B, T, d_in)``, ``(B, T, d_out)`` by level."""
-        found = {}
-        for level, held in enumerate(self.held):
-            if held is not None:
-                made = found[level] = a.new_empty(*a.shape[:2], len(held[0]))
-                for start in range(0, len(held[0]), self.size):
+        """Return what every candidate adds to the output of inputs ``(B, T, d_in)``, ``(B, T, d_out)`` by level."""
+        outputs = {}
+        for level, coded in enumerate(self.coded):
+            if coded is not None:
+                made = outputs[level] = a.new_empty(*a.shape[:2], len(coded[0]))
+                for start in range(0, len(coded[0]), self.size):
                     rows = slice(start, start + self.size)
-                    made[..., rows] = a @ (held[0][rows] * held[1][rows]).to(a).T
-        return found
+                    made[..., rows] = a @ (coded[0][rows] * coded[1][rows]).to(a).T
+        return outputs
 
     def _meet(self, like: torch.Tensor, piece: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-        found = like.new_zeros(len(like), 1, self.levels, dtype=torch.float64)
-        there = [(level, *held) for level, held in enumerate(self.held) if held is not None]
+        derivatives = like.new_zeros(len(like), 1, self.levels, dtype=torch.float64)
+        there = [(level, *coded) for level, coded in enumerate(self.coded) if coded is not None]
         if not there:
-            return found
+            return derivatives
         levels = [level for level, _, _ in there]
         for i, start in enumerate(range(0, len(there[0][1]), self.size)):
             rows = slice(start, start + self.size)
             deltas = torch.stack([(codes[rows] * scale[rows]).flatten() for _, codes, scale in there])
             part = (piece(rows if self.rows is None else self.rows[rows]).to(deltas).flatten(1) @ deltas.T).double()
-            found[:, 0, levels] += part
+            derivatives[:, 0, levels] += part
             self.squares[i, levels] += part.square().sum(0).cpu().numpy()
-        return found
+        return derivatives
 
 
 class Itself(Directions):
@@ -225,12 +225,12 @@ class Itself(Directions):
 
     def along(self, gradient: torch.Tensor) -> torch.Tensor:
         """See :meth:`Directions.along`."""
-        found, start = gradient.new_zeros(len(gradient), 1, 1, dtype=torch.float64), 0
+        derivatives, start = gradient.new_zeros(len(gradient), 1, 1, dtype=torch.float64), 0
         for view in self.views:
             part = gradient[:, start : start + len(view)].flatten(1)
-            found[:, 0, 0] += (part @ view.to(part).flatten()).double()
+            derivatives[:, 0, 0] += (part @ view.to(part).flatten()).double()
             start += len(view)
-        return found
+        return derivatives
 
     def between(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """See :meth:`Directions.between`."""

@@ -118,7 +118,7 @@ class DirectionalSums(Accumulator):
         self.sums = np.zeros((2, *shape))  # first derivatives, squares of draws
         self.rows = np.zeros((sequences, *shape))
         self._directions: dict[str, Directions] = {}
-        self._held: dict[int, torch.Tensor] = {}  # (B, groups, levels) by first unit: calls and matrices of one unit add up
+        self._along: dict[int, torch.Tensor] = {}  # (B, groups, levels) by first unit: calls and matrices of one unit add up
         self._draws: list[dict[int, torch.Tensor]] = []
         self._squares: dict[int, torch.Tensor] = {}
         self._batch: Batch | None = None
@@ -171,18 +171,18 @@ class DirectionalSums(Accumulator):
 
     def _add(self, name: str, along: torch.Tensor) -> None:
         first = self.units[name]
-        held = self._held.get(first)
-        self._held[first] = along if held is None else held + along
+        summed = self._along.get(first)
+        self._along[first] = along if summed is None else summed + along
 
     def finish(self, batch: Batch, loss: int) -> None:
         """See :meth:`Accumulator.finish`."""
         if loss < self.gradients:
-            for first, along in self._held.items():
+            for first, along in self._along.items():
                 self.sums[0, first : first + along.shape[1]] += along.sum(0).cpu().numpy()
         else:
-            squares = {first: along.square() for first, along in self._held.items()}
+            squares = {first: along.square() for first, along in self._along.items()}
             self._draws.append(squares | {f: s + squares[f] if f in squares else s for f, s in self._squares.items()})
-        self._held.clear()
+        self._along.clear()
         self._squares.clear()
         if loss == len(self.losses) - 1:
             self._end(self.places[batch.rows])
@@ -246,8 +246,8 @@ def quadratic_terms(
     losses: list[Loss] = [SampledLoss(1009 * seed + draw) for draw in range(draws)]
     if clean is not None:
         losses.insert(0, _divergence_from(clean, size))
-    own, group, samples = shard(data), process_group(), data.samples
-    batches = list(unlabelled(model, own, size))
+    local_data, group, samples = shard(data), process_group(), data.samples
+    batches = list(unlabelled(model, local_data, size))
     places = group.shard(range(samples))
     sums = DirectionalSums(
         units,
@@ -263,14 +263,16 @@ def quadratic_terms(
     )
     way = "whole" if draws and _spanning(model, units) else walk
     seen = [] if watched is None else list(unlabelled(model, shard(watched), size))
-    fed = feed(model, batches, blocks, sums, walk=way, tick=Steps(progress, own.samples, "gradients"), alone=True, watched=seen)
+    fed = feed(
+        model, batches, blocks, sums, walk=way, tick=Steps(progress, local_data.samples, "gradients"), alone=True, watched=seen
+    )
     counts = np.zeros(samples)
     for batch in batches:
         counts[places[batch.rows]] = (batch.targets != IGNORE).reshape(batch.size, -1).sum(1).cpu().numpy()
-    found = group.sum(sums.sums)
+    totals = group.sum(sums.sums)
     loss, *each = group.sum(np.array([fed.loss, *counts])).tolist()
     tokens = round(sum(each))
-    first, second = found[0] / tokens, found[1] / (2 * tokens)
+    first, second = totals[0] / tokens, totals[1] / (2 * tokens)
     halves = ((group.sum(sums.rows) if draws else sums.rows).T / 2).transpose(1, 0, 2)
     return QuadraticTerms(
         first=first,
@@ -315,7 +317,7 @@ def _spanning(model: nn.Module, units: Mapping[str, int]) -> bool:
     for name, first in units.items():
         layer = next((".".join((s, name[len(s) + 1 :].split(".")[0])) for s in stacks if name.startswith(f"{s}.")), "")
         where.setdefault(first, set()).add(layer)
-    return any(len(found) > 1 for found in where.values())
+    return any(len(layers) > 1 for layers in where.values())
 
 
 def pooled(damage: np.ndarray, error: np.ndarray, norm: np.ndarray) -> tuple[np.ndarray, float]:
@@ -364,5 +366,5 @@ def interpolated(damage: np.ndarray, norm: np.ndarray, wanted: np.ndarray) -> tu
         for k, place in enumerate(places):
             shares[i, :, place] = np.interp(x, at, np.eye(len(places))[k])
     log = np.log(np.where(there, damage / np.where(there, norm, 1.0), 1.0))
-    found = np.where(shares.sum(-1) > 0, wanted * np.exp(np.einsum("inm,im->in", shares, log)), 0.0)
-    return found, shares
+    damages = np.where(shares.sum(-1) > 0, wanted * np.exp(np.einsum("inm,im->in", shares, log)), 0.0)
+    return damages, shares

@@ -39,9 +39,9 @@ class Originals:
     def _copy(self, parameter: nn.Parameter) -> torch.Tensor:
         """A copy; where weights are mapped, the file is one."""
         files = mapped(self.model)
-        found = None if files is None else files.again(parameter)
-        same = found is not None and (found.dtype, found.device) == (parameter.dtype, parameter.device)
-        return found if found is not None and same else parameter.detach().clone()
+        mapped_copy = None if files is None else files.again(parameter)
+        same = mapped_copy is not None and (mapped_copy.dtype, mapped_copy.device) == (parameter.dtype, parameter.device)
+        return mapped_copy if mapped_copy is not None and same else parameter.detach().clone()
 
     def restore(self, names: Sequence[str] | None = None) -> None:
         """Put weights back; all of them by default."""
@@ -61,10 +61,10 @@ class Trials:
     def __init__(self, treating: Treating, blocks: Sequence[Block]) -> None:
         self.treating, self.originals = treating, Originals(treating.model, blocks)
 
-    def move(self, jobs: Sequence[Job], found: Found) -> None:
+    def move(self, jobs: Sequence[Job], statistics: Found) -> None:
         """Treat the dense model, with statistics that were gathered before."""
         self.restore()
-        self.treating.jobs(jobs, found)
+        self.treating.jobs(jobs, statistics)
 
     def layer(self, walk: Walk, jobs: Sequence[Job]) -> None:
         """Treat the walk's current layer as the pruner does, and go on to the next one."""
@@ -88,26 +88,26 @@ class StreamedTrials(Trials):
     def __init__(self, treating: Treating, files: Mapped) -> None:
         self.treating, self.files = treating, files
         self._jobs: dict[int, list[Job]] = {}
-        self._found: Found = {}
+        self._statistics: Found = {}
         self._current, self._arrived = -1, 0
-        self._held: dict[str, torch.Tensor] = {}
+        self._dense: dict[str, torch.Tensor] = {}
         self._handles: list[RemovableHandle] = []
 
-    def move(self, jobs: Sequence[Job], found: Found) -> None:
+    def move(self, jobs: Sequence[Job], statistics: Found) -> None:
         """See :meth:`Trials.move`."""
         self.restore()
-        self._expect(jobs, found)
+        self._expect(jobs, statistics)
 
-    def _expect(self, jobs: Sequence[Job], found: Found) -> None:
+    def _expect(self, jobs: Sequence[Job], statistics: Found) -> None:
         self._leave()
         for _, layer in () if self._handles else self.files.layers:
             self._handles.append(layer.register_forward_pre_hook(self._arrive))
-        self._found = found
+        self._statistics = statistics
         layers = enumerate(self.files.layers)
         self._jobs = {i: [j for j in jobs if j.module.name.startswith(f"{name}.")] for i, (name, _) in layers}
 
-    def _arrive(self, layer: nn.Module, given: Any) -> None:
-        index = next(i for i, (_, own) in enumerate(self.files.layers) if own is layer)
+    def _arrive(self, layer: nn.Module, inputs: Any) -> None:
+        index = next(i for i, (_, known) in enumerate(self.files.layers) if known is layer)
         same = index == self._current and self._arrived == self.files.arrived
         if same or getattr(layer.forward, "skips", False):
             return
@@ -116,17 +116,17 @@ class StreamedTrials(Trials):
         with torch.no_grad():
             for job in self._jobs.get(index, ()):
                 parameter = weight_of(self.treating.model, job.module.name)[1]
-                self._held[job.module.name] = parameter.data
+                self._dense[job.module.name] = parameter.data
                 parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
-            self.treating.jobs(self._jobs.get(index, ()), self._found)
+            self.treating.jobs(self._jobs.get(index, ()), self._statistics)
 
     def _leave(self) -> None:
         """Make the treated layer dense again; one that was brought to the device is gone from there when the next one comes."""
-        for name, tensor in self._held.items():
+        for name, tensor in self._dense.items():
             parameter = weight_of(self.treating.model, name)[1]
             if not self.files.comes(parameter) or self.files.at_hand(self._current):
                 parameter.data = tensor
-        self._held, self._current = {}, -1
+        self._dense, self._current = {}, -1
 
     def layer(self, walk: Walk, jobs: Sequence[Job]) -> None:
         """See :meth:`Trials.layer`."""
@@ -138,14 +138,14 @@ class StreamedTrials(Trials):
 
     def dense(self, name: str) -> torch.Tensor:
         """See :meth:`Trials.dense`."""
-        if name in self._held:
-            return self._held[name]
+        if name in self._dense:
+            return self._dense[name]
         return self.files.computed(weight_of(self.treating.model, name)[1])
 
     def restore(self) -> None:
         """See :meth:`Trials.restore`."""
         self._leave()
-        self._jobs, self._found = {}, {}
+        self._jobs, self._statistics = {}, {}
         for handle in self._handles:
             handle.remove()
         self._handles = []
