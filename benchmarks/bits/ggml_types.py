@@ -258,7 +258,7 @@ class Bench:
             if not found:
                 found.append(np.zeros((2, len(own.losses), *own.rows.shape), dtype=np.float32))
             sums = found[0]
-            for part, held in enumerate((own._held, own._squares)):
+            for part, held in enumerate((own._along, own._squares)):
                 for first, along in held.items():
                     sums[part, loss, own.places[batch.rows], first] += along[:, 0].cpu().numpy()
             finish(own, batch, loss)

@@ -96,9 +96,15 @@ def unit_cost(
 ) -> Vector:
     """Return the price of one unit of capacity per block, in the unit, shape ``(K,)``.
 
-    In its own unit, ``experts`` or ``ranks``, every block costs 1. ``capacity`` is the kind of plan, ``ranks`` or
-    ``lora-experts`` (of ``expert_rank`` each); a parameter has 2 bytes (bf16) by default, and ``latency`` are seconds per unit
-    by block name.
+    In its own unit, ``experts`` or ``ranks``, every block costs 1.
+
+    Args:
+        blocks: What is priced.
+        unit: ``params``, ``bytes``, ``flops``, ``latency``, or the unit of the capacity itself.
+        capacity: The kind of plan, ``ranks`` or ``lora-experts``.
+        expert_rank: Rank of one expert.
+        bytes_per_parameter: 2 by default (bf16).
+        latency: Seconds per unit of capacity, by block name.
 
     >>> from layerbudget.records import Block, Module
     >>> block = Block(name="q", modules=(Module(name="q", d_in=4096, d_out=4096),))

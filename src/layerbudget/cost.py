@@ -257,7 +257,16 @@ def training(text: Text, epochs: float, seeds: int, held_out: int) -> list[Part]
 
 
 def comparing(text: Text, held_out: Text, scores: Sequence[str], method: str, *, seeds: int, plans: int) -> list[Part]:
-    """Parts of ``compare`` on text: every score once per seed; every plan applied and measured."""
+    """Parts of ``compare`` on text: every score once per seed; every plan applied and measured.
+
+    Args:
+        text: The calibration text.
+        held_out: The text that the plans are measured on.
+        scores: Estimators.
+        method: The pruner.
+        seeds: How many seeds.
+        plans: How many plans are applied and measured.
+    """
     known = [(part, seeds) for name in scores for part in scoring(name, text)]
     applied = [(part, plans) for part in (*treating(method, text), Part("forward", held_out))]
     return [dataclasses.replace(part, times=part.times * count, resident=True) for part, count in (*known, *applied)]
@@ -276,8 +285,13 @@ def long_verbs(
 ) -> dict[str, list[Part]]:
     """Parts of every long verb by what users type, each at its own default sizes or at those given.
 
-    ``plan expert-pruning`` is among them for a model that has ``experts``. ``widest`` is the columns of the widest matrix,
-    which say how much text error feedback wants.
+    Args:
+        samples: Samples of text; each verb's default where it is None.
+        length: Tokens of a sample.
+        batch: Sequences per pass.
+        demo: Whether the model is the demo's.
+        experts: Whether the model has routed experts: ``plan expert-pruning`` is then among the verbs.
+        widest: Columns of the widest matrix, which say how much text error feedback wants.
     """
 
     def text(default: int) -> Text:
@@ -389,8 +403,13 @@ def place_of(model: nn.Module, text: Text) -> tuple[Shape, float, int, bool]:
 def price(verb: str, parts: Sequence[Part], shape: Shape, token: float, machine: int, streamed: bool | None = None) -> Cost:
     """Return what a verb takes: seconds and forwards add up over its parts, memory is that of the largest.
 
-    ``token`` is the seconds of :func:`time_token`, ``machine`` the bytes of memory, and ``streamed`` says whether weights stay
-    in their files; where it is None they do so if half of the memory does not hold them.
+    Args:
+        verb: The verb as users type it.
+        parts: Its parts.
+        shape: Of the model.
+        token: Seconds, see :func:`time_token`.
+        machine: Bytes of memory.
+        streamed: Whether weights stay in their files; where it is None they do so if half of the memory does not hold them.
     """
     seconds, forwards, memory, how = 0.0, 0.0, 0.0, "whole"
     for part in parts:

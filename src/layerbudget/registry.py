@@ -170,11 +170,11 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 class Registry(Generic[T]):
     """A table of names that others can add to.
 
-    ``what`` is one entry in a sentence. Modules of the entry-point ``group`` are imported before the table is read. Entries of
-    its ``own`` are objects, or ``module:name`` strings below the package ``home`` that are imported when they are used. With
-    ``summaries`` an unknown name is answered with what every entry is for.
+    ``what`` is one entry in a sentence. Modules of the entry-point ``group`` are imported before the table is read. The
+    ``builtin`` entries are objects, or ``module:name`` strings below the package ``home`` that are imported when they are used.
+    With ``summaries`` an unknown name is answered with what every entry is for.
 
-    >>> numbers = Registry("number", group="layerbudget.none", own={"half": "fractions:Fraction"})
+    >>> numbers = Registry("number", group="layerbudget.none", builtin={"half": "fractions:Fraction"})
     >>> numbers.add("one", 1)
     1
     >>> numbers.names(), numbers.find("one")

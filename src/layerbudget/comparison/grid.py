@@ -103,7 +103,16 @@ def check_request(
     options: Mapping[str, Any] | None = None,
     plans: Mapping[str, Plan] | None = None,
 ) -> None:
-    """Refuse rules that do not exist, options that none of them reads, and budgets that nothing meets, before any work."""
+    """Refuse rules that do not exist, options that none of them reads, and budgets that nothing meets, before any work.
+
+    Args:
+        kind: Kind of plan.
+        blocks: Blocks of the model.
+        rules: Names of rules, or functions of one's own.
+        budgets: In the unit of the kind.
+        options: Bounds of the plans and options of rules.
+        plans: Plans that are measured as they are, by name.
+    """
     options = dict(options or {})
     try:
         chosen = [find_rule(kind, r) for r in rules]
@@ -143,7 +152,18 @@ def make_grid(
 
     A control of every pair that reads its score is the rule's own, or the rule on permuted scores. A rule gets those of the
     ``options`` that it reads; one that no rule reads is refused. ``plans`` come as they are, where they spend what uniform
-    spends; the ``blocks`` are needed where there is no score.
+    spends.
+
+    Args:
+        kind: Kind of plan.
+        scores: Score records by name.
+        rules: Names of rules, or functions of one's own.
+        budget: In the unit of the kind.
+        seed: Of the permuted controls.
+        controls: Add a permuted control of every pair that reads its score.
+        options: Bounds of the plans and options of rules.
+        blocks: Needed where there is no score.
+        plans: Plans that are measured as they are, by name.
     """
     blocks = blocks or next(iter(scores.values())).blocks
     check_request(kind, blocks, rules, [budget], options)

@@ -88,7 +88,16 @@ def check_all(
     budgets: Sequence[float],
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Given | Plan]:
-    """Return the scores with their files read, once all that can be refused before any work was checked."""
+    """Return the scores with their files read, once all that can be refused before any work was checked.
+
+    Args:
+        bench: What measures the plans.
+        kind: Kind of plan.
+        named: Estimators, files, records or ``{block: value}`` by name.
+        rules: Names of rules, or functions of one's own.
+        budgets: In the unit of the kind.
+        options: Bounds of the plans and options of rules.
+    """
     read = read_given(bench, kind, named)
     check_request(kind, bench.blocks, rules, budgets, options, {n: p for n, p in read.items() if isinstance(p, Plan)})
     return read

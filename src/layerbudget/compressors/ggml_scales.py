@@ -90,7 +90,16 @@ def read_scales(data: np.ndarray, name: str) -> tuple[np.ndarray, ...]:
 
 
 def with_scales(data: np.ndarray, name: str, d: np.ndarray, c: np.ndarray, s: np.ndarray, m: np.ndarray) -> np.ndarray:
-    """Return the bytes with other scales, as :func:`read_scales` gives them, over the same codes."""
+    """Return the bytes with other scales, as :func:`read_scales` gives them, over the same codes.
+
+    Args:
+        data: Bytes of a matrix, ``(rows, bytes of a row)``.
+        name: Their type, as in ``Q4_K``.
+        d: Scales of the blocks, ``(blocks of a row, rows)``.
+        c: Offsets of the blocks, in the same shape.
+        s: Scales of the subs, ``(subs of a row, rows)``.
+        m: Minima of the subs, in the same shape.
+    """
     fields, size = FIELDS[name], find_format(name).block_bytes
     blocks = data.reshape(len(data), -1, size).copy()
 

@@ -79,7 +79,7 @@ class _Writer:
 
     def __call__(self, messages: Sequence[Message], tools: Sequence[Message] | None = None, **more: Any) -> str:
         made = self.tokenizer.apply_chat_template(
-            self._given(messages),
+            self._adapted(messages),
             chat_template=self.template,
             tools=list(self.tools if tools is None else tools) or None,
             tokenize=False,
@@ -92,7 +92,7 @@ class _Writer:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         made: Any = render_jinja_template(
-            [self._given(messages)],
+            [self._adapted(messages)],
             tools=list(self.tools) or None,
             chat_template=self.template,
             return_assistant_tokens_mask=True,
@@ -100,7 +100,7 @@ class _Writer:
         )
         return tuple((int(low), int(high)) for low, high in made[1][0])
 
-    def _given(self, messages: Sequence[Message]) -> list[Message]:
+    def _adapted(self, messages: Sequence[Message]) -> list[Message]:
         adapted = []
         for message in messages:
             changed = dict(message)

@@ -181,8 +181,14 @@ def calibration(
     Rows of a fine-tuning format (:mod:`layerbudget.data.dialogues`) become one sample each, with the loss on the answers only.
     Where there are fewer samples than asked for, all are used, and that is said.
 
-    The source is as in :func:`read_documents`, or a list of texts or rows of your own. ``samples`` windows (``None``: all) are
-    drawn at random without overlap, or are the first ones in order (``shuffle=False``).
+    Args:
+        source: As in :func:`read_documents`, or a list of texts or rows of your own.
+        tokenizer: The model's tokenizer.
+        samples: How many windows; None for all.
+        length: Tokens of a window.
+        seed: Of the draw.
+        group: Which part of the source: ``calibration`` or ``evaluation``.
+        shuffle: Draw the windows at random without overlap; else take the first ones in order.
 
     Raises:
         NotEnoughText: Not one sample; the message says how much there was.

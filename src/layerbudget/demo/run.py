@@ -44,11 +44,11 @@ MAX_SPARSITY_ABOVE_TARGET = 0.1
 
 def verdict(rows: list[dict[str, Any]]) -> str:
     """One sentence on the plan by directional damage, which ``plan sparsity MODEL`` makes, beside uniform at every target."""
-    said = [f"{_beside(row)} at {row['target']:.0%} sparsity" for row in rows if row["model"] == RULES["directional"]]
+    said = [f"{_difference(row)} at {row['target']:.0%} sparsity" for row in rows if row["model"] == RULES["directional"]]
     return f"Verdict: the perplexity of the plan by directional damage is {' and '.join(said)}."
 
 
-def _beside(row: dict[str, Any]) -> str:
+def _difference(row: dict[str, Any]) -> str:
     mean = row["log_difference"]
     side = outcome(mean, error=row["log_difference_error"])
     return f"{LEVEL_WITH}uniform's" if side == "level" else f"{abs(math.expm1(mean)):.1%} {side} than uniform's"

@@ -210,6 +210,15 @@ def evaluate_tasks(
 ) -> dict[str, Row]:
     """Zero-shot accuracy of a causal language model.
 
+    Args:
+        model: A causal language model.
+        tokenizer: Its tokenizer.
+        tasks: Names of tasks.
+        data_dir: Folder with local files of the tasks.
+        limit: At most so many questions of each task.
+        batch_size: Requests per forward.
+        progress: Called with tasks done and in total.
+
     Returns:
         ``{task: {acc, stderr, samples, correct, digest, one_class}}``: accuracy and standard error as the harness computes
         them, also ``acc_norm`` and ``acc_norm_stderr`` where the task has them (log-likelihoods divided by the characters of

@@ -150,11 +150,16 @@ def feed(
 ) -> Fed:
     """Hand the inputs and output gradients of the blocks' matrices to an accumulator.
 
-    The data may be batches. Else a forward has ``batch_size`` sequences, halved until a layer's graph fits, or one where
-    parameters are read from autograd. ``walk`` is ``whole``, ``layers``, or ``auto``: the whole graph where it fits in half of
-    the free memory. ``tick`` is called with the sequences of every batch in every pass. With ``alone`` every one of several
-    processes runs all of the data. Batches that are ``watched`` have no losses: an accumulator that is watching sees them run,
-    and them alone.
+    Args:
+        model: The model.
+        data: The calibration set, or batches.
+        blocks: Blocks whose matrices are seen.
+        consumer: What gets inputs and output gradients.
+        batch_size: Sequences of a forward, halved until a layer's graph fits; one where parameters are read from autograd.
+        walk: ``whole``, ``layers``, or ``auto``: the whole graph where it fits in half of the free memory.
+        tick: Called with the sequences of every batch in every pass.
+        alone: Every one of several processes runs all of the data.
+        watched: Batches without losses: an accumulator that is watching sees them run, and them alone.
 
     Raises:
         CoverageError: A weight matrix was never seen, sequences cannot be told apart; or ``layers`` for a model or blocks that

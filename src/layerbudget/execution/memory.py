@@ -30,7 +30,7 @@ class Store:
         if where not in _STORES:
             raise InvalidInput(f"Activations cannot be kept on {where!r}.", f"Choose one of {', '.join(_STORES)}.", "")
         self.where = where
-        self._held: dict[Any, torch.Tensor] = {}
+        self._activations: dict[Any, torch.Tensor] = {}
         self._folder = Path(tempfile.mkdtemp(prefix="layerbudget-", dir=folder)) if where == "disk" else None
 
     def put(self, key: Any, value: torch.Tensor) -> None:
@@ -39,20 +39,20 @@ class Store:
         if self._folder is not None:
             torch.save(value.cpu().contiguous(), self._file(self._folder, key))
             return
-        stored = self._held.get(key)
+        stored = self._activations.get(key)
         if stored is not None and stored.shape == value.shape and stored.dtype == value.dtype:
             stored.copy_(value)
         else:
             device = "cpu" if self.where == "cpu" else value.device
-            self._held[key] = torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value)
+            self._activations[key] = torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value)
 
     def get(self, key: Any) -> torch.Tensor:
         """Activations, on the device where they are kept."""
-        return self._held[key] if self._folder is None else torch.load(self._file(self._folder, key), weights_only=True)
+        return self._activations[key] if self._folder is None else torch.load(self._file(self._folder, key), weights_only=True)
 
     def drop(self, key: Any) -> None:
         """Forget activations."""
-        self._held.pop(key, None)
+        self._activations.pop(key, None)
         if self._folder is not None:
             self._file(self._folder, key).unlink(missing_ok=True)
 
@@ -62,7 +62,7 @@ class Store:
 
     def close(self) -> None:
         """Free the memory, or the disk."""
-        self._held.clear()
+        self._activations.clear()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 

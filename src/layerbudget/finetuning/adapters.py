@@ -63,9 +63,14 @@ def classifier_loader(
     """Return ``seed -> model``: a causal LM as it is, any other checkpoint with a fresh classification head of ``labels``
     outputs.
 
-    ``dtype`` is that of the base's weights (``auto``: what the checkpoint holds, bfloat16 for 16 bits of either kind, float32
-    where the processor can only emulate them); what is trained is float32 in any case. ``four_bit`` holds the Linear weights
-    in 4 bits (NF4), as QLoRA does.
+    Args:
+        name: ``demo``, a folder or a hub id.
+        labels: Outputs of a fresh head.
+        dtype: Of the base's weights: ``float32``, ``bfloat16``, or ``auto`` (what the checkpoint holds, bfloat16 for 16 bits of
+            either kind, float32 where the processor can only emulate them). What is trained is float32 in any case.
+        device: Where to put it.
+        revision: Hub revision.
+        four_bit: Hold the Linear weights in 4 bits (NF4), as QLoRA does.
     """
     import transformers
 

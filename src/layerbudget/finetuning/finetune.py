@@ -109,14 +109,8 @@ def finetune(
     if against is not None:
         read_result(against)
     broadcast(lambda: folders.check_folder(out, overwrite=overwrite))
-    identity = {
-        "plan": plan.digest,
-        "task": task.digest,
-        "protocol": dataclasses.asdict(protocol),
-        "bf16": bf16,
-        "base": computation(load(seeds[0])) if settings is None else dict(settings),
-        "versions": versions(("torch", "transformers", "peft")),
-    }
+    base = computation(load(seeds[0])) if settings is None else dict(settings)
+    identity = _identity(plan, task, protocol, base, bf16=bf16)
     options = {
         "bf16": bf16,
         "checkpointing": checkpointing,
@@ -132,31 +126,27 @@ def finetune(
             broadcast(lambda: Parts(place, identity).names())  # refuses the folder of another run
         phases = [f"seed {i + 1} of {len(seeds)}" for i in range(len(seeds))]
         results = [run.seed(place, s, resume is not None, phase) for s, phase in zip(seeds, phases, strict=True)]
-        summary: dict[str, Any] = {
-            "schema_version": 1,
-            "task": task.name,
-            "metric": task.metric,
-            "data": {"source": task.name, "text": getattr(task, "text", None)},
-            "rows": {"train": len(task.train), **{split: len(rows) for split, rows in task.evaluation.items()}},
-            "kind": plan.kind,
-            "rule": plan.rule,
-            "trained_parameters": results[-1]["trained_parameters"],
-            "seeds": list(seeds),
-            "identity": identity,
-            "metrics": _summary(results),
-        }
-        if changes := _changes(results, answers_of(task)):
-            summary["change"] = changes
+        record = run.record(results, seeds)
         if is_main():
             for seed in seeds if place != staging else ():
                 _copy_seed(place / f"seed-{seed}", staging / f"seed-{seed}")
-            write_text(staging / _RESULT, dumps({**summary, "made_by": made_by()}))
-            write_text(staging / "labels.json", dumps(answers_of(task)))
-            plan.save(staging / "plan.json")
+            run.write(record, staging)
             if against is not None:
-                summary["against"] = compare(staging, against, names=(Path(out).name, Path(against).name))
-                write_text(staging / "against.json", dumps(summary["against"]))
-    return summary
+                record["against"] = compare(staging, against, names=(Path(out).name, Path(against).name))
+                write_text(staging / "against.json", dumps(record["against"]))
+    return record
+
+
+def _identity(plan: Plan, task: Task | Texts, protocol: Protocol, base: Mapping[str, Any], *, bf16: bool) -> dict[str, Any]:
+    """What a finished seed depends on: a seed of another identity is not taken up again."""
+    return {
+        "plan": plan.digest,
+        "task": task.digest,
+        "protocol": dataclasses.asdict(protocol),
+        "bf16": bf16,
+        "base": base,
+        "versions": versions(("torch", "transformers", "peft")),
+    }
 
 
 def _copy_seed(source: Path, target: Path) -> None:
@@ -218,6 +208,31 @@ class _Run:
             else:
                 shutil.rmtree(folder / _CHECKPOINTS, ignore_errors=True)
         return record
+
+    def record(self, results: Sequence[dict[str, Any]], seeds: Sequence[int]) -> dict[str, Any]:
+        """Return the record of a fine-tuning from the results of its seeds."""
+        task, plan = self.task, self.plan
+        record = {
+            "schema_version": 1,
+            "task": task.name,
+            "metric": task.metric,
+            "data": {"source": task.name, "text": getattr(task, "text", None)},
+            "rows": {"train": len(task.train), **{split: len(rows) for split, rows in task.evaluation.items()}},
+            "kind": plan.kind,
+            "rule": plan.rule,
+            "trained_parameters": results[-1]["trained_parameters"],
+            "seeds": list(seeds),
+            "identity": self.identity,
+            "metrics": _summary(results),
+        }
+        changes = _changes(results, answers_of(task))
+        return {**record, "change": changes} if changes else record
+
+    def write(self, record: Mapping[str, Any], folder: Path) -> None:
+        """Write the record, the plan, and the labels that paired tests need."""
+        write_text(folder / _RESULT, dumps({**record, "made_by": made_by()}))
+        write_text(folder / "labels.json", dumps(answers_of(self.task)))
+        self.plan.save(folder / "plan.json")
 
 
 def adapter_card(plan: Plan, task: Task | Texts, record: Mapping[str, Any], architecture: str) -> str:

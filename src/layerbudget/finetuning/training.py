@@ -421,8 +421,20 @@ def train(
 ) -> dict[str, Any]:
     """Train an adapted model; return its mean training loss and the number of steps.
 
-    Checkpoints go into ``folder``, one per epoch where ``keep`` says so; ``checkpoint`` is the one to continue from. What the
-    trackers of ``report_to`` print goes to stderr.
+    Args:
+        model: With its adapters.
+        rows: Rows to train on and to measure.
+        protocol: Numbers of the run.
+        seed: Of the order of rows.
+        folder: Gets the checkpoints.
+        keep: Keep one checkpoint per epoch.
+        checkpoint: The one to continue from.
+        bf16: Autocast in bfloat16.
+        checkpointing: Compute activations again in the backward pass instead of keeping them.
+        report_to: Trackers of transformers; what they print goes to stderr.
+        callbacks: Further callbacks of the Trainer.
+        progress: Called with steps done, steps in total, and what is at work.
+        phase: How progress calls it.
 
     Raises:
         NotFinite: The training diverged.

@@ -231,7 +231,7 @@ def _add_sampling(writer: Any, generation: Any) -> None:
 
 def _add_templates(writer: Any, tokenizer: Any) -> list[str]:
     """The chat templates by name, in one order; returns notes."""
-    templates = getattr(tokenizer, "chat_template", None) or _beside(tokenizer)
+    templates = getattr(tokenizer, "chat_template", None) or _processor_template(tokenizer)
     if isinstance(templates, str):
         templates = {"default": templates}
     if not isinstance(templates, Mapping):
@@ -255,7 +255,7 @@ def _add_templates(writer: Any, tokenizer: Any) -> list[str]:
     return notes
 
 
-def _beside(tokenizer: Any) -> Any:
+def _processor_template(tokenizer: Any) -> Any:
     """The chat template that a folder has in a file of its processor."""
     file = Path(str(getattr(tokenizer, "name_or_path", ""))) / "chat_template.json"
     if not file.is_file():

@@ -79,10 +79,10 @@ class ExpertLayer:
     @property
     def numel(self) -> int:
         """Parameters of one expert, with its row of the router."""
-        per_expert = sum(t.numel() for _, _, t in self._beside() if isinstance(t, nn.Parameter))
+        per_expert = sum(t.numel() for _, _, t in self._per_expert() if isinstance(t, nn.Parameter))
         return (sum(p.numel() for p in self.experts.parameters()) + per_expert) // self.count
 
-    def _beside(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    def _per_expert(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
         """Tensors outside the experts that have an entry per expert: owner, name, tensor."""
         owners = [self.block, *self.router.modules()]
         tensors = [(o, n, t) for o in owners for n, t in (*o._parameters.items(), *o._buffers.items())]
@@ -90,7 +90,7 @@ class ExpertLayer:
         return [(o, n, t) for o, n, t in shaped if len(t) == self.count or (n in CORRECTIONS and t.shape[-1] == self.count)]
 
     def _corrections(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
-        return [(o, n, t) for o, n, t in self._beside() if n in CORRECTIONS]
+        return [(o, n, t) for o, n, t in self._per_expert() if n in CORRECTIONS]
 
     # --- masks ------------------------------------------------------------------------------------------------------------
 
@@ -107,7 +107,7 @@ class ExpertLayer:
                 for owner, name, tensor in self._corrections():
                     _put(owner, name, torch.where(gone.to(tensor.device), NEVER, tensor.detach()), undo)
             else:
-                for owner, name, tensor in self._beside():
+                for owner, name, tensor in self._per_expert():
                     _put(owner, name, self._some(tensor, kept), undo)
                 for owner, name in self._numbers((self.block, self.router)):
                     undo.callback(setattr, owner, name, getattr(owner, name))
@@ -220,7 +220,7 @@ class ExpertLayer:
         """Remove all other experts, their rows of the router and their biases, in place."""
         index = torch.tensor(sorted(kept))
         owned = [(self.experts, n, p) for n, p in self.experts.named_parameters(recurse=False) if len(p) == self.count]
-        for owner, name, tensor in (*owned, *self._beside()):
+        for owner, name, tensor in (*owned, *self._per_expert()):
             _put(owner, name, self._some(tensor, index).clone())
         for owner, name in self._numbers((self.block, self.router, self.experts)):
             setattr(owner, name, len(index))

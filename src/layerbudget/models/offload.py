@@ -78,8 +78,8 @@ class Mapped:
         self.names = {id(p): name for name, p in self.parameters.items()}
         self.places = {name: places[p.data_ptr()] for name, p in self.parameters.items() if p.data_ptr() in places}
         self.layers = [(f"{name}.{i}", layer) for name, stack in layer_lists(model) for i, layer in enumerate(stack)]
-        self._own = [[f"{name}.{key}" for key, _ in layer.named_parameters()] for name, layer in self.layers]
-        self._held: dict[str, torch.Tensor] = {}
+        self._layer_names = [[f"{name}.{key}" for key, _ in layer.named_parameters()] for name, layer in self.layers]
+        self._mapped: dict[str, torch.Tensor] = {}
         self._current, self._ahead_of = -1, -1
         self._ends: tuple[set[str], list[list[str]], dict[str, torch.Tensor]] = set(), [], {}
         self.arrived = 0  # how often something came
@@ -90,13 +90,13 @@ class Mapped:
 
     def _settle(self) -> None:
         """Bring what lies outside the layers to the device; let the layers come when they run."""
-        parameters = [self.parameters[name] for names in self._own for name in names]
+        parameters = [self.parameters[name] for names in self._layer_names for name in names]
         elsewhere = self.device.type != "cpu"
         self.converts = elsewhere or any(p.is_floating_point() and p.dtype != self.dtype for p in parameters)
         comes, model, self._resting = [layer for _, layer in self.layers], self.model(), set[str]()
         if model is not None and self.converts and not elsewhere:
             comes += self._rest(model)
-        self._inside = {name for names in self._own for name in names}
+        self._inside = {name for names in self._layer_names for name in names}
         for name, p in self.parameters.items():
             if name not in self._inside | self._resting:
                 p.data = self.computed(p)
@@ -115,16 +115,16 @@ class Mapped:
             self._resting = {self.names[id(embedding.weight)]}
         if type(head) is not nn.Linear or (head.weight is embedding.weight and not plain):
             return []
-        self._own.append([self.names[id(p)] for p in head.parameters()])
+        self._layer_names.append([self.names[id(p)] for p in head.parameters()])
         return [head]
 
     def hold_ends(self) -> None:
         """Have embedding and head in the precision that layers compute in from now on, so that what is written there stays."""
         self.leave()
-        heads = self._own[len(self.layers) :]
+        heads = self._layer_names[len(self.layers) :]
         ends = {*self._resting, *(name for names in heads for name in names)}
         self._ends = self._resting, heads, {name: self.parameters[name].data for name in ends}
-        del self._own[len(self.layers) :]
+        del self._layer_names[len(self.layers) :]
         self._resting, self._inside = set(), self._inside - ends
         for name in ends:
             self.parameters[name].data = self.computed(self.parameters[name])
@@ -133,7 +133,7 @@ class Mapped:
         """Undo :meth:`hold_ends`: what lies outside the layers is as its files have it, and what was written there is gone."""
         self.leave()
         self._resting, heads, stored = self._ends
-        self._own += heads
+        self._layer_names += heads
         self._inside |= {name for names in heads for name in names}
         for name, tensor in stored.items():
             self.parameters[name].data = tensor
@@ -141,7 +141,7 @@ class Mapped:
             self.fresh([name for name in self.places if name not in self._inside])
 
     def _arrive(self, layer: nn.Module, index: int) -> None:
-        if index < len(self._own) and not getattr(layer.forward, "skips", False):
+        if index < len(self._layer_names) and not getattr(layer.forward, "skips", False):
             self._bring(index)
 
     def bring(self, name: str) -> None:
@@ -155,8 +155,8 @@ class Mapped:
         step = index - self._current if abs(index - self._current) == 1 else 1
         self.leave()
         ready = self._ahead.result() if self._ahead is not None and self._ahead_of == index else self._convert(index)
-        for name in self._own[index]:
-            self._held[name] = self.parameters[name].data
+        for name in self._layer_names[index]:
+            self._mapped[name] = self.parameters[name].data
             self.parameters[name].data = ready[name]
         self._current, self._ahead, self._ahead_of = index, None, index + step
         self.arrived += 1
@@ -164,7 +164,7 @@ class Mapped:
             self._ahead = self._worker.submit(self._convert, index + step)
 
     def _convert(self, index: int) -> dict[str, torch.Tensor]:
-        return {name: self.computed(self.parameters[name]) for name in self._own[index]}
+        return {name: self.computed(self.parameters[name]) for name in self._layer_names[index]}
 
     def comes(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter is dropped again when its layer has run."""
@@ -180,9 +180,9 @@ class Mapped:
 
     def leave(self) -> None:
         """Drop the layer that is at hand; its mapped weights take its place."""
-        for name, tensor in self._held.items():
+        for name, tensor in self._mapped.items():
             self.parameters[name].data = tensor
-        self._held, self._current = {}, -1
+        self._mapped, self._current = {}, -1
 
     def fresh(self, names: Sequence[str]) -> None:
         """Map parameters again: what was written into them is gone, and with it the memory that it took."""
@@ -191,8 +191,8 @@ class Mapped:
         tensors = {file: _tensors(file, [key for place, key in wanted.values() if place == file]) for file in files}
         for name, (file, key) in wanted.items():
             tensor = tensors[file][key]
-            if name in self._held:
-                self._held[name] = tensor
+            if name in self._mapped:
+                self._mapped[name] = tensor
             else:
                 self.parameters[name].data = tensor
                 if name not in self._inside | self._resting:  # as it was settled
@@ -200,7 +200,7 @@ class Mapped:
 
     def stored(self, parameter: nn.Parameter) -> torch.Tensor:
         """A parameter's values as they lie in the files, also while they are at hand in another precision."""
-        return self._held.get(self.names.get(id(parameter), ""), parameter.data)
+        return self._mapped.get(self.names.get(id(parameter), ""), parameter.data)
 
     def again(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """A parameter as its file has it, in a mapping of its own; None where it is not mapped."""

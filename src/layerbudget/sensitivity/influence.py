@@ -95,7 +95,16 @@ def influence(
     The table ``(m, n)`` is the sum of :func:`influence_table` over the weight tensors; negative is helpful. Its unit is
     parameters: the loss cancels, ``lambda`` being proportional to its square.
 
-    The loss of a sample is its mean over real tokens; ``walk`` is that of :func:`layerbudget.execution.backward.feed`.
+    The loss of a sample is its mean over real tokens.
+
+    Args:
+        model: The model.
+        train: Training samples, n.
+        validation: Validation samples, m.
+        blocks: Blocks of the model.
+        batch_size: Sequences per pass.
+        walk: ``whole``, ``layers`` or ``auto``, as in :func:`layerbudget.execution.backward.feed`.
+        progress: Called with sequences done and in total.
     """
     modules = [Block(name=m.name, modules=(m,)) for b in blocks for m in b.modules]
     n, sets = train.samples, (train, validation)
@@ -134,7 +143,15 @@ def score_layerif(
 ) -> Scores:
     """Aggregated training-to-validation influence of every block; orientation ``gain``.
 
-    Without ``validation`` the last seventh of the data is held out (the paper's 300 : 50).
+    Args:
+        model: The model.
+        data: Training samples.
+        blocks: Blocks of the model.
+        validation: Validation samples; without them the last seventh of the data is held out (the paper's 300 : 50).
+        aggregation: ``all`` or ``positive``, see :func:`aggregate`.
+        batch_size: Sequences per pass.
+        walk: ``whole``, ``layers`` or ``auto``, as in :func:`layerbudget.execution.backward.feed`.
+        progress: Called with sequences done and in total.
 
     Returns:
         A record; the standard error (for ``all``) is that of a sum over independent validation samples, the training

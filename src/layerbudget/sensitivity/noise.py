@@ -108,10 +108,15 @@ def samples_needed(signal: np.ndarray, error: np.ndarray, n: int) -> float:
 
 
 def verdict(n: int, z: np.ndarray, share: float, stability: float, needed: float, agreement: float) -> str:
-    """One sentence on whether the ranking can be trusted.
+    """Return a sentence on whether the ranking can be trusted.
 
-    Of n sequences: z-scores of the blocks ``(K,)``, the share of the mean gain that is noise floor, Kendall's tau of the excess
-    gains of halves, :func:`samples_needed`, and Kendall's tau between raw gain and excess.
+    Args:
+        n: Sequences.
+        z: z-scores of the blocks, ``(K,)``.
+        share: Of the mean gain that is noise floor.
+        stability: Kendall's tau of the excess gains of halves.
+        needed: :func:`samples_needed`.
+        agreement: Kendall's tau between raw gain and excess.
 
     >>> verdict(64, np.array([5.0, 4.0, 0.1]), 0.3, 0.8, 20.0, 1.0)
     'the ranking of the blocks is usable: noise makes up 30 % of the gain, and 2 of 3 blocks stand above it (z > 2).'
@@ -202,7 +207,15 @@ def subtract_floor(scores: Scores) -> Scores:
 def summarise(
     grams: np.ndarray, tokens: np.ndarray, tau: np.ndarray, *, seed: int = 0, replicates: int = 50, splits: int = 8
 ) -> dict[str, Any]:
-    """Gains of Gram matrices ``(K, n, n)`` at absolute dampings ``(D, K)``, with everything said about their noise.
+    """Return the gains of Gram matrices at absolute dampings, with everything said about their noise.
+
+    Args:
+        grams: ``(K, n, n)``.
+        tokens: Target tokens of every sequence, ``(n,)``.
+        tau: Absolute dampings, ``(D, K)``.
+        seed: Of the bootstrap and the halves.
+        replicates: Of the bootstrap.
+        splits: Random splits of the sequences into halves.
 
     Returns:
         ``gain``, ``floor``, ``null_deviation``, ``standard_error``, ``excess`` and ``z`` of shape ``(D, K)``; per damping

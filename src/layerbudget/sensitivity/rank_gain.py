@@ -72,8 +72,19 @@ def score_rank_gain(
     A block of several matrices gives every one of them the same rank; increments add up. The noise floor comes from two halves
     of the data, whose shares in ``G = G_1 + G_2`` have nearly the same expectation: ``|G_1 - G_2|^2``, in the whitened space.
 
-    ``damping`` is a and s in units of :func:`damping_scale`, 1 by default; ``largest`` ranks per matrix are kept; labels are
-    sampled by ``seed``. By layers, one layer's factors exist at a time.
+    By layers, one layer's factors exist at a time.
+
+    Args:
+        model: The model.
+        data: The calibration set.
+        blocks: Blocks of the model.
+        damping: a and s in units of :func:`damping_scale`, 1 by default.
+        batch_size: Sequences per pass.
+        seed: Of the sampled labels.
+        progress: Called with sequences done and in total.
+        largest: Ranks per matrix that are kept.
+        walk: ``whole``, ``layers`` or ``auto``, as in :func:`layerbudget.execution.backward.feed`.
+        finished: Blocks that an earlier run has finished.
 
     Returns:
         ``gain`` sums all ranks; ``extra['increments']`` has, per damping and block, the gain of the first, second, ... rank;
@@ -181,6 +192,14 @@ def damping_scale(
 
     A walk settles one layer before it has seen the next, so the unit, which needs all of them, is found first, on a quarter of
     the sequences and eight at most, chosen by their content so that their order does not matter: a unit, not an estimate.
+
+    Args:
+        model: The model.
+        data: The calibration set.
+        blocks: Blocks of the model.
+        batch_size: Sequences per pass.
+        seed: Of the sampled labels.
+        walk: ``whole``, ``layers`` or ``auto``, as in :func:`layerbudget.execution.backward.feed`.
 
     Returns:
         ``(a, s)``.

@@ -89,7 +89,19 @@ def gram_matrices(
     walk: str = "auto",
     progress: Progress | None = None,
 ) -> np.ndarray:
-    """Gram matrices ``(K, n, n)`` from stored rows; sequences that the folder lacks are computed and stored first."""
+    """Gram matrices ``(K, n, n)`` from stored rows; sequences that the folder lacks are computed and stored first.
+
+    Args:
+        folder: Where the rows are kept.
+        model: The model.
+        data: The calibration set.
+        blocks: Blocks of the model.
+        batch_size: Sequences per pass.
+        sketch: ``(r_out, r_in)`` of a Kronecker sketch, or None.
+        seed: Of the sketch.
+        walk: ``whole``, ``layers`` or ``auto``, as in :func:`layerbudget.execution.backward.feed`.
+        progress: Called with sequences done and in total.
+    """
     request = {**_identity(model, blocks), "sketch": sketch, "seed": seed if sketch else None}
     parts = Parts(folder, request, shared=True)
     names = [f"rows-{digest(request)}-{data.select([i]).digest}" for i in range(data.samples)]

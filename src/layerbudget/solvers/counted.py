@@ -30,9 +30,14 @@ def choose_few(
 ) -> Choice:
     """Give every item one alternative, with the least total damage within a budget and at most so many marked ones.
 
-    Args are those of :func:`choose`; ``marked`` says which alternatives count, ``(K, m)``, and ``most`` how many items may take
-    one of them. After so many ``branches`` the search is cut and the status is ``bounded``; the ``lower_bound`` holds for all
-    choices within both limits.
+    Args:
+        damage: As in :func:`choose`.
+        size: As in :func:`choose`.
+        budget: As in :func:`choose`.
+        marked: Which alternatives count, ``(K, m)``.
+        most: How many items may take one of them.
+        branches: After so many the search is cut and the status is ``bounded``; the ``lower_bound`` holds for all choices
+            within both limits.
 
     Raises:
         InfeasibleBudget: No choice is within both limits.

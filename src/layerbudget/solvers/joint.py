@@ -76,10 +76,25 @@ def solve_joint(
 ) -> JointSolution:
     """Decide capacities and sparsities under one budget.
 
-    ``cost`` is the budget per unit of capacity, ``a_k > 0``, and ``savings`` what pruning block k entirely frees, ``s_k > 0``.
-    The net ``budget`` M is negative to shrink. All other arguments are those of :func:`~layerbudget.solvers.allocate` and
-    :func:`~layerbudget.solvers.sparsify`; only adapting weights have an exponent, and both weight vectors are taken relative to
-    their mean. Here gamma and eta do not cancel: their ratio is what adapting a block is worth against pruning it.
+    Only adapting weights have an exponent, and both weight vectors are taken relative to their mean. Here gamma and eta do not
+    cancel.
+
+    Args:
+        weights: Of both, adapting and pruning: ``w_k >= 0``, shape ``(K,)``.
+        cost: Budget per unit of capacity, ``a_k > 0``.
+        savings: What pruning block k entirely frees, ``s_k > 0``.
+        budget: The net budget M, negative to shrink.
+        exponent: Of the adapting weights.
+        exponent_on: ``density`` or ``block``.
+        alpha: Price per unit of the budget.
+        gamma: Weight of the utility; ``gamma / eta`` is what adapting a block is worth against pruning it.
+        eta: Weight of the penalty.
+        lower: Smallest capacity.
+        upper: Largest capacity (none by default).
+        max_sparsity: Cap of every block.
+        utility: As in :func:`~layerbudget.solvers.allocate`.
+        penalty: As in :func:`~layerbudget.solvers.sparsify`.
+        spend: ``at_most`` or ``exactly``.
 
     Raises:
         InfeasibleBudget: Even full pruning does not free enough, or (``exactly``) the caps cannot use the budget.

@@ -111,11 +111,20 @@ def sparsify(
     Minimises ``sum_k b n_k (1 - rho_k) + eta w_k psi(rho_k)`` subject to ``sum_k n_k rho_k >= pruned_parameters`` and
     ``min_sparsity_k <= rho_k <= max_sparsity_k``. The solution's ``slack`` is what is pruned beyond S.
 
-    ``numel`` are prunable parameters ``n_k > 0``. How much is to go is given as ``pruned_parameters``, S, or as ``sparsity``,
-    a fraction of ``sum(numel)``. Caps and floors lie in [0, 1]. ``exponent`` is kappa, see :func:`weigh`. ``bits`` is b, the
-    description length saved per pruned parameter; like ``eta`` it cancels when S binds. ``penalty`` is ``quadratic``,
-    ``log-barrier``, or an object of :mod:`layerbudget.solvers.utilities`, such as measured curves. ``spend`` is ``at_least``
-    (the theorem, lambda >= 0) or ``exactly`` (prune S and no more, lambda > -b). All else is as in :func:`allocate`.
+    Args:
+        weights: Layer weights ``q_k >= 0``, as in :func:`allocate`.
+        numel: Prunable parameters ``n_k > 0``.
+        pruned_parameters: S, how many are to go; else give ``sparsity``.
+        sparsity: The same as a fraction of ``sum(numel)``.
+        max_sparsity: Caps, in [0, 1].
+        min_sparsity: Floors, in [0, 1].
+        exponent: kappa, see :func:`weigh`.
+        exponent_on: ``density`` or ``block``.
+        bits: b, the description length saved per pruned parameter. It cancels when S binds, and so does ``eta``.
+        eta: Weight of the penalty.
+        penalty: ``quadratic``, ``log-barrier``, or an object of :mod:`layerbudget.solvers.utilities`, such as measured curves.
+        spend: ``at_least`` (the theorem, lambda >= 0) or ``exactly`` (prune S and no more, lambda > -b).
+        units: As in :func:`allocate`.
 
     Raises:
         InvalidInput: An input outside its domain, as in :func:`allocate`.

@@ -192,8 +192,13 @@ def allocate_increments(
     same, so the best set of units is a prefix of every block: a knapsack of steps, solved exactly up to the reported gap, zero
     with equal costs.
 
-    ``increments`` are K descending rows of any lengths; beyond a row's end a unit is worth nothing and is not bought. A unit
-    costs ``c_k > 0``. Floors are paid first, whatever they are worth, and counts are multiples of ``multiple``.
+    Args:
+        increments: K descending rows of any lengths; beyond a row's end a unit is worth nothing and is not bought.
+        cost: Of a unit, ``c_k > 0``.
+        budget: What may be spent, in the unit of ``cost``.
+        lower: Floors, which are paid first, whatever they are worth.
+        upper: Caps (none by default).
+        multiple: Counts are multiples of it.
 
     Raises:
         InvalidInput: A worth that is negative or above its predecessor, or another input outside its domain.

@@ -82,10 +82,14 @@ def descend(
 ) -> Iterator[Step[Point]]:
     """Yield accepted steps from an evaluated point and a first radius, as they are made.
 
-    ``proposals`` gives those from a point within a radius, the best one first. It is resumed only where the last one has not
-    gained, so that a generator can shorten the next one, or leave out what did not help. ``evaluate`` goes from the last
-    accepted point to a proposal and measures there, ``affords`` says whether one more evaluation can be paid, and the radius
-    never shrinks below ``least`` by itself.
+    Args:
+        point: Where the search starts, evaluated.
+        trust: The first radius.
+        proposals: Gives those from a point within a radius, the best one first. It is resumed only where the last one has not
+            gained, so that a generator can shorten the next one, or leave out what did not help.
+        evaluate: Goes from the last accepted point to a proposal and measures there.
+        affords: Says whether one more evaluation can be paid.
+        least: The radius never shrinks below it by itself.
     """
     while True:
         for proposal in proposals(point, trust):

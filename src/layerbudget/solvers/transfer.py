@@ -74,9 +74,18 @@ def transfer_allocation(
     gamma: float = 0.9,
     **options: Any,
 ) -> Transfer:
-    """Return the transfer of an allocation from the weights ``source`` to the weights ``target``, shape ``(K,)`` each.
+    """Return the transfer of an allocation from some weights to others.
 
-    All other arguments are those of :func:`layerbudget.solvers.allocate`.
+    Args:
+        source: Weights that the decision is made from, ``(K,)``.
+        target: Weights of the task that it is used on, ``(K,)``.
+        cost: As in :func:`layerbudget.solvers.allocate`, like all that follow.
+        budget: What may be spent.
+        exponent: Of the weights.
+        exponent_on: ``density`` or ``block``.
+        alpha: Price per unit of cost.
+        gamma: Weight of the utility.
+        **options: Further arguments of ``allocate``.
 
     >>> t = transfer_allocation([1.0, 2.0], [2.0, 1.0], 1.0, 4.0, spend="exactly")
     >>> 0 <= t.regret <= t.sharp_bound <= t.bound
@@ -102,9 +111,18 @@ def transfer_sparsity(
     spend: str = "exactly",
     **options: Any,
 ) -> Transfer:
-    """Return the transfer of a sparsity plan from the weights ``source`` to the weights ``target``, shape ``(K,)`` each.
+    """Return the transfer of a sparsity plan from some weights to others.
 
-    All other arguments are those of :func:`layerbudget.solvers.sparsify`.
+    Args:
+        source: Weights that the decision is made from, ``(K,)``.
+        target: Weights of the task that it is used on, ``(K,)``.
+        numel: As in :func:`layerbudget.solvers.sparsify`, like all that follow.
+        exponent: Of the weights.
+        exponent_on: ``density`` or ``block``.
+        bits: Description length saved per pruned parameter.
+        eta: Weight of the penalty.
+        spend: ``at_least`` or ``exactly``.
+        **options: Further arguments of ``sparsify``.
 
     >>> t = transfer_sparsity([1.0, 2.0], [2.0, 1.0], 1.0, sparsity=0.2, min_sparsity=0.05)
     >>> 0 <= t.regret <= t.sharp_bound <= t.bound

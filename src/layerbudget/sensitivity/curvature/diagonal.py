@@ -120,7 +120,17 @@ def score_diagonal(
 
     The noise floor is exact, ``(1/N) sum_p D_p/(D_p + tau)`` (random signs of the sequences' gradients), the standard error a
     jackknife over four groups of sequences. Memory: eight times the blocks' parameters in the ``whole`` graph, one layer's by
-    ``layers`` (``walk``; ``auto`` takes the whole graph where it fits).
+    ``layers``.
+
+    Args:
+        model: The model.
+        data: The calibration set.
+        blocks: Blocks of the model.
+        damping: tau, one or several, in ``damping_unit``; None for the default sweep.
+        damping_unit: ``max``, ``mean``, ``median`` or ``absolute``: what the damping is relative to.
+        batch_size: Sequences per pass.
+        progress: Called with sequences done and in total.
+        walk: ``whole``, ``layers`` or ``auto``, as in :func:`layerbudget.execution.backward.feed`.
     """
     groups = min(_GROUPS, data.samples)
     dtype = common.real_type(model)[0]
@@ -179,6 +189,14 @@ def score_gradient_norm(
     The plain value is inflated by ``tr(Sigma)/n``; ``extra['unbiased']`` removes that by pairing different batches only,
     ``(|sum_b G_b|^2 - sum_b |G_b|^2) / (N^2 - sum_b N_b^2)``, ``G_b`` the summed gradient of batch b with ``N_b`` tokens. The
     difference of the two is the noise floor.
+
+    Args:
+        model: The model.
+        data: The calibration set.
+        blocks: Blocks of the model.
+        batch_size: Sequences per pass.
+        walk: ``whole``, ``layers`` or ``auto``, as in :func:`layerbudget.execution.backward.feed`.
+        progress: Called with sequences done and in total.
     """
     sums = _Norms(blocks, common.real_type(model)[0])
     fed = feed(model, data, blocks, sums, batch_size=batch_size, walk=walk, tick=Steps(progress, data.samples))
@@ -239,6 +257,14 @@ def score_trace(
     """``tr F_k = (1/N) sum_i |s_i|^2``, ``s_i`` the gradient of the summed loss of sequence i in block k, N tokens.
 
     The sum of the eigenvalues that the dampings of every curvature refer to.
+
+    Args:
+        model: The model.
+        data: The calibration set.
+        blocks: Blocks of the model.
+        batch_size: Sequences per pass.
+        walk: ``whole``, ``layers`` or ``auto``, as in :func:`layerbudget.execution.backward.feed`.
+        progress: Called with sequences done and in total.
     """
     norms = _SequenceNorms(blocks, common.real_type(model)[0], data.samples)
     feed(model, data, blocks, norms, batch_size=batch_size, walk=walk, tick=Steps(progress, data.samples))

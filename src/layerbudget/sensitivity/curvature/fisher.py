@@ -45,9 +45,19 @@ def score_gram(
 ) -> Scores:
     """Gain under the empirical Fisher, ``zeta^2 = g'(S'S/N + tau I)^-1 g``, with floor, errors and verdict.
 
-    ``sketch`` is ``r`` or ``(r_out, r_in)``: a Kronecker sketch, for models whose gradients do not fit. ``replicates`` are
-    of the bootstrap; ``seed`` is that of the bootstrap, the halves and the sketch. Under ``resume`` the rows of every
-    sequence are kept, and only those that the folder lacks are computed.
+    Args:
+        model: The model.
+        data: The calibration set.
+        blocks: Blocks of the model.
+        damping: tau, one or several, in ``damping_unit``; None for the default sweep.
+        damping_unit: ``max``, ``mean``, ``median`` or ``absolute``: what the damping is relative to.
+        batch_size: Sequences per pass.
+        seed: Of the bootstrap, the halves and the sketch.
+        progress: Called with sequences done and in total.
+        sketch: ``r`` or ``(r_out, r_in)``: a Kronecker sketch, for models whose gradients do not fit.
+        replicates: Of the bootstrap.
+        walk: ``whole``, ``layers`` or ``auto``, as in :func:`layerbudget.execution.backward.feed`.
+        resume: Folder that keeps the rows of every sequence; only those that it lacks are computed.
 
     Returns:
         Gains (bounded by n/N), standard errors and floors ``d_eff/N``; ``extra`` holds excess, z,
@@ -85,7 +95,19 @@ def from_grams(
     seed: int,
     replicates: int,
 ) -> Scores:
-    """Scores of Gram matrices ``(K, n, n)`` of sequences with so many target tokens ``(n,)``."""
+    """Return the scores of Gram matrices of sequences.
+
+    Args:
+        blocks: Blocks of the model.
+        grams: ``(K, n, n)``.
+        tokens: Target tokens of every sequence, ``(n,)``.
+        damping: tau, one or several, in ``unit``; None for the default sweep.
+        unit: ``max``, ``mean``, ``median`` or ``absolute``.
+        curvature: Its name in the record.
+        loss: Summed loss of all tokens, where it is known.
+        seed: Of the bootstrap and the halves.
+        replicates: Of the bootstrap.
+    """
     spectra = [noise.Spectrum(k, tokens.sum()) for k in grams]
     largest, trace = np.array([[s.largest, s.trace] for s in spectra]).T
     damped = Dampings.of(damping, unit, largest, trace / np.array([b.numel for b in blocks]))
@@ -115,6 +137,18 @@ def score_monte_carlo(
 
     ``zeta^2 = (|g|^2 - v'(tau I + K~/M)^-1 v / M) / tau`` with ``M = N R``, ``K~`` the Gram matrix of sampled-label
     gradients and ``v = G~ g``. With fewer rows n R than effective dimensions it tends to ``|g|^2/tau``.
+
+    Args:
+        model: The model.
+        data: The calibration set.
+        blocks: Blocks of the model.
+        damping: tau, one or several, in ``damping_unit``; None for the default sweep.
+        damping_unit: ``max``, ``mean``, ``median`` or ``absolute``: what the damping is relative to.
+        batch_size: Sequences per pass.
+        seed: Of the sampled labels.
+        progress: Called with sequences done and in total.
+        draws: R, labels per token.
+        walk: ``whole``, ``layers`` or ``auto``, as in :func:`layerbudget.execution.backward.feed`.
     """
     if draws < 1:
         raise InvalidInput(f"draws is {draws}.", "At least one draw per token is needed.", "Use draws=1.")

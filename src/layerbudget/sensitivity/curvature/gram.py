@@ -181,7 +181,18 @@ def collect_rows(
     walk: str = "auto",
     tick: Any = None,
 ) -> list[torch.Tensor]:
-    """Gradient of every sequence, ``(n, width)`` per block."""
+    """Gradient of every sequence, ``(n, width)`` per block.
+
+    Args:
+        model: The model.
+        data: The calibration set.
+        blocks: Blocks of the model.
+        batch_size: Sequences per pass.
+        sketch: ``(r_out, r_in)`` of a Kronecker sketch.
+        seed: Of the sketch.
+        walk: ``whole``, ``layers`` or ``auto``, as in :func:`layerbudget.execution.backward.feed`.
+        tick: Called with the sequences of every batch.
+    """
     rows = _Rows(blocks, data.samples, None if sketch is None else Sketch(sketch, seed), *real_type(model))
     feed(model, data, blocks, rows, batch_size=batch_size, walk=walk, tick=tick)
     return rows.values
@@ -327,7 +338,19 @@ def gram_matrices(
     walk: str = "auto",
     progress: Progress | None = None,
 ) -> tuple[np.ndarray, Fed]:
-    """Gram matrices ``(K, n, n)`` of per-sequence gradients of every block, and what feeding took."""
+    """Gram matrices ``(K, n, n)`` of per-sequence gradients of every block, and what feeding took.
+
+    Args:
+        model: The model.
+        data: The calibration set.
+        blocks: Blocks of the model.
+        batch_size: Sequences per pass.
+        sketch: ``(r_out, r_in)`` of a Kronecker sketch.
+        seed: Of the sketch.
+        max_bytes: Memory for the rows of gradients.
+        walk: ``whole``, ``layers`` or ``auto``, as in :func:`layerbudget.execution.backward.feed`.
+        progress: Called with sequences done and in total.
+    """
     maps, (dtype, device) = None if sketch is None else Sketch(sketch, seed), real_type(model)
     products = InnerProducts(blocks, data.samples, dtype=dtype, device=device, max_bytes=max_bytes, sketch=maps)
     fed = feed(model, data, blocks, products, batch_size=batch_size, walk=walk, tick=Steps(progress, data.samples))

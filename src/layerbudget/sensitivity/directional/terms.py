@@ -224,16 +224,25 @@ def quadratic_terms(
     watched: Data | None = None,
     walk: str = "auto",
 ) -> QuadraticTerms:
-    """Both terms of the damage along all directions, from one forward and ``[1 +] draws`` backwards.
+    """Return both terms of the damage along all directions, from one forward and ``[1 +] draws`` backwards.
 
-    ``units`` has the index of the first unit of every matrix, by its full name. Groups of rows of one matrix follow each other.
-    Matrices with the same index are treated together: the sum of their changes is squared. ``shape`` is the number of units,
-    and of levels of each. ``directions`` makes the changes of a matrix when its gradient is there; they are dropped behind its
-    layer. ``clean`` gives the dense model's log-probabilities ``(B, T, V)`` of a batch of this process, padding behind the
-    tokens; at the dense point it is None, and the first term vanishes. Every sequence draws labels by its own content and the
-    seed; no ``draws`` leave the second term out. ``listen`` is called with every site and batch once, ``watch`` sees
-    how the run goes; where other text is ``watched``, it sees the matrices run on that, and not on the data. Draws along units
-    that span layers need the whole graph.
+    Args:
+        model: The model, at the point where the terms are taken.
+        data: The calibration set.
+        units: Index of the first unit of every matrix, by its full name. Groups of rows of one matrix follow each other.
+            Matrices with the same index are treated together: the sum of their changes is squared.
+        directions: Makes the changes of a matrix when its gradient is there; they are dropped behind its layer.
+        shape: Number of units, and of levels of each.
+        clean: Gives the dense model's log-probabilities ``(B, T, V)`` of a batch of this process, padding behind the tokens;
+            None at the dense point, where the first term vanishes.
+        draws: Labels that every sequence draws by its own content and the seed; 0 leaves the second term out.
+        seed: Of the labels.
+        batch_size: Sequences per pass.
+        progress: Called with sequences done and in total.
+        listen: Called with every site and batch once.
+        watch: Sees how the run goes.
+        watched: Other text on which ``watch`` sees the matrices run, instead of the data.
+        walk: ``whole``, ``layers`` or ``auto``; draws along units that span layers need the whole graph.
     """
     if draws < 0 or batch_size < 1 or (draws == 0 and clean is None):
         raise InvalidInput(
