@@ -24,8 +24,9 @@ from benchmarks.stamp import RESULTS, keep_row, peak_gib, read_rows, write_secti
 
 import layerbudget as lb
 from layerbudget.decisions.bits.sensitivity import DenseOutput
+from layerbudget.decisions.formats.payload import WeightsPayload
 from layerbudget.decisions.formats.program import formats_of_plan, other_plan
-from layerbudget.plan import Plan
+from layerbudget.plan import Plan, payload_of
 from layerbudget.sensitivity.sequences import per_token
 
 MIXES = ("Q2_K", "IQ2_M", "Q3_K_M", "IQ3_M", "IQ4_XS", "Q4_K_S", "Q4_K_M", "Q5_K_M")
@@ -65,7 +66,7 @@ class Bench:
         return {
             "seconds": round(processor_seconds() - used, 1),
             "bytes": int(plan.budget["spent"]),
-            "predicted": plan.value,
+            "predicted": payload_of(plan, WeightsPayload).predicted,
             "kl": [round(v, 6) for v in rows[:, 0]],
             "tokens": rows[:, 1].tolist(),
         }
