@@ -78,7 +78,7 @@ def apply_bits(
     method: str | None = None,
     batch_size: int = 8,
     progress: Progress | None = None,
-    **own: Any,
+    **options: Any,
 ) -> Receipt:
     """Round a model by a plan of bits, in place: afterwards it computes what a runtime computes from the written file.
 
@@ -88,7 +88,7 @@ def apply_bits(
     plan.validate(describe(model))
     check_finite(model)
     method = method or payload_of(plan, BitsPayload).method
-    notes = round_matrices(model, formats, data, method=method, batch_size=batch_size, progress=progress, **own)
+    notes = round_matrices(model, formats, data, method=method, batch_size=batch_size, progress=progress, **options)
     return Receipt(plan_digest=plan.digest, identity=plan.model, notes=tuple(notes), model=model)
 
 
@@ -103,7 +103,7 @@ def round_matrices(
     follow: Callable[[int], None] | None = None,
     shared: Shared | None = None,
     progress: Progress | None = None,
-    **own: Any,
+    **options: Any,
 ) -> list[str]:
     """Round matrices in place, those without a format stay; see :func:`apply_bits`. Returns notes.
 
@@ -113,7 +113,7 @@ def round_matrices(
     that is. Of a streamed model a layer is then as it was again, and in the end so are both ends. What is ``shared`` with
     other plans of the dense model is made once.
     """
-    rounding = _Rounding(model, formats, method, data, own)
+    rounding = _Rounding(model, formats, method, data, options)
     rounding.writer, rounding.follow, rounding.shared = placed, follow, shared
     rounding.run(batch_size, progress)
     return rounding.notes
@@ -130,10 +130,10 @@ def write_bits(
     batch_size: int = 8,
     resume: Path | str | None = None,
     overwrite: bool = False,
-    beside: Mapping[str, str] | None = None,
+    text_files: Mapping[str, str] | None = None,
     check: bool = True,
     progress: Progress | None = None,
-    **own: Any,
+    **options: Any,
 ) -> QuantisationReceipt:
     """Round a model by a plan of bits and write it: the weights, ``plan.json``, ``receipt.json`` and recipes for other tools.
 
@@ -151,11 +151,11 @@ def write_bits(
         resume: Folder that keeps finished layers; an interrupted run continues from it, to the same bytes. They stay there
             until :func:`layerbudget.storage.parts.clear`.
         overwrite: Replace a folder that an earlier call wrote.
-        beside: Further text files of the folder, by name.
+        text_files: Further text files of the folder, by name.
         check: Load a written GGUF file by llama.cpp, where the package xllamacpp is installed, and compare tokens and
             probabilities: see :func:`~layerbudget.llama_cpp.check.check_file`.
         progress: Called with (pieces done, pieces).
-        **own: Options of the quantiser.
+        **options: Options of the quantiser.
 
     Raises:
         ModelMismatch: The plan belongs to another model, or ``resume`` to another run.
@@ -173,7 +173,7 @@ def write_bits(
     check_finite(model)
     check_writable(model, formats, find_runtime(payload.runtime, payload.family))
     counted = Counted.of(model, plan, tokenizer)
-    rounding = _Rounding(model, formats, method or payload.method, data, own)
+    rounding = _Rounding(model, formats, method or payload.method, data, options)
     with new_folder(out_dir, overwrite=overwrite) as folder:
         gguf = payload.family == GGUF
         packed = not gguf and PackedWriter(model, formats, folder, payload.runtime)
@@ -185,7 +185,7 @@ def write_bits(
             request["imatrix"] = imatrix_digest(rounding.quantiser.imatrix)
         rounding.parts = Parts(resume, request)
         rounding.run(batch_size, progress)
-        for name, text in (beside or {}).items():
+        for name, text in (text_files or {}).items():
             write_text(folder / name, text)
         return _finish(folder, tokenizer, plan, rounding, rounding.writer, counted, check=check)
 
@@ -234,17 +234,17 @@ class _Rounding(Treating):
     """Rounds piece after piece, and writes each where there is a writer."""
 
     def __init__(
-        self, model: nn.Module, formats: Mapping[str, str], method: str, data: CalibrationSet | None, own: Mapping[str, Any]
+        self, model: nn.Module, formats: Mapping[str, str], method: str, data: CalibrationSet | None, options: Mapping[str, Any]
     ) -> None:
-        quantiser = quantiser_of(method).with_options(own)
+        quantiser = quantiser_of(method).with_options(options)
         need_data(quantiser, data)
         super().__init__(model, quantiser)
-        self.quantiser, self.options = quantiser, quantiser.resolve_options(own)
+        self.quantiser, self.options = quantiser, quantiser.resolve_options(options)
         self.data = data if quantiser.reads_text else None
-        self.pieces, self.given = _pieces(model, formats), dict[str, list[InputMoments]]()
+        self.pieces, self.importances = _pieces(model, formats), dict[str, list[InputMoments]]()
         if quantiser.imatrix is not None:
             modules = [job.module for jobs in self.pieces.values() for job in jobs]
-            self.given, self.lacks = importances(quantiser.imatrix, model, modules), "has no importances"
+            self.importances, self.lacks = importances(quantiser.imatrix, model, modules), "has no importances"
         self.sums: dict[str, torch.Tensor] = {}
         self.offloaded = mapped(model)
         if self.offloaded is not None:
@@ -287,17 +287,19 @@ class _Rounding(Treating):
         data = self.shared.data(key, make)
         return made[0] if made else Rounded(weight=torch.from_numpy(dequantise(data, form.name)).to(rows.device), data=data)
 
-    def jobs(self, work: Sequence[Job], found: Found, made: dict[InputMoments, Any] | None = None) -> list[str]:
+    def jobs(self, work: Sequence[Job], moments: Found, made: dict[InputMoments, Any] | None = None) -> list[str]:
         """See :meth:`Treating.jobs`. Importances are kept for the file; those of experts without a token are all one."""
-        if self.quantiser.statistic != "diagonal" or not found:
-            return super().jobs(work, found, made)
+        if self.quantiser.statistic != "diagonal" or not moments:
+            return super().jobs(work, moments, made)
         notes, whole = [], dict[str, list[InputMoments]]()
-        for module in (job.module for job in work if job.module.name in found):
-            name, own = module.name, found[module.name]
-            notes += [f"{name}[{i}] {self.lacks}; its inputs count alike." for i, m in enumerate(own) if m.value is None]
-            whole[name] = counted(own, module.d_in)
-            if isinstance(self.writer, GgufWriter) and not self.given:
-                self.sums |= entries(own, module.d_in, self.writer.names()[name])
+        for module in (job.module for job in work if job.module.name in moments):
+            name, module_moments = module.name, moments[module.name]
+            notes += [
+                f"{name}[{i}] {self.lacks}; its inputs count alike." for i, m in enumerate(module_moments) if m.value is None
+            ]
+            whole[name] = counted(module_moments, module.d_in)
+            if isinstance(self.writer, GgufWriter) and not self.importances:
+                self.sums |= entries(module_moments, module.d_in, self.writer.names()[name])
         return [*notes, *super().jobs(work, whole, made)]
 
     def run(self, batch_size: int, progress: Progress | None) -> None:
@@ -332,17 +334,17 @@ class _Rounding(Treating):
     def _of_head(self, walk: Walk, jobs: Sequence[Job]) -> Mapping[str, list[InputMoments]]:
         """Inputs of the head in the model as it was: an embedding that is tied to it is rounded before the layers."""
         modules = [job.module for job in jobs if not find_format(str(job.level.format)).plain]
-        found = InputStatistics(self.model, modules, self.quantiser.statistic)
+        statistics = InputStatistics(self.model, modules, self.quantiser.statistic)
         known = {} if self.shared is None else self.shared.inputs
-        if set(found.owners) <= set(known):
-            return {name: known[name] for name in found.owners}
+        if set(statistics.owners) <= set(known):
+            return {name: known[name] for name in statistics.owners}
         walk.capture()
         for batch, hidden in enumerate(walk.finals()):
-            with found.listening(walk.token_mask(batch)):
+            with statistics.listening(walk.token_mask(batch)):
                 walk.meet_head(batch, hidden)
-        share_statistics(found.found)
-        known |= found.found
-        return found.found
+        share_statistics(statistics.found)
+        known |= statistics.found
+        return statistics.found
 
     def _piece(self, layer: str, index: int, jobs: Sequence[Job], walk: Walk | None) -> None:
         """Round and write a piece, or take it as it was kept; its weights are needed where later inputs depend on them."""
@@ -364,7 +366,7 @@ class _Rounding(Treating):
         if walk is not None and layer:
             notes = self.layer(walk, jobs)
         else:
-            notes = self.jobs(jobs, self.given if walk is None else self._of_head(walk, jobs))
+            notes = self.jobs(jobs, self.importances if walk is None else self._of_head(walk, jobs))
         self.notes += notes
         if self.writer is not None:
             tensors = {n: t.contiguous() for n, t in self.writer.tensors(layer, self.rounded).items()}
@@ -379,8 +381,8 @@ def request_of(model: nn.Module, *, computing: bool) -> dict[str, Any]:
     """Return what numbers depend on beside text and options: the model and its precision, and what computes with it."""
     offloaded = mapped(model)
     dtype = next(model.parameters()).dtype if offloaded is None else offloaded.dtype
-    own = {"model": describe(model)["digest"], "versions": versions(), "precision": str(dtype)}
-    return {**own, "computation": computation(model)} if computing else own
+    request = {"model": describe(model)["digest"], "versions": versions(), "precision": str(dtype)}
+    return {**request, "computation": computation(model)} if computing else request
 
 
 def _finish(
@@ -389,28 +391,28 @@ def _finish(
     plan: Plan,
     rounding: _Rounding,
     writer: PackedWriter | GgufWriter,
-    beside: Counted,
+    expected: Counted,
     *,
     check: bool,
 ) -> QuantisationReceipt:
     """Finish the files, count their bytes again, and write what lies beside the weights."""
     formats, gguf = formats_of_plan(plan), isinstance(writer, GgufWriter)
-    notes = [*rounding.notes, *writer.close(), *_kept(plan), *beside.notes]
+    notes = [*rounding.notes, *writer.close(), *_kept(plan), *expected.notes]
     if gguf:
         write_readers(rounding.model, tokenizer, folder)
     else:
         planned = [name for names in writer.names().values() for name in names]
         notes += complete(rounding.model, tokenizer, folder, keep=planned, halved=True, precision=False)
-    found = recount_gguf(folder / GGUF_FILE) if gguf else recount_safetensors(folder)
-    counted = {n: sum(found.get(k, 0) for k in keys) for n, keys in writer.names().items()}
+    tensor_bytes = recount_gguf(folder / GGUF_FILE) if gguf else recount_safetensors(folder)
+    counted = {n: sum(tensor_bytes.get(k, 0) for k in keys) for n, keys in writer.names().items()}
     for block in plan.blocks:
         spent = sum(counted[m] for m in block.modules)
         if spent != block.count:
             what = f"{block.name} takes {spent:,} bytes in the file, {block.count:,} were planned."
             raise CoverageError(what, "", "Report this; nothing is kept.")
-    tensors = sum(found.values())
+    tensors = sum(tensor_bytes.values())
     file = sum(f.stat().st_size for f in (*folder.glob("*.safetensors"), *folder.glob(GGUF_FILE)))
-    notes += beside.check(plan, tensors, file)
+    notes += expected.check(plan, tensors, file)
     if gguf:
         write_text(folder / "tensor-types.txt", llama_cpp(plan))
         if rounding.sums and rounding.data is not None:

@@ -180,10 +180,10 @@ def blocks_of(model: nn.Module, runtime: Runtime, by: str = "linear") -> tuple[B
 def _undecided(model: nn.Module, names: Sequence[str]) -> set[str]:
     """Matrices that no type of a GGUF file is for: routers, in 32 bits, and keys and values of latent attention, in 16."""
     try:
-        found = find_names(names, text_config(config_of(model)).model_type)
+        gguf_names = find_names(names, text_config(config_of(model)).model_type)
     except InvalidInput:
         return set()
-    return {m for m, tensors in found.items() if ROUTERS.search(tensors[0]) or ACROSS.search(tensors[0])}
+    return {m for m, tensors in gguf_names.items() if ROUTERS.search(tensors[0]) or ACROSS.search(tensors[0])}
 
 
 def narrow_rows(model: nn.Module) -> str:
@@ -222,12 +222,12 @@ def peaks(model: nn.Module, wanted: Collection[str]) -> dict[str, float]:
     members: dict[str, list[str]] = {}
     for name in modules_by_name(model, [b.name for b in partition(model, "linear")]):
         members.setdefault(RUNTIMES["vllm"].together(name), []).append(name)
-    found: dict[str, float] = {}
+    largest: dict[str, float] = {}
     for names in members.values():
         asked = [n for n in names if n in wanted]
         if asked:
-            found |= dict.fromkeys(asked, max(float(weight_of(model, n)[1].detach().abs().max()) for n in names))
-    return found
+            largest |= dict.fromkeys(asked, max(float(weight_of(model, n)[1].detach().abs().max()) for n in names))
+    return largest
 
 
 # ---- matrices that no file holds in fewer than 16 bits
@@ -243,20 +243,20 @@ def unwritable(model: nn.Module, names: Sequence[str], target: Runtime) -> dict[
         return {}
     if target.name == "transformers" and (kind := _unrolled(model)):
         return dict.fromkeys(names, f"transformers reads every expert of a packed {kind} by itself, and saves them together")
-    found, apart = {}, experts_of(model, names) if target.fused else {}
+    reasons, apart = {}, experts_of(model, names) if target.fused else {}
     for name in names:
         owner = weight_of(model, name)[0]
         if name in apart:
             continue
         if not isinstance(owner, nn.Linear):
             stacked = "a stack of experts that is saved whole" if target.fused else "a stack of experts"
-            found[name] = f"it is {'a Conv1D' if type(owner).__name__ == 'Conv1D' else stacked}, no plain Linear"
+            reasons[name] = f"it is {'a Conv1D' if type(owner).__name__ == 'Conv1D' else stacked}, no plain Linear"
         elif not _is_plain(owner):
-            found[name] = f"it is a {type(owner).__name__}, which gives something else than a plain Linear"
+            reasons[name] = f"it is a {type(owner).__name__}, which gives something else than a plain Linear"
     if target.name == "transformers":
         why = "transformers reads its weight while it loads, and packed it has none"
-        found |= dict.fromkeys(_read_at_start(model, [n for n in names if n not in found]), why)
-    return {n: found[n] for n in names if n in found}
+        reasons |= dict.fromkeys(_read_at_start(model, [n for n in names if n not in reasons]), why)
+    return {n: reasons[n] for n in names if n in reasons}
 
 
 def _split(model: nn.Module, blocks: Sequence[Block], target: Runtime, what: str) -> tuple[tuple[Block, ...], dict[str, str]]:
@@ -328,12 +328,12 @@ def _is_plain(layer: nn.Linear) -> bool:
         return True
     x = torch.ones(1, layer.in_features).to(layer.weight)
     try:
-        found = type(layer).forward(layer, x)
+        output = type(layer).forward(layer, x)
     except RuntimeError:  # its inputs have another shape, such as DeepSeek V4's groups
         return False
-    if not isinstance(found, torch.Tensor):
+    if not isinstance(output, torch.Tensor):
         return False
-    return found.is_meta or torch.allclose(found, nn.functional.linear(x, layer.weight, layer.bias), rtol=1e-2, atol=1e-2)
+    return output.is_meta or torch.allclose(output, nn.functional.linear(x, layer.weight, layer.bias), rtol=1e-2, atol=1e-2)
 
 
 def _read_at_start(model: nn.Module, names: Iterable[str]) -> list[str]:

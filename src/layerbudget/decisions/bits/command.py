@@ -63,9 +63,9 @@ def _by_damage(session: Session) -> Plan:
     with session.progress("measuring formats") as progress:
         options |= {"batch_size": session.batch(model, data), "progress": progress, "overwrite": request.overwrite}
         options |= {"family": family, "rule": request.rule, **request.limits}
-        found = plan_bits(model, data, check, tokenizer=tokenizer, **options)
-    session.facts["no file"] = request.unwritten == "plan" and has_no_file(model, found)
-    return found
+        result = plan_bits(model, data, check, tokenizer=tokenizer, **options)
+    session.facts["no file"] = request.unwritten == "plan" and has_no_file(model, result)
+    return result
 
 
 def has_no_file(model: Any, plan: Plan) -> bool:
@@ -126,7 +126,7 @@ def write(
     plan: Plan,
     weights: Plan,
     *,
-    beside: Mapping[str, str] | None = None,
+    text_files: Mapping[str, str] | None = None,
     cache: str = "",
 ) -> dict[str, Any]:
     """Round, write, recount from the file, and return the receipt with what follows.
@@ -135,7 +135,7 @@ def write(
         session: The command.
         plan: The plan.
         weights: The plan of bits in it.
-        beside: Further text files of the folder, by name.
+        text_files: Further text files of the folder, by name.
         cache: Options of llama.cpp for the types of the cache, where that is planned too.
     """
     from ...execution.processes import one_process
@@ -144,7 +144,9 @@ def write(
     one_process("Models are quantised")
     formats_of_plan(weights)
     receipt = (
-        _requantise(session, plan, weights) if request.model.endswith(".gguf") else _quantise(session, plan, weights, beside)
+        _requantise(session, plan, weights)
+        if request.model.endswith(".gguf")
+        else _quantise(session, plan, weights, text_files)
     )
     others, rest = "norms" if receipt.family == GGUF else "the embedding and norms", receipt.file - receipt.tensors
     session.say(
@@ -158,7 +160,7 @@ def write(
     return {**receipt.written(), "output": str(request.out), **_end(session, plan, cache)}
 
 
-def _quantise(session: Session, plan: Plan, weights: Plan, beside: Mapping[str, str] | None) -> Any:
+def _quantise(session: Session, plan: Plan, weights: Plan, text_files: Mapping[str, str] | None) -> Any:
     """Write the model's own file."""
     from ...cost import Part, treating
     from ...storage.writing import check_space
@@ -184,7 +186,12 @@ def _quantise(session: Session, plan: Plan, weights: Plan, beside: Mapping[str, 
     options = {**request.more, **request.given("imatrix", "resume"), "method": method, "overwrite": request.overwrite}
     options |= {} if request.verify is None else {"check": request.verify}
     with session.progress(f"quantise by {method}") as progress:
-        options |= {"tokenizer": tokenizer, "batch_size": session.batch(model, data), "progress": progress, "beside": beside}
+        options |= {
+            "tokenizer": tokenizer,
+            "batch_size": session.batch(model, data),
+            "progress": progress,
+            "text_files": text_files,
+        }
         return write_bits(model, weights, request.out, data, **options)
 
 

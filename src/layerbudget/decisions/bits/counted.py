@@ -69,13 +69,13 @@ def others_in_folder(model: nn.Module, planned: Collection[str]) -> list[Other]:
         planned: Full names of the planned matrices.
     """
     stored, rest = origin(model), _rest(model, planned)
-    names, found = tensor_names(model, {n: t.ndim for n, (t, _) in rest.items()}), list[Other]()
+    names, others = tensor_names(model, {n: t.ndim for n, (t, _) in rest.items()}), list[Other]()
     for name, (tensor, term) in rest.items():
         saved, first = names.get(name, name), torch.bfloat16 if halved(model, name, tensor) else tensor.dtype
         kind = written_dtype(saved, tensor, first, stored)
         entry = Entry(name=saved, dtype=_NAMES.get(kind, _LONGEST), shape=tuple(tensor.shape))
-        found.append(Other(term=term, entry=entry, bytes=tensor.numel() * kind.itemsize))
-    return found
+        others.append(Other(term=term, entry=entry, bytes=tensor.numel() * kind.itemsize))
+    return others
 
 
 def _rest(model: nn.Module, planned: Collection[str]) -> dict[str, tuple[torch.Tensor, str]]:

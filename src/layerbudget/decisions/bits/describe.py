@@ -64,10 +64,10 @@ def summary_of(plan: Plan) -> Summary:
 
 def _sizes(plan: Plan, payload: BitsPayload) -> dict[str, int]:
     """Bytes of a GGUF file whose metadata are counted, else of all tensors, of a plan and of the choices beside it."""
-    beside = payload.fixed_bytes + (payload.head_bytes if payload.family == GGUF else 0)
+    fixed = payload.fixed_bytes + (payload.head_bytes if payload.family == GGUF else 0)
     spent = {name: row["spent"] for name, row in payload.baselines.items()} | {plan.rule: plan.budget["spent"]}
     spent |= {PEER: spent["mix"]} if "mix" in spent else {}
-    return {name: int(size + beside) for name, size in spent.items()}
+    return {name: int(size + fixed) for name, size in spent.items()}
 
 
 def _counted(payload: BitsPayload) -> str:

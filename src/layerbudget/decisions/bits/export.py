@@ -43,10 +43,10 @@ _STACK = re.compile(r"(?P<layer>.*?)\.[^.]+\.experts\.(?P<leaf>\w+)")
 
 def llama_cpp(plan: Plan) -> str:
     """Return lines ``regular expression=type``, for ``llama-quantize --tensor-type-file``."""
-    found = _formats(plan, GGUF)
-    names = find_names(found)
-    lines = {t: f.name.lower() for n, f in found.items() for t in names[n]}
-    latent = "attn_[kv]_b\\.weight=f16\n" * any(n.endswith(".kv_a_proj_with_mqa") for n in found)  # no plan changes these
+    formats = _formats(plan, GGUF)
+    names = find_names(formats)
+    lines = {t: f.name.lower() for n, f in formats.items() for t in names[n]}
+    latent = "attn_[kv]_b\\.weight=f16\n" * any(n.endswith(".kv_a_proj_with_mqa") for n in formats)  # no plan changes these
     return latent + "".join(f"^{re.escape(t)}\\.weight={kind}\n" for t, kind in lines.items())
 
 
@@ -56,13 +56,13 @@ def auto_round(plan: Plan) -> str:
     Experts have a regular expression in the place of a name, whose dots AutoRound escapes itself. What the plan keeps in
     16 bits stands there too: AutoRound gives its own scheme to modules that are not named.
     """
-    found: dict[str, dict[str, Any]] = {}
+    layer_config: dict[str, dict[str, Any]] = {}
     for name, form in _formats(plan, PACKED).items():
         _check("AutoRound's table", name, form, (2, 3, 4, 5, 6, 7, 8))
         whole = {"bits": form.bits, "group_size": _group(form), "sym": form.symmetric, "data_type": "int"}
         key = f"^{_pattern(name)}$".replace(r"\.", ".") if stacks([name]) else name  # AutoRound escapes dots by itself
-        found[key] = {"bits": 16, "data_type": "float"} if form.plain else whole
-    return json.dumps(found, indent=1) + "\n"
+        layer_config[key] = {"bits": 16, "data_type": "float"} if form.plain else whole
+    return json.dumps(layer_config, indent=1) + "\n"
 
 
 def llm_compressor(plan: Plan, *, method: str | None = None) -> str:
@@ -109,7 +109,7 @@ def gptqmodel(plan: Plan) -> str:
 
 def torchao(plan: Plan) -> str:
     """Return torchao's ``FqnToConfig`` as JSON, as its ``config_from_dict`` reads it. What is not named stays in 16 bits."""
-    held: dict[str, Any] = {}
+    configs: dict[str, Any] = {}
     for name, form in _formats(plan, PACKED).items():
         if form.plain:
             continue
@@ -119,8 +119,8 @@ def torchao(plan: Plan) -> str:
         if form.floating and form.bits == 4:
             what = f"{name} gets {form.name}, whose weights torchao rounds together with inputs."
             raise InvalidInput(what, "It has w1 to w8 and fp8.", "Plan with --formats w4-g32,fp8.")
-        held[name] = _torchao(form)
-    return json.dumps(_typed("FqnToConfig", {"fqn_to_config": held}), indent=1) + "\n"
+        configs[name] = _torchao(form)
+    return json.dumps(_typed("FqnToConfig", {"fqn_to_config": configs}), indent=1) + "\n"
 
 
 def _torchao(form: Format) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def mlx(plan: Plan, *, model_type: str | None = None) -> str:
     names of MLX's own, which depend on the architecture: ``model_type`` is that of the model's config.json.
     """
     forms = _formats(plan, PACKED)
-    held: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for name, form in forms.items():
         if not form.plain and (form.floating or form.bits not in _MLX_BITS or form.group not in _MLX_GROUPS):
             raise InvalidInput(
@@ -188,27 +188,27 @@ def mlx(plan: Plan, *, model_type: str | None = None) -> str:
                 "It has 2, 3, 4, 5, 6 and 8 bits in groups of 32, 64 and 128.",
                 "Plan with --formats w2-g64,w3-g64,w4-g64,w6-g64,w8-g64.",
             )
-        for own in _mlx_names(name, model_type):
-            held[own] = False if form.plain else {"group_size": form.group, "bits": form.bits}
+        for mlx_name in _mlx_names(name, model_type):
+            entries[mlx_name] = False if form.plain else {"group_size": form.group, "bits": form.bits}
     rounded = [f for f in forms.values() if not f.plain]
     least = {"group_size": min((f.group or 0 for f in rounded), default=64), "bits": min((f.bits for f in rounded), default=4)}
-    return json.dumps({"quantization": {**least, **held}}, indent=1) + "\n"
+    return json.dumps({"quantization": {**least, **entries}}, indent=1) + "\n"
 
 
 def _mlx_names(name: str, model_type: str | None) -> list[str]:
     """Names in mlx_lm of a matrix: two for gate and up of experts that are one parameter here."""
     if not stacks([name]):
         return [name]
-    found = _STACK.fullmatch(name)
-    if found is None or model_type not in _MLX_EXPERTS:
+    match = _STACK.fullmatch(name)
+    if match is None or model_type not in _MLX_EXPERTS:
         known = f"The names are known for {', '.join(_MLX_EXPERTS)}."
-        told = f" (not known: {model_type})" if model_type else ""
+        remark = f" (not known: {model_type})" if model_type else ""
         raise InvalidInput(
-            f"{name} is a stack of experts, which MLX names by the architecture{told}.",
+            f"{name} is a stack of experts, which MLX names by the architecture{remark}.",
             known,
             "Say --model-type, as config.json has it, or keep experts in 16 bits.",
         )
-    return [f"{found['layer']}.{_MLX_EXPERTS[model_type]}.{leaf}" for leaf in _leaves(found["leaf"])]
+    return [f"{match['layer']}.{_MLX_EXPERTS[model_type]}.{leaf}" for leaf in _leaves(match["leaf"])]
 
 
 def _leaves(leaf: str) -> tuple[str, ...]:
@@ -237,10 +237,10 @@ def _check(tool: str, name: str, form: Format, bits: Sequence[int]) -> None:
 
 
 def _formats(plan: Plan, family: str) -> dict[str, Format]:
-    found = {name: find_format(f) for name, f in formats_of_plan(plan).items()}
-    if any(f.family != family for f in found.values()):
+    formats = {name: find_format(f) for name, f in formats_of_plan(plan).items()}
+    if any(f.family != family for f in formats.values()):
         raise InvalidInput(f"This plan holds no {family} formats.", "", f"Plan with --format {family}.")
-    return found
+    return formats
 
 
 def _export(name: str, call: Callable[..., str], file: str, summary: str, use: str) -> Export:

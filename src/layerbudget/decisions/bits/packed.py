@@ -71,15 +71,15 @@ class PackedWriter:
         packed = {n: f for n, f in self.formats.items() if not f.plain and inside(n)}
         left, fused = {f"{n}.weight" if n in self.modules else n for n in packed}, set(self.fused.values())
         state = {n: t for n, t in pretrained(self.model).state_dict().items() if n not in left and inside(n)}
-        found = as_saved(self.model, {n: t for n, t in state.items() if n not in fused})
-        found |= {n: t.detach().clone() for n, t in state.items() if n in fused}
-        found = {n: t.to(torch.bfloat16) if halved(self.model, n, t) else t for n, t in found.items()}
+        contents = as_saved(self.model, {n: t for n, t in state.items() if n not in fused})
+        contents |= {n: t.detach().clone() for n, t in state.items() if n in fused}
+        contents = {n: t.to(torch.bfloat16) if halved(self.model, n, t) else t for n, t in contents.items()}
         for name, form in packed.items():
             weights = matrices(*weight_of(self.model, name))
             for part in self._parts(name):
                 stored = _pack(part.take(weights[part.copy]), _rows(rounded[name][part.copy], part), form, part.name)
-                found |= {f"{part.name}.{key}": t for key, t in stored.items()}
-        return found
+                contents |= {f"{part.name}.{key}": t for key, t in stored.items()}
+        return contents
 
     def _parts(self, name: str) -> tuple[Part, ...]:
         """Parts of a matrix in the file: itself, or the experts of a stack."""
@@ -146,8 +146,10 @@ class PackedWriter:
         """
         groups: dict[Format, list[str]] = {}
         for name, form in self.formats.items():
-            own = [name] if name in self.saved else []
-            groups.setdefault(form, []).extend(dict.fromkeys(pattern(n) for n in (*own, *(p.name for p in self._parts(name)))))
+            model_names = [name] if name in self.saved else []
+            groups.setdefault(form, []).extend(
+                dict.fromkeys(pattern(n) for n in (*model_names, *(p.name for p in self._parts(name))))
+            )
         plain = [p for form, patterns in groups.items() if form.plain for p in patterns if r"\d+" in p]
         groups = {form: patterns for form, patterns in groups.items() if not form.plain}
         idle = {"input_activations": None, "output_activations": None}
@@ -176,13 +178,13 @@ def _rows(rounded: Rounded, part: Part) -> Rounded:
 def _pack(weight: torch.Tensor, rounded: Rounded, form: Format, name: str) -> dict[str, torch.Tensor]:
     """The tensors of one matrix ``(d_out, d_in)``; read back, they are the rounded weights."""
     packer, scheme = need_packing(form.packing)
-    given = {"weight": weight.float(), "weight_scale": rounded.scale, "weight_zero_point": rounded.zero}
+    unpacked = {"weight": weight.float(), "weight_scale": rounded.scale, "weight_zero_point": rounded.zero}
     if form.floating:
-        given["weight_scale"] = cast(torch.Tensor, rounded.scale).float()
+        unpacked["weight_scale"] = cast(torch.Tensor, rounded.scale).float()
     if rounded.unit is not None:
-        given["weight_global_scale"] = torch.tensor([rounded.unit])
+        unpacked["weight_global_scale"] = torch.tensor([rounded.unit])
     how = scheme(targets=["Linear"], weights=form.arguments())
-    stored = {k: v.contiguous() for k, v in packer.compress(given, how).items() if v is not None}
+    stored = {k: v.contiguous() for k, v in packer.compress(unpacked, how).items() if v is not None}
     if form.floats is not None and form.floats.scale == "bfloat16":
         stored["weight_scale"] = stored["weight_scale"].to(torch.bfloat16)
     back = _unpack({f"{name}.{k}": v for k, v in stored.items()}, form, name)
@@ -221,12 +223,12 @@ def check_loads(folder: Path, runtime: str) -> list[str]:
 
 def recount_safetensors(folder: Path) -> dict[str, int]:
     """Return the bytes of every tensor of a folder's safetensors files, from their headers."""
-    found: dict[str, int] = {}
+    tensor_bytes: dict[str, int] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with open(file, "rb") as f:
             try:
                 header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
             except ValueError as error:
                 raise CorruptFile(f"{file} is not a safetensors file ({error}).", "", "Write it again.") from error
-        found |= {n: e["data_offsets"][1] - e["data_offsets"][0] for n, e in header.items() if n != "__metadata__"}
-    return found
+        tensor_bytes |= {n: e["data_offsets"][1] - e["data_offsets"][0] for n, e in header.items() if n != "__metadata__"}
+    return tensor_bytes

@@ -59,24 +59,24 @@ class PlacedRows:
                 raise InvalidInput(what, "Error feedback takes a file in 16 or 32 bits.", "Convert with --outtype f16.")
             copies = tensor.data.reshape(-1, *tensor.data.shape[-2:])
             views = [view for owner in owners for view in matrices(*weight_of(model, owner))]
-            found = [_order(v, rows, _TORCH[tensor.tensor_type.name]) for v, rows in zip(views, copies, strict=True)]
-            if any(order is None for order in found):
+            orders = [_order(v, rows, _TORCH[tensor.tensor_type.name]) for v, rows in zip(views, copies, strict=True)]
+            if any(order is None for order in orders):
                 what = (
                     f"Rows of {name} in {source} are in no row of {owners[0]}: the converter changed them, or the file is old."
                 )
                 raise ModelMismatch(what, "", "Convert the model again, or use --method weighted with an importance matrix.")
-            self.orders[name] = [order for order in found if order is not None]
+            self.orders[name] = [order for order in orders if order is not None]
 
     def tensors(self, piece: str, rounded: Mapping[str, Sequence[Rounded]]) -> dict[str, torch.Tensor]:
         """Return the tensors of a piece whose matrices are all bytes, as :mod:`layerbudget.llama_cpp.writer` does."""
-        found = {}
+        contents = {}
         for name in dict.fromkeys(n for n, owners in self.owners.items() if rounded.keys() & set(owners)):
             parts = [r.data for owner in self.owners[name] for r in rounded[owner]]
             if any(part is None for part in parts):
                 continue  # plain numbers: those of the file
             rows = [part[order] for part, order in zip(parts, self.orders[name], strict=True) if part is not None]
-            found[name] = torch.from_numpy(np.stack(rows))
-        return found
+            contents[name] = torch.from_numpy(np.stack(rows))
+        return contents
 
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Keep the tensors of a piece."""
@@ -87,12 +87,12 @@ class PlacedRows:
 
 def _order(weight: torch.Tensor, rows: np.ndarray, dtype: torch.dtype) -> np.ndarray | None:
     """Which row of a matrix ``(R, d_in)`` each of some rows of a file is, ``(r,)``; None where one is missing."""
-    held = weight.detach().to(dtype).contiguous().cpu().view(torch.uint8).numpy()
+    weight_rows = weight.detach().to(dtype).contiguous().cpu().view(torch.uint8).numpy()
     rows = np.ascontiguousarray(rows).view(np.uint8)
-    if rows.shape[1] != held.shape[1]:
+    if rows.shape[1] != weight_rows.shape[1]:
         return None
-    if rows.shape == held.shape and np.array_equal(rows, held):
+    if rows.shape == weight_rows.shape and np.array_equal(rows, weight_rows):
         return np.arange(len(rows))
-    places = {row.tobytes(): i for i, row in reversed(list(enumerate(held)))}
-    found = [places.get(row.tobytes(), -1) for row in rows]
-    return None if min(found) < 0 else np.array(found)
+    places = {row.tobytes(): i for i, row in reversed(list(enumerate(weight_rows)))}
+    order = [places.get(row.tobytes(), -1) for row in rows]
+    return None if min(order) < 0 else np.array(order)

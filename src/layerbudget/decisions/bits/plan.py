@@ -150,10 +150,10 @@ def measured_formats(
         measuring: Arguments of :func:`~layerbudget.decisions.bits.sensitivity.rounding_damage`, which finished parts are of.
         progress: Called with (steps done, steps).
     """
-    held = {"data": data.digest, "check": None if check is None else check.digest}
+    digests = {"data": data.digest, "check": None if check is None else check.digest}
     if measuring.get("imatrix") is not None:
-        held["imatrix"] = imatrix_digest(measuring["imatrix"])
-    parts = Parts(resume, {**request_of(model, computing=True), **held, "options": dict(measuring)})
+        digests["imatrix"] = imatrix_digest(measuring["imatrix"])
+    parts = Parts(resume, {**request_of(model, computing=True), **digests, "options": dict(measuring)})
 
     def measure() -> Any:
         """The damages as they are kept."""
@@ -165,9 +165,9 @@ def measured_formats(
     )
 
 
-def refuse_measuring(*given: Any) -> None:
+def refuse_measuring(*options: Any) -> None:
     """Refuse text and options of measuring beside scores, which were measured."""
-    if any(each is not None and each != {} for each in given):
+    if any(each is not None and each != {} for each in options):
         raise InvalidInput(
             "Scores are planned as they are.", "Text and options of measuring are for a model.", "Leave them out."
         )
@@ -207,24 +207,24 @@ def check_plan(
     dense, method = DenseOutput(model, check, batch_size, progress), payload.method
     formats = {name: payload_of(each, BitsPayload).formats for name, each in plans.items()}
     imatrix = plan.hyperparameters.get("imatrix")
-    text, own = (data, {}) if imatrix is None else (None, {"imatrix": imatrix})
+    text, options = (data, {}) if imatrix is None else (None, {"imatrix": imatrix})
     measured: dict[str, np.ndarray] = {}  # plans that are the same are measured once
 
     def measure(formats: Mapping[str, str], method: str = method) -> np.ndarray:
         key = f"check-{digest([formats, method])}"
         if key not in measured:
             say(progress, f"the check: plan {len(measured) + 1} of {len(plans)} at most")
-            found = parts.json(key, lambda: dense.rows_of(model, formats, text, method, **own).tolist())
-            measured[key] = np.array(found, dtype=np.float64)
+            values = parts.json(key, lambda: dense.rows_of(model, formats, text, method, **options).tolist())
+            measured[key] = np.array(values, dtype=np.float64)
         return measured[key]
 
     rows = {name: measure(each) for name, each in formats.items()}
-    beside = [n for n, each in plans.items() if not is_allowed(each, scores)]
-    spent = {n: int((payload.baselines[n] if n in beside else p.budget)["spent"]) for n, p in plans.items()}
+    excluded = [n for n, each in plans.items() if not is_allowed(each, scores)]
+    spent = {n: int((payload.baselines[n] if n in excluded else p.budget)["spent"]) for n, p in plans.items()}
     if "mix" in plans and method in BY_MOMENTS:
         rows[PEER], spent[PEER] = measure(formats["mix"], "weighted"), spent["mix"]
     same = [n for n, each in formats.items() if each == payload.formats]
-    record = check_record(dense, plan.rule, rows, spent, same, beside)
+    record = check_record(dense, plan.rule, rows, spent, same, excluded)
     chosen = plans[record.taken]
     kept = {"passes": payload.passes, "curve": payload.curve, "check": record, "asked": plan.rule}
     return chosen.with_payload(**kept)
@@ -236,7 +236,7 @@ def check_record(
     rows: Mapping[str, np.ndarray],
     spent: Mapping[str, int],
     same: Sequence[str],
-    beside: Sequence[str] = (),
+    excluded: Sequence[str] = (),
 ) -> Check:
     """Return the record of whole plans on held-out text: ``rows``, the one that is ``taken``, and the ``verdict``.
 
@@ -248,10 +248,10 @@ def check_record(
         rows: Of every rule's plan, as :meth:`DenseOutput.rows` gives them.
         spent: Its bytes.
         same: Rules whose plan is the one of ``rule``.
-        beside: Rules whose plans are compared and never taken: they have formats that were not to be used.
+        excluded: Rules whose plans are compared and never taken: they have formats that were not to be used.
     """
     kl = {n: per_token(r[:, 0], r[:, 1])[0] for n, r in rows.items()}
-    best = min((n for n in kl if n not in (PEER, *beside)), key=lambda n: (kl[n], n != rule)) if rule == "exact" else rule
+    best = min((n for n in kl if n not in (PEER, *excluded)), key=lambda n: (kl[n], n != rule)) if rule == "exact" else rule
     table = {n: describe_rows(r, None if n == best else rows[best]) for n, r in rows.items()}
     for name, row in table.items():
         row |= {"bytes": spent[name], "same": name != rule and name in same}
@@ -260,32 +260,32 @@ def check_record(
     return Check(data=dense.text, dense_perplexity=perplexity, rows=typed, taken=best, verdict=verdict(rule, best, table))
 
 
-def describe_rows(rows: np.ndarray, beside: np.ndarray | None = None) -> dict[str, Any]:
+def describe_rows(rows: np.ndarray, reference: np.ndarray | None = None) -> dict[str, Any]:
     """KL per token and perplexity with standard errors; against another plan's rows the paired difference of KL."""
     kl, error = per_token(rows[:, 0], rows[:, 1])
     loss, spread = per_token(rows[:, 2], rows[:, 3])
-    found = {"kl": kl, "kl_error": error, "perplexity": math.exp(loss), "perplexity_error": math.exp(loss) * spread}
-    if beside is not None:
-        difference, own = per_token(rows[:, 0] - beside[:, 0], rows[:, 1])
-        found |= {"difference": difference, "difference_error": own}
-    return found
+    row = {"kl": kl, "kl_error": error, "perplexity": math.exp(loss), "perplexity_error": math.exp(loss) * spread}
+    if reference is not None:
+        difference, difference_error = per_token(rows[:, 0] - reference[:, 0], rows[:, 1])
+        row |= {"difference": difference, "difference_error": difference_error}
+    return row
 
 
 def verdict(rule: str, best: str, table: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a sentence on the check: the KL of the plan and of the baselines, or which baseline is better."""
-    own = table[best]["kl"]
+    kl = table[best]["kl"]
     words = {"mix": "the mix", "uniform-cache": "one format for the whole cache", PEER: "the mix by llama-quantize"}
     parts = [f"{words.get(n, n)} {r['kl']:.4g} ({_difference(r)})" for n, r in table.items() if n != best and not r["same"]]
     parts[-1:] = [f"{each} ({CONVENTION})" if any("+-" in part for part in parts) else each for each in parts[-1:]]
     if best != rule:
         others = ", ".join(parts)
         taken = words.get(best, best)
-        told = f"{taken[0].upper()}{taken[1:]} has the lowest KL on held-out text, {own:.4g} nats per token"
-        return f"{told}; beside it {others}. The plan is {taken}."
-    beside = [f"beside it {', '.join(parts)}"] if parts else []
+        sentence = f"{taken[0].upper()}{taken[1:]} has the lowest KL on held-out text, {kl:.4g} nats per token"
+        return f"{sentence}; beside it {others}. The plan is {taken}."
+    clauses = [f"beside it {', '.join(parts)}"] if parts else []
     if alike := [words.get(n, n) for n, r in table.items() if r["same"]]:
-        beside.append(f"{' and '.join(alike)} {'choose' if len(alike) > 1 else 'chooses'} the same formats")
-    return f"Measured on held-out text: KL {own:.4g} nats per token; {'; '.join(beside)}."
+        clauses.append(f"{' and '.join(alike)} {'choose' if len(alike) > 1 else 'chooses'} the same formats")
+    return f"Measured on held-out text: KL {kl:.4g} nats per token; {'; '.join(clauses)}."
 
 
 def _difference(row: Mapping[str, Any]) -> str:

@@ -87,9 +87,9 @@ def requantise(
         ModelMismatch: The plan, the importance matrix or ``inputs`` is of another model.
         InvalidInput: A plan of another kind, a method that needs the model, a type that needs an importance matrix.
     """
-    formats, held = formats_of_plan(plan), _File.open(source)
+    formats, source_file = formats_of_plan(plan), _File.open(source)
     method = _method(plan, method, imatrix, inputs is not None)
-    work = _Work(held, formats, plan, None if imatrix is None else read_imatrix(imatrix), read=inputs is not None)
+    work = _Work(source_file, formats, plan, None if imatrix is None else read_imatrix(imatrix), read=inputs is not None)
     name, single, place = Path(out).name, Path(out).suffix == ".gguf", Path(out).absolute()
     check_apart(out if single else Path(out) / GGUF_FILE, source, *([] if imatrix is None else [imatrix]))
     check_space({out: work.size * (1 if inputs is None else 2)})
@@ -163,14 +163,14 @@ class _File:
             reader = gguf.GGUFReader(path)
         except (ValueError, IndexError, KeyError, UnicodeDecodeError, OverflowError, TypeError) as error:
             raise CorruptFile(f"{path} is no GGUF file, or it is cut off.", "", "Copy it again, or convert again.") from error
-        held = cls(path, reader)
+        file = cls(path, reader)
         if reader.endianess != gguf.GGUFEndian.LITTLE:
             raise InvalidInput(f"{path} is in the other byte order.", "", "Convert it on this kind of machine.")
-        if (held.value("split.count") or 1) > 1:
+        if (file.value("split.count") or 1) > 1:
             raise InvalidInput(f"{path} is one part of several.", "", "Join them: llama-gguf-split --merge.")
-        if held.value("general.architecture") is None or not held.layers:
+        if file.value("general.architecture") is None or not file.layers:
             raise InvalidInput(f"{path} holds no language model.", "", CONVERT)
-        return held
+        return file
 
     def value(self, key: str) -> Any:
         field = self.reader.get_field(key)
@@ -202,8 +202,8 @@ class _File:
             offset += self.padded(_bytes(tensor.shape, kind))
         version = int(self.value("GGUF.version"))
         first = b"GGUF" + struct.pack("<IQQ", version, len(reader.tensors), count)
-        found = first + bytes(keys) + bytes(tensors)
-        return found + b"\0" * (self.padded(len(found)) - len(found))
+        header = first + bytes(keys) + bytes(tensors)
+        return header + b"\0" * (self.padded(len(header)) - len(header))
 
     def padded(self, size: int) -> int:
         return -(-size // int(self.reader.alignment)) * int(self.reader.alignment)
@@ -218,26 +218,32 @@ class _Work:
     """One file, the types that its tensors get, and how they are rounded."""
 
     def __init__(
-        self, held: _File, formats: Mapping[str, str], plan: Plan, importances: Mapping[str, Any] | None, *, read: bool = False
+        self,
+        source: _File,
+        formats: Mapping[str, str],
+        plan: Plan,
+        importances: Mapping[str, Any] | None,
+        *,
+        read: bool = False,
     ) -> None:
-        self.held, self.plan, self.formats, self.importances = held, plan, formats, importances
+        self.source, self.plan, self.formats, self.importances = source, plan, formats, importances
         self.gguf, self.notes, self.made, self.read = need_gguf(), list[str](), dict[str, Path](), read
         self.left_out: dict[str, int] = {}  # rows of the model that a tensor of the file does not have
-        self.tensors = {t.name: t for t in held.reader.tensors}
+        self.tensors = {t.name: t for t in source.reader.tensors}
         self.stored = self._names()
         types = {t: formats[m] for m, tensors in self.stored.items() for t in tensors}
         if any(types[t] != formats[m] for m, tensors in self.stored.items() for t in tensors):
             raise InvalidInput("The experts of a tensor have several types.", "In GGUF they have one.", "Plan with --by layer.")
         self.kinds = {t: self.gguf.GGMLQuantizationType[find_format(f).name] for t, f in types.items()}
         self._check()
-        self.head = held.head(self.kinds, int(file_type(self.gguf, list(formats.values()))))
-        left = (held.padded(_bytes(t.shape, self.kinds.get(n, t.tensor_type))) for n, t in self.tensors.items())
+        self.head = source.head(self.kinds, int(file_type(self.gguf, list(formats.values()))))
+        left = (source.padded(_bytes(t.shape, self.kinds.get(n, t.tensor_type))) for n, t in self.tensors.items())
         self.size = len(self.head) + sum(left)
 
     def _names(self) -> dict[str, tuple[str, ...]]:
         """Tensors of every planned matrix; gate and up of experts may be one tensor in the file too."""
-        names = Names(str(self.held.value("general.architecture")), self.held.layers)
-        found = {}
+        names = Names(str(self.source.value("general.architecture")), self.source.layers)
+        stored = {}
         for matrix in self.formats:
             known = names.find(matrix)
             tensors = [f"{t}.weight" for t in known]
@@ -248,14 +254,14 @@ class _Work:
                 tensors = [tensors[0].replace("ffn_gate_exps", "ffn_gate_up_exps")]
             if not tensors or any(t not in self.tensors for t in tensors):
                 raise self._other(f"{matrix} is not in it")
-            found[matrix] = tuple(tensors)
-        return found
+            stored[matrix] = tuple(tensors)
+        return stored
 
     def _check(self) -> None:
         """Refuse a plan whose matrices have other sizes than the file's, which may have fewer tokens."""
         for block in self.plan.blocks:
             tensors = {t for m in block.modules for t in self.stored[m]}
-            shared = any(t in own for m, own in self.stored.items() if m not in block.modules for t in tensors)
+            shared = any(t in names for m, names in self.stored.items() if m not in block.modules for t in tensors)
             numel = sum(math.prod(int(n) for n in self.tensors[t].shape) for t in tensors)
             if shared or numel == block.numel:
                 continue
@@ -276,8 +282,8 @@ class _Work:
         if self.importances is not None and not set(self.importances) & set(self.kinds):
             raise ModelMismatch("The importance matrix names none of the file's tensors.", "", "Make one of this model.")
         if blind and not self.read:
-            told = f"The importance matrix has nothing for {len(blind)} tensors whose types need it, first {blind[0]}"
-            raise ModelMismatch(f"{told} ({self.kinds[blind[0]].name}).", "", "Make one of this model.")
+            message = f"The importance matrix has nothing for {len(blind)} tensors whose types need it, first {blind[0]}"
+            raise ModelMismatch(f"{message} ({self.kinds[blind[0]].name}).", "", "Make one of this model.")
 
     def _check_importances(self) -> None:
         """Refuse an importance matrix whose tensors have other shapes than the file's."""
@@ -287,8 +293,8 @@ class _Work:
             shape = [int(n) for n in self.tensors[name].shape]
             copies, width = math.prod(shape[2:]), shape[0]
             if sums.size != copies * width or copies % len(counts):
-                told = f"{name} has {sums.size} values there, the file {copies} x {width}"
-                raise ModelMismatch(f"The importance matrix is of another model: {told}.", "", "Make one of this model.")
+                message = f"{name} has {sums.size} values there, the file {copies} x {width}"
+                raise ModelMismatch(f"The importance matrix is of another model: {message}.", "", "Make one of this model.")
 
     def _check_values(self) -> None:
         """Refuse a file whose embedding is another one than the plan's model had; one that was quantised is near enough."""
@@ -298,14 +304,14 @@ class _Work:
         width, tokens = (int(n) for n in tensor.shape)
         at = [place for place in signature_at(tokens + self.left_out.get(tensor.name, 0), width) if place[0] < tokens]
         rows = self._read(np.stack([tensor.data[i] for i, _ in at]), tensor.tensor_type)
-        found, expected = rows[np.arange(len(at)), [j for _, j in at]], expected[: len(at)]
-        alike = float(np.dot(found, expected)) / max(float(np.linalg.norm(found) * np.linalg.norm(expected)), _TINY)
+        values, expected = rows[np.arange(len(at)), [j for _, j in at]], expected[: len(at)]
+        alike = float(np.dot(values, expected)) / max(float(np.linalg.norm(values) * np.linalg.norm(expected)), _TINY)
         if alike < (_EQUAL if tensor.tensor_type.name in _PLAIN else _ALIKE):
             raise self._other("its embedding holds other values")
 
     def _other(self, why: str) -> ModelMismatch:
-        told = f"The plan is of another model than {self.held.path}: {why}."
-        return ModelMismatch(told, "", "Plan for the model that the file was converted from.")
+        message = f"The plan is of another model than {self.source.path}: {why}."
+        return ModelMismatch(message, "", "Plan for the model that the file was converted from.")
 
     def round(
         self,
@@ -319,9 +325,9 @@ class _Work:
         """Round the matrices with the model's inputs, and keep them in a folder as the file has them."""
         self.plan.validate(describe(model))
         check_finite(model)
-        placed = PlacedRows(model, self.stored, self.tensors, self.held.path, aside)
-        own: dict[str, Any] = {"method": method, "batch_size": batch_size, "progress": progress}
-        self.notes += round_matrices(model, self.formats, data, placed=placed, **own)
+        placed = PlacedRows(model, self.stored, self.tensors, self.source.path, aside)
+        options: dict[str, Any] = {"method": method, "batch_size": batch_size, "progress": progress}
+        self.notes += round_matrices(model, self.formats, data, placed=placed, **options)
         self.made = placed.made
 
     def write(self, file: Path, method: str, progress: Progress | None) -> QuantisationReceipt:
@@ -334,7 +340,7 @@ class _Work:
                 for part in self._content(name, tensor):
                     out.write(np.ascontiguousarray(part).data)
                 size = out.tell() - start
-                out.write(b"\0" * (self.held.padded(size) - size))
+                out.write(b"\0" * (self.source.padded(size) - size))
                 tick()
         return self._receipt(file, method)
 
@@ -353,8 +359,8 @@ class _Work:
         step = max(1, _ROWS // width)
         for i, matrix in enumerate(stack):
             for start in range(0, len(matrix), step):
-                rows, given = matrix[start : start + step], None if importance is None else importance[i]
-                part = rows if kind == tensor.tensor_type else self._rounded(rows, tensor.tensor_type, kind, given)
+                rows, matrix_importance = matrix[start : start + step], None if importance is None else importance[i]
+                part = rows if kind == tensor.tensor_type else self._rounded(rows, tensor.tensor_type, kind, matrix_importance)
                 self._check_finite(part, name, kind)
                 yield part
 
@@ -372,17 +378,17 @@ class _Work:
         if np.isfinite(self.gguf.dequantize(data, kind)).all() if plain else ggml.is_finite(data, kind.name):
             return
         if kind == self.tensors[name].tensor_type:
-            raise CoverageError(f"{self.held.path} holds numbers that are not finite.", "", "Convert the model again.")
+            raise CoverageError(f"{self.source.path} holds numbers that are not finite.", "", "Convert the model again.")
         what = f"{name} has weights that are too large for {kind.name}."
         far = f"Plan again with --keep '{name}=Q8_0'." if kind.name != "Q8_0" else "Check the model."
         raise CoverageError(what, "F16 ends at 65,504, Q8_0 at 8 million.", far)
 
     def _read(self, rows: np.ndarray, kind: Any) -> np.ndarray:
         """Rows as numbers; a type that is no plain number is read back by ggml."""
-        found = self.gguf.dequantize(rows, kind) if kind.name in _PLAIN else ggml.dequantise(rows, kind.name)
-        if not np.isfinite(found).all():
-            raise CoverageError(f"{self.held.path} holds numbers that are not finite.", "", "Convert the model again.")
-        return np.asarray(found, dtype=np.float32)
+        values = self.gguf.dequantize(rows, kind) if kind.name in _PLAIN else ggml.dequantise(rows, kind.name)
+        if not np.isfinite(values).all():
+            raise CoverageError(f"{self.source.path} holds numbers that are not finite.", "", "Convert the model again.")
+        return np.asarray(values, dtype=np.float32)
 
     def _importance(self, name: str, copies: int, width: int) -> np.ndarray | None:
         """Mean squares of the inputs, ``(copies, width)``; ones for experts that no token reached."""
@@ -394,8 +400,8 @@ class _Work:
         return np.asarray(np.where(seen, sums / np.where(seen, counts, 1), 1), dtype=np.float32)
 
     def _receipt(self, file: Path, method: str) -> QuantisationReceipt:
-        found, plan = recount_gguf(file), self.plan
-        total, planned = sum(found[t] for t in self.kinds), int(plan.counts.sum())
+        tensor_bytes, plan = recount_gguf(file), self.plan
+        total, planned = sum(tensor_bytes[t] for t in self.kinds), int(plan.counts.sum())
         for name, rows in self.left_out.items():
             form, (width, tokens) = find_format(self.kinds[name].name), (int(n) for n in self.tensors[name].shape)
             planned -= form.bytes(tokens + rows, width) - form.bytes(tokens, width)
@@ -403,18 +409,19 @@ class _Work:
             raise CoverageError(
                 f"The matrices take {total} bytes, {planned} were planned.", "", "Report this; nothing is kept."
             )
-        shares = {t: sum(t in own for own in self.stored.values()) for t in self.kinds}
+        shares = {t: sum(t in names for names in self.stored.values()) for t in self.kinds}
         return QuantisationReceipt(
             method=method,
             family="gguf",
             plan_digest=plan.digest,
             identity=plan.model,
             modules={
-                m: {"format": f, "bytes": sum(found[t] // shares[t] for t in self.stored[m])} for m, f in self.formats.items()
+                m: {"format": f, "bytes": sum(tensor_bytes[t] // shares[t] for t in self.stored[m])}
+                for m, f in self.formats.items()
             },
             bytes=total,
             planned=planned,
-            tensors=sum(found.values()),
+            tensors=sum(tensor_bytes.values()),
             file=self.size,
             bits=8 * total / sum(math.prod(int(n) for n in self.tensors[t].shape) for t in self.kinds),
             notes=tuple(self._notes()),
@@ -432,14 +439,14 @@ class _Work:
         ]
         if again:
             notes.append(
-                f"{self.held.path.name} was quantised before ({', '.join(again)}): its errors stay, and those of the plan "
+                f"{self.source.path.name} was quantised before ({', '.join(again)}): its errors stay, and those of the plan "
                 "come on top, so that this file costs more than the plan says. A file in 16 bits gives a better one."
             )
         counted, known = whole_bytes(self.plan), payload_of(self.plan, BitsPayload).head_bytes
         if known and self.size > counted:
             notes.append(
                 f"The whole file has {self.size - counted:,} bytes more than the plan counted ({counted:,}): what is not "
-                f"planned, metadata among it, is as it was in {self.held.path.name}."
+                f"planned, metadata among it, is as it was in {self.source.path.name}."
             )
         bare = [n for n in self.kinds if self.importances is not None and n not in self.importances]
         if bare:

@@ -81,6 +81,6 @@ class BitsWrite(WriteRequest):
     def more_options(cls, typed: Mapping[str, str]) -> dict[str, Option]:
         """Return the options of the quantiser that is named, else of all: which one the plan was measured with is not known."""
         method = typed.get("method")
-        found = [name for name in QUANTISERS.names() if method in (None, name)]
-        options = {name: each for n in found for name, each in options_of(QUANTISERS.find(n)).items()}
+        names = [name for name in QUANTISERS.names() if method in (None, name)]
+        options = {name: each for n in names for name, each in options_of(QUANTISERS.find(n)).items()}
         return {name: each for name, each in options.items() if name not in cls.options()}

@@ -101,20 +101,20 @@ class RoundingErrors(Watch):
         self.anchors = self.formats if whole else anchors_of(formats, family, feedback=feedback)
         self.most = len(formats) if whole else len(_ANCHORS[0]) + feedback * len(_LATTICES)  # anchors of a matrix
         self.modules = {m.name: m for b in blocks for m in b.modules}
-        menu = [[f if held else None for f, held in zip(formats, row, strict=True)] for row in has]
+        menu = [[f if available else None for f, available in zip(formats, row, strict=True)] for row in has]
         self.names = {m.name: [*menu[i], *self._fitting(b.modules)] for i, b in enumerate(blocks) for m in b.modules}
         self.factors, self.measured = dict[str, np.ndarray](), dict[str, np.ndarray]()
         self.sampled = dict[str, tuple[np.ndarray, float]]()
         self._drawn, self._directions = dict[str, list[_Rows]](), dict[str, InBytes]()
-        given = quantiser.imatrix
-        self._found = {} if given is None else importances(given, model, list(self.modules.values()))
+        imatrix = quantiser.imatrix
+        self._moments = {} if imatrix is None else importances(imatrix, model, list(self.modules.values()))
         self._statistics: InputStatistics | None = None
         self._made: dict[InputMoments, Any] = {}
         self.lookups = {n for n in self.modules if isinstance(weight_of(model, n)[0], nn.Embedding)}
         self.heads = {m.name for m in end_modules(model)} - self.lookups
         united = any(find_format(f).united for f in {*formats, *self.anchors})
         self.peaks = peaks(model, self.modules) if united else {}
-        self._add = moments_of_sites(self._found, "diagonal")
+        self._add = moments_of_sites(self._moments, "diagonal")
 
     def _fitting(self, members: Sequence[Module]) -> list[str | None]:
         """The anchors of a block: the first that it can have; plain numbers only where it has no other."""
@@ -151,10 +151,12 @@ class RoundingErrors(Watch):
         self.factors[name] = self._factor(drawn)
         rows, share = self._measured(name)
         shape = self.modules[name].copies * self.modules[name].d_out if rows is None else len(rows), self.modules[name].d_in
-        held = self._directions[name] = InBytes(shape, self._pieces(name, rows), rows, share)
+        directions = self._directions[name] = InBytes(shape, self._pieces(name, rows), rows, share)
         if self.whole:
-            return held
-        return Apart(held, Itself([view for view, _ in self._views(name)]), self.factors[name][len(self.formats) :].tolist())
+            return directions
+        return Apart(
+            directions, Itself([view for view, _ in self._views(name)]), self.factors[name][len(self.formats) :].tolist()
+        )
 
     def _measured(self, name: str) -> tuple[torch.Tensor | None, float]:
         """The rows of a matrix along whose errors its damage is measured, None for all, and their share of those that count.
@@ -175,52 +177,52 @@ class RoundingErrors(Watch):
         """See :meth:`Watch.settle`: sample the matrices, and forget their inputs."""
         self._take()
         if self.quantiser.statistic == "none":
-            share_statistics({name: self._found[name] for name in names if name in self._found})
+            share_statistics({name: self._moments[name] for name in names if name in self._moments})
         for name in names:
             drawn = self._drawn.pop(name, None)
             drawn = self._draw(name) if drawn is None or self.quantiser.statistic == "none" else drawn  # inputs came later
             self.sampled[name] = self._squares(drawn, self.factors.setdefault(name, self._factor(drawn)))
-            self._found.pop(name, None)
-            if (held := self._directions.pop(name, None)) is not None:
-                squares = process_group().sum(held.squares)
-                self.measured[name] = np.stack((squares.sum(0), spread(squares, held.share)))
+            self._moments.pop(name, None)
+            if (directions := self._directions.pop(name, None)) is not None:
+                squares = process_group().sum(directions.squares)
+                self.measured[name] = np.stack((squares.sum(0), spread(squares, directions.share)))
         self._made.clear()
 
     def _take(self) -> None:
         """Take the statistics that are complete, from all processes."""
-        found = self._statistics
-        if found is not None:
-            share_statistics(found.found)
-            self._found.update(found.found)
+        statistics = self._statistics
+        if statistics is not None:
+            share_statistics(statistics.found)
+            self._moments.update(statistics.found)
             self._statistics = None
 
     def _views(self, name: str) -> Iterator[tuple[torch.Tensor, InputMoments | None]]:
         owner, parameter = weight_of(self.model, name)
         if self.offloaded is not None and name in self.lookups | self.heads:  # a head comes and goes, and directions stay
             parameter = nn.Parameter(self.offloaded.stored(parameter), requires_grad=False)
-        views, found = matrices(owner, parameter), self._found.get(name)
+        views, moments = matrices(owner, parameter), self._moments.get(name)
         for i, view in enumerate(views):
-            yield view.detach(), found[i] if found is not None else None
+            yield view.detach(), moments[i] if moments is not None else None
 
     def _errors(self, name: str, rows: torch.Tensor, prepared: Any, form: str | None) -> torch.Tensor | None:
         """The change of some rows by rounding to a format, float32; of offloaded weights, of what layers compute with."""
         if form is None:
             return None
-        held = rows if self.offloaded is None else rows.to(self.offloaded.device, self.offloaded.dtype)
+        weights = rows if self.offloaded is None else rows.to(self.offloaded.device, self.offloaded.dtype)
         level = Level(format=form, peak=self.peaks.get(name))
-        return self.quantiser.quantise(held, prepared, level).weight - held.to(torch.float32)
+        return self.quantiser.quantise(weights, prepared, level).weight - weights.to(torch.float32)
 
-    def _prepared(self, found: InputMoments | None) -> Any:
-        return None if self.quantiser.statistic == "none" else self.treating.prepared(found, self._made)
+    def _prepared(self, moments: InputMoments | None) -> Any:
+        return None if self.quantiser.statistic == "none" else self.treating.prepared(moments, self._made)
 
     def _pieces(self, name: str, chosen: torch.Tensor | None) -> Iterator[list[torch.Tensor | None]]:
         first, count = 0, len(self.formats)
         formats, factors = self.names[name][count:], self.factors[name][count:]
-        for view, found in self._views(name):
+        for view, moments in self._views(name):
             start, first = first, first + len(view)
             if chosen is not None:
                 view = view[chosen[(chosen >= start) & (chosen < first)].to(view.device) - start]
-            prepared = self._prepared(found)
+            prepared = self._prepared(moments)
             size = max(1, (_FED_BACK if self.quantiser.statistic == "gram" else _PIECE) // view.shape[1])
             for rows in view.split(size):
                 errors = (self._errors(name, rows, prepared, f) for f in formats)
@@ -229,40 +231,42 @@ class RoundingErrors(Watch):
     def _draw(self, name: str) -> list[_Rows]:
         """Some rows of a matrix, rounded to every format."""
         views = list(self._views(name))
-        if any(found is not None for _, found in views):  # experts that no token reached have no part in the damage
-            views = [(view, found) for view, found in views if found is not None and found.value is not None]
+        if any(moments is not None for _, moments in views):  # experts that no token reached have no part in the damage
+            views = [(view, moments) for view, moments in views if moments is not None and moments.value is not None]
         chosen, total = self._chosen(name, [len(view) for view, _ in views])
         parts = []
         for (view, statistics), places in zip(views, chosen, strict=True):
             if len(places):
                 rows, prepared = view[torch.from_numpy(places)], self._prepared(statistics)
-                given = statistics.value if statistics is not None and statistics.kind == "diagonal" else prepared
+                importance = statistics.value if statistics is not None and statistics.kind == "diagonal" else prepared
                 errors = [self._errors(name, rows, prepared, f) for f in self.names[name]]
-                parts.append(_Rows(rows=rows.to(torch.float32), errors=errors, given=given, total=total))
+                parts.append(_Rows(rows=rows.to(torch.float32), errors=errors, importance=importance, total=total))
         return parts
 
     def _factor(self, drawn: Sequence[_Rows]) -> np.ndarray:
         """The factor by which every format changes all weights of a matrix alike: ``<Delta, W> / <W, W>``, weighted."""
-        found = np.zeros((2, len(self.formats) + len(self.anchors)))
+        products = np.zeros((2, len(self.formats) + len(self.anchors)))
         for part in [] if self.whole else drawn:
             w = part.rows
-            found[1] += self._weighed(w, part.given).sum()
+            products[1] += self._weighed(w, part.importance).sum()
             for j, e in enumerate(part.errors):
                 if e is not None:
-                    found[0, j] += (self._weighed(w + e, part.given).sum() - self._weighed(w - e, part.given).sum()) / 4
-        return found[0] / np.where(found[1] > 0, found[1], 1.0)
+                    products[0, j] += (
+                        self._weighed(w + e, part.importance).sum() - self._weighed(w - e, part.importance).sum()
+                    ) / 4
+        return products[0] / np.where(products[1] > 0, products[1], 1.0)
 
     def _squares(self, drawn: Sequence[_Rows], factors: np.ndarray) -> tuple[np.ndarray, float]:
         parts = []
         for part in drawn:
             none, errors = np.zeros(len(part.rows)), zip(part.errors, factors, strict=True)
-            each = [none if e is None else self._weighed(_apart(e, part.rows, c), part.given) for e, c in errors]
+            each = [none if e is None else self._weighed(_apart(e, part.rows, c), part.importance) for e, c in errors]
             parts.append(np.stack(each, 1))
-        found, total = np.concatenate(parts), drawn[0].total
-        return found * (total / len(found)), max(0.0, 1.0 - len(found) / total)
+        squares, total = np.concatenate(parts), drawn[0].total
+        return squares * (total / len(squares)), max(0.0, 1.0 - len(squares) / total)
 
-    def _weighed(self, errors: torch.Tensor, given: Any) -> np.ndarray:
-        plain = errors.square().sum(1) if given is None else self.quantiser.weigh(errors, given)
+    def _weighed(self, errors: torch.Tensor, importance: Any) -> np.ndarray:
+        plain = errors.square().sum(1) if importance is None else self.quantiser.weigh(errors, importance)
         return np.asarray(plain.double().cpu().numpy())
 
     def _chosen(self, name: str, sizes: Sequence[int]) -> tuple[list[np.ndarray], int]:
@@ -283,7 +287,7 @@ class _Rows:
 
     rows: torch.Tensor
     errors: list[torch.Tensor | None]
-    given: Any
+    importance: Any
     total: int
 
 

@@ -48,25 +48,25 @@ def experts_of(model: nn.Module, names: Sequence[str]) -> dict[str, tuple[Part, 
 
     They are found by saving a few numbers in the place of the weights, which say where they come from.
     """
-    found, held, start = dict[str, list[Part]](), dict[str, torch.Tensor](), 0
+    parts_by_stack, numbered, start = dict[str, list[Part]](), dict[str, torch.Tensor](), 0
     first: list[tuple[int, str]] = []
     for name in stacks(names):
         owner, parameter = weight_of(model, name)
         if not transposed(owner):
             numbers = torch.arange(start, start + len(parameter) * _ROWS, dtype=torch.float64)
-            held[name] = numbers.reshape(len(parameter), _ROWS, 1)
+            numbered[name] = numbers.reshape(len(parameter), _ROWS, 1)
             first.append((start, name))
             start += numbers.numel()
-    for saved, numbers in as_saved(model, held).items():
+    for saved, numbers in as_saved(model, numbered).items():
         low, rows = int(numbers.flatten()[0]), len(numbers)
         begin, name = max(f for f in first if f[0] <= low)
         copy, row = divmod(low - begin, _ROWS)
         whole = numbers.shape == (rows, 1) and numbers.flatten().tolist() == list(range(low, low + rows))
         if whole and row + rows <= _ROWS and row % rows == 0 and _EXPERT.fullmatch(saved.removesuffix(".weight")):
             part = Part(name=saved.removesuffix(".weight"), copy=copy, run=row // rows, runs=_ROWS // rows)
-            found.setdefault(name, []).append(part)
-    complete = {n: sum(1 / p.runs for p in parts) == len(held[n]) for n, parts in found.items()}
-    return {n: tuple(sorted(found[n], key=lambda p: (p.copy, p.run))) for n in names if complete.get(n)}
+            parts_by_stack.setdefault(name, []).append(part)
+    complete = {n: sum(1 / p.runs for p in parts) == len(numbered[n]) for n, parts in parts_by_stack.items()}
+    return {n: tuple(sorted(parts_by_stack[n], key=lambda p: (p.copy, p.run))) for n in names if complete.get(n)}
 
 
 def names_of(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
@@ -85,12 +85,12 @@ def tensor_names(model: nn.Module, dimensions: Mapping[str, int]) -> dict[str, s
         model: Any transformers model.
         dimensions: How many each tensor has, by its name in the model.
     """
-    names, found = list(dimensions), dict[int, list[str]]()
-    held = {name: torch.full((_ROWS,) * dimensions[name], i, dtype=torch.float64) for i, name in enumerate(names)}
-    for saved, numbers in as_saved(model, held).items():
+    names, saved_by_number = list(dimensions), dict[int, list[str]]()
+    numbered = {name: torch.full((_ROWS,) * dimensions[name], i, dtype=torch.float64) for i, name in enumerate(names)}
+    for saved, numbers in as_saved(model, numbered).items():
         if numbers.numel() == _ROWS**numbers.ndim and bool((numbers == numbers.flatten()[0]).all()):
-            found.setdefault(int(numbers.flatten()[0]), []).append(saved)
-    return {names[i]: saved[0] for i, saved in found.items() if len(saved) == 1}
+            saved_by_number.setdefault(int(numbers.flatten()[0]), []).append(saved)
+    return {names[i]: saved[0] for i, saved in saved_by_number.items() if len(saved) == 1}
 
 
 def pattern(module: str) -> str:
@@ -109,11 +109,11 @@ def as_saved(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, t
     """Return tensors under the names, and in the shapes, that transformers saves them with."""
     from safetensors.torch import load_file
 
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     with tempfile.TemporaryDirectory(prefix="layerbudget-") as folder:
         if state:
             with silent():  # a bar for every piece
                 pretrained(model).save_pretrained(folder, state_dict=dict(state))
         for file in sorted(Path(folder).glob("*.safetensors")):
-            found |= load_file(file)
-    return found
+            tensors |= load_file(file)
+    return tensors

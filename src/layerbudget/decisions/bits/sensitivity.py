@@ -91,18 +91,18 @@ def rounding_damage(
         way: dict[str, Any] = {"family": table.family, "rows": rows, "seed": seed, "whole": whole}
         errors = RoundingErrors(model, data, quantiser, blocks, table.formats, has, **way)
         units = {m.name: k for k, b in enumerate(blocks) for m in b.modules}
-        own: dict[str, Any] = {"draws": draws, "seed": seed, "batch_size": batch_size, "progress": progress}
+        options: dict[str, Any] = {"draws": draws, "seed": seed, "batch_size": batch_size, "progress": progress}
         shape = len(blocks), errors.levels
-        judges, own["watched"], counts = np.arange(data.samples), None, answers(model, data)
+        judges, options["watched"], counts = np.arange(data.samples), None, answers(model, data)
         if quantiser.statistic == "gram" and (counts > 0).sum() > 1:
             dealt = deal(counts, 2)
             shown = data.select(torch.from_numpy(np.flatnonzero(dealt == 0)))
-            judges, own["draws"], own["watched"] = np.flatnonzero(dealt == 1), 2 * draws, shown
+            judges, options["draws"], options["watched"] = np.flatnonzero(dealt == 1), 2 * draws, shown
         some = data.select(torch.from_numpy(judges))
-        terms = quadratic_terms(model, some, units, errors.of, shape, listen=errors.listen, watch=errors, **own)
+        terms = quadratic_terms(model, some, units, errors.of, shape, listen=errors.listen, watch=errors, **options)
         damage, error, rest = table.damage.copy(), table.error.copy(), np.zeros((*table.damage.shape, data.samples))
-        found, spread, apart, kept = _damages(errors, table, decided, terms)
-        damage[decided] = np.where(has, found, np.inf)
+        decided_damage, spread, apart, kept = _damages(errors, table, decided, terms)
+        damage[decided] = np.where(has, decided_damage, np.inf)
         error[decided] = np.where(has, spread, 0.0)
         rest[np.ix_(np.array(decided), np.arange(len(table.formats)), judges)] = np.where(has[..., None], apart, 0.0)
         table = dataclasses.replace(table, damage=damage, error=error, rest=rest)
@@ -253,10 +253,10 @@ class DenseOutput:
     def _targets(self, batch: Batch, compared: torch.Tensor) -> torch.Tensor:
         """The token that every position predicts, ``(B, T)``; -100 for none."""
         mask = batch.kwargs.get("attention_mask", torch.ones_like(batch.kwargs["input_ids"])).bool()
-        found = next_tokens(batch.kwargs["input_ids"], mask)
+        targets = next_tokens(batch.kwargs["input_ids"], mask)
         if self.labelled:
-            found = found.masked_fill(~compared[:, :-1], IGNORE)
-        return nn.functional.pad(found, (0, 1), value=IGNORE)
+            targets = targets.masked_fill(~compared[:, :-1], IGNORE)
+        return nn.functional.pad(targets, (0, 1), value=IGNORE)
 
     def rows_of(
         self,
@@ -264,13 +264,13 @@ class DenseOutput:
         formats: Mapping[str, str],
         data: CalibrationSet | None = None,
         method: str = "rtn",
-        **own: Any,
+        **options: Any,
     ) -> np.ndarray:
         """See :meth:`rows`, of the dense model with some matrices in formats; it is afterwards as it was.
 
         Options are those of the method.
         """
-        return self.rows_within(model, formats, [contextlib.nullcontext], data, method, **own)[0]
+        return self.rows_within(model, formats, [contextlib.nullcontext], data, method, **options)[0]
 
     def rows_within(
         self,
@@ -279,28 +279,28 @@ class DenseOutput:
         contexts: Sequence[_Context],
         data: CalibrationSet | None = None,
         method: str = "rtn",
-        **own: Any,
+        **options: Any,
     ) -> list[np.ndarray]:
         """See :meth:`rows_of`; the matrices are rounded once, and the text is run within each of some contexts.
 
         The text goes through every layer of a streamed model when that is rounded, so that no more than one layer is held.
         """
-        key = method, repr(own), None if data is None else data.digest
-        own |= {"method": method, "batch_size": self.batch_size, "progress": self.progress}
-        own["shared"] = self._shared.setdefault(key, Shared())
+        key = method, repr(options), None if data is None else data.digest
+        options |= {"method": method, "batch_size": self.batch_size, "progress": self.progress}
+        options["shared"] = self._shared.setdefault(key, Shared())
         give_back()
         if mapped(model) is not None:
-            return self._streamed(model, formats, contexts, data, own)
-        held = Originals(model, [Block(name="all", modules=tuple(modules_by_name(model, formats).values()))])
-        found = []
+            return self._streamed(model, formats, contexts, data, options)
+        originals = Originals(model, [Block(name="all", modules=tuple(modules_by_name(model, formats).values()))])
+        rows = []
         try:
-            round_matrices(model, formats, data, **own)
+            round_matrices(model, formats, data, **options)
             for each in contexts:
                 with each():
-                    found.append(self.rows(model))
+                    rows.append(self.rows(model))
         finally:
-            held.restore()
-        return found
+            originals.restore()
+        return rows
 
     def _streamed(
         self,
@@ -308,10 +308,10 @@ class DenseOutput:
         formats: Mapping[str, str],
         contexts: Sequence[_Context],
         data: CalibrationSet | None,
-        own: Mapping[str, Any],
+        options: Mapping[str, Any],
     ) -> list[np.ndarray]:
         """See :meth:`rows_within`."""
-        replay, found = Replay(model), list[np.ndarray]()
+        replay, rows = Replay(model), list[np.ndarray]()
         count = len(replay.layers)
 
         def follow(index: int) -> None:
@@ -327,8 +327,8 @@ class DenseOutput:
                         states.put((c, j), replay.run(batch.kwargs))
             for c in range(len(contexts)) if index == count - 1 else ():
                 places = {id(batch): (c, j) for j, batch in enumerate(self.runs)}
-                found.append(self._rows(lambda batch, at=places: self._head(replay, batch, states.get(at[id(batch)]))))  # type: ignore[misc]
+                rows.append(self._rows(lambda batch, at=places: self._head(replay, batch, states.get(at[id(batch)]))))  # type: ignore[misc]
 
         with inference(model), contextlib.closing(Store(room_for(model, self.runs, len(contexts)))) as states:
-            round_matrices(model, formats, data, follow=follow, **own)
-        return found
+            round_matrices(model, formats, data, follow=follow, **options)
+        return rows

@@ -58,8 +58,8 @@ def _mix_cells(row: Mapping[str, Any]) -> tuple[str, str, str]:
 
 def _reference(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """The row of the mix that most people take, where it was measured, else of the largest one."""
-    own = [r for r in rows if r["mix"] is not None]
-    return next((r for r in own if r["mix"] == "Q4_K_M"), own[-1] if own else None)
+    mix_rows = [r for r in rows if r["mix"] is not None]
+    return next((r for r in mix_rows if r["mix"] == "Q4_K_M"), mix_rows[-1] if mix_rows else None)
 
 
 def _enough(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:

@@ -112,14 +112,14 @@ def kept(model: nn.Module) -> list[Kept]:
     """
     if head_of(model) != "causal":
         raise _none(model)
-    found: list[Kept] = []
+    kept_states: list[Kept] = []
     names = [name for name, _ in layers(model)]
     windows: dict[int, int | None] = {}
 
     def listen(layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         for part, x in enumerate((keys, values)):
             name, window = names[min(layer, len(names) - 1)], windows.get(layer)
-            found.append(Kept(layer=layer, name=name, part=part, heads=x.shape[1], channels=x.shape[3], window=window))
+            kept_states.append(Kept(layer=layer, name=name, part=part, heads=x.shape[1], channels=x.shape[3], window=window))
         return keys, values
 
     try:
@@ -129,9 +129,9 @@ def kept(model: nn.Module) -> list[Kept]:
             model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device))
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise _none(model) from error
-    if not found:
+    if not kept_states:
         raise _none(model)
-    return found
+    return kept_states
 
 
 def _none(model: nn.Module) -> InvalidInput:

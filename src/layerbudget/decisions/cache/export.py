@@ -41,16 +41,18 @@ def vllm_options(plan: Plan) -> str:
 
 def modelopt_cache(plan: Plan) -> str:
     """Return ModelOpt's ``kv_cache_quantized_layers`` as JSON: the attention modules whose cache has 8 bits."""
-    held = {f"{b.name}.self_attn": {"quant_algo": "FP8"} for b in _blocks(plan, "vllm") if _format(plan, b.modules[0]) == "fp8"}
-    record = {"kv_cache_quant_algo": "MIXED_PRECISION", "kv_cache_quantized_layers": held, "kv_cache_schema_version": 1}
+    modules = {
+        f"{b.name}.self_attn": {"quant_algo": "FP8"} for b in _blocks(plan, "vllm") if _format(plan, b.modules[0]) == "fp8"
+    }
+    record = {"kv_cache_quant_algo": "MIXED_PRECISION", "kv_cache_quantized_layers": modules, "kv_cache_schema_version": 1}
     return json.dumps({"quantization": record}, indent=1) + "\n"
 
 
 def llama_cache(plan: Plan) -> str:
     """Return llama.cpp's options of the context, of sequences at a time, and of the types of keys and of values."""
-    found = {b.name: _format(plan, b.modules[0]).lower() for b in _blocks(plan, "llama.cpp")}
+    formats = {b.name: _format(plan, b.modules[0]).lower() for b in _blocks(plan, "llama.cpp")}
     payload = payload_of(plan, CachePayload)
-    types = f"--cache-type-k {found['keys']} --cache-type-v {found['values']} --flash-attn on"
+    types = f"--cache-type-k {formats['keys']} --cache-type-v {formats['values']} --flash-attn on"
     return f"{types} --ctx-size {payload.context * payload.batch} --parallel {payload.batch}\n"
 
 

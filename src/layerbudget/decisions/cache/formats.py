@@ -143,8 +143,8 @@ class CacheRuntime:
         plain = {price[n] for n in self.names if not _group(n, 0)}
         finer = [n for n in self.names if not _group(n, 0) or (_group(n, 0) < size and price[n] not in plain)]
         wanted = finer if names is None else [*names, self.names[-1]]
-        found = [_format(name, size) for name in self.names if name in wanted]
-        for form in found:
+        chosen = [_format(name, size) for name in self.names if name in wanted]
+        for form in chosen:
             short = [w for w in widths if w % form.group]
             if short:
                 whole = f"plan in 16 bits (--formats {self.names[-1]}; plan memory: --cache {self.names[-1]})"
@@ -156,7 +156,7 @@ class CacheRuntime:
                     f"{ways[0].upper()}{ways[1:]}.",
                 )
         rotated = self.name == "llama.cpp" and (rotates() if rotated is None else rotated)
-        return [dataclasses.replace(f, rotated=rotated and not f.plain) for f in found]
+        return [dataclasses.replace(f, rotated=rotated and not f.plain) for f in chosen]
 
 
 def _group(name: str, group: int) -> int:

@@ -133,21 +133,21 @@ class PackedLayer(HQQQuantizedLayer):
     def _change(self, change: Change, packed: bool = True, newest: bool = True) -> None:
         """Change what is kept of sequences and tokens, ``(B, heads, T, ...)``: of the packed tokens, and of the newest."""
         if self.is_initialized and packed:
-            held = (self._quantized_keys, self._quantized_values)
+            packed_states = (self._quantized_keys, self._quantized_values)
             self._quantized_keys, self._quantized_values = (
-                change(each) if isinstance(each, torch.Tensor) else each.changed(change) for each in held
+                change(each) if isinstance(each, torch.Tensor) else each.changed(change) for each in packed_states
             )
         if self.is_initialized and newest and self.keys.numel():
             self.keys, self.values = change(self.keys), change(self.values)
 
     def stored_bytes(self) -> int:
         """Return the bytes of packed numbers, steps and minima; the newest tokens are not among them."""
-        held = (each for q in (self._quantized_keys, self._quantized_values) for each in _tensors(q))
-        return sum(t.numel() * t.element_size() for t in held)
+        tensors = (each for q in (self._quantized_keys, self._quantized_values) for each in _tensors(q))
+        return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _tensors(held: Any) -> list[torch.Tensor]:
-    return [held] if isinstance(held, torch.Tensor) else held.tensors
+def _tensors(packed: Any) -> list[torch.Tensor]:
+    return [packed] if isinstance(packed, torch.Tensor) else packed.tensors
 
 
 def packed_layers(layers: list[Any], formats: Mapping[int, tuple[CacheFormat, CacheFormat]], residual: int = 128) -> list[Any]:

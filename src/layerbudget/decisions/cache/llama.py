@@ -35,8 +35,8 @@ def rotates() -> bool:
 
 @functools.cache
 def _able() -> bool:
-    found = importlib.util.find_spec("xllamacpp")
-    files = sorted(Path(found.origin).parent.glob("*.so")) if found is not None and found.origin else []
+    spec = importlib.util.find_spec("xllamacpp")
+    files = sorted(Path(spec.origin).parent.glob("*.so")) if spec is not None and spec.origin else []
     if not files:
         return True
     with files[0].open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

@@ -53,12 +53,12 @@ def cache_space(
     if runtime != "transformers" and getattr(config, "kv_lora_rank", None):
         what = f"{runtime} keeps one latent vector per token of this model, transformers its keys and values."
         raise InvalidInput(what, "", "Plan for transformers (--runtime transformers).")
-    held = kept(model)
+    kept_states = kept(model)
     if runtime == "llama.cpp" and not computes_windows(text):
-        held = [dataclasses.replace(k, window=None) for k in held]
+        kept_states = [dataclasses.replace(k, window=None) for k in kept_states]
     if runtime == "llama.cpp" and (known := ARCHITECTURES.get(text.model_type)) and known.permuted:
-        held = [dataclasses.replace(k, interleaved=True) for k in held]
-    return CacheSpace.of(held, context, batch, runtime, formats, group)
+        kept_states = [dataclasses.replace(k, interleaved=True) for k in kept_states]
+    return CacheSpace.of(kept_states, context, batch, runtime, formats, group)
 
 
 def check_context(context: int, batch: int, longest: int | None) -> None:
@@ -122,22 +122,22 @@ def plan_cache(
     limit = limits.bytes(space.table())
     damage, rest, passes = cache_damage(model, data, space, draws, seed, batch_size, progress)
     table = space.table(damage, rest)
-    found = FormatDecision.of(table, limit, {name: BASELINES[name](table, limit) for name in RULES[1:]})
-    record, taken = _checked(model, space, found, rule, check, batch_size, progress)
-    chosen = found.choices[taken]
+    decision = FormatDecision.of(table, limit, {name: BASELINES[name](table, limit) for name in RULES[1:]})
+    record, taken = _checked(model, space, decision, rule, check, batch_size, progress)
+    chosen = decision.choices[taken]
     return Plan(
         kind="cache",
         rule=taken,
         model=describe(model),
         blocks=plan_blocks(table, chosen),
         hyperparameters={"bits": bits, "budget": budget, "rule": rule, "draws": draws, "seed": seed, "formats": formats},
-        budget={"unit": "bytes", "limit": limit, "spent": found.totals[taken]["spent"]},
-        certificate=found.certificate(taken),
+        budget={"unit": "bytes", "limit": limit, "spent": decision.totals[taken]["spent"]},
+        certificate=decision.certificate(taken),
         payload=CachePayload(
             formats=table.formats_of(chosen),
             passes=passes,
             **space.terms(group),
-            **found.record(taken),
+            **decision.record(taken),
             **record,
         ),
     )
@@ -146,7 +146,7 @@ def plan_cache(
 def _checked(
     model: nn.Module,
     space: CacheSpace,
-    found: FormatDecision,
+    decision: FormatDecision,
     rule: str,
     check: CalibrationSet | None,
     batch_size: int,
@@ -156,13 +156,13 @@ def _checked(
     if check is None:
         return {}, rule
     dense, measured = DenseOutput(model, check, batch_size, progress), dict[bytes, np.ndarray]()
-    for chosen in found.choices.values():
+    for chosen in decision.choices.values():
         if chosen.tobytes() not in measured:
-            say(progress, f"the check: plan {len(measured) + 1} of {len(found.choices)} at most")
+            say(progress, f"the check: plan {len(measured) + 1} of {len(decision.choices)} at most")
             with caching(model, rounding(space.by_layer(chosen))):
                 measured[chosen.tobytes()] = dense.rows(model)
-    rows = {n: measured[c.tobytes()] for n, c in found.choices.items()}
-    spent = {n: t["spent"] for n, t in found.totals.items()}
-    same = [n for n, c in found.choices.items() if np.array_equal(c, found.choices[rule])]
+    rows = {n: measured[c.tobytes()] for n, c in decision.choices.items()}
+    spent = {n: t["spent"] for n, t in decision.totals.items()}
+    same = [n for n, c in decision.choices.items() if np.array_equal(c, decision.choices[rule])]
     record = check_record(dense, rule, rows, spent, same)
     return {"check": record, "asked": rule}, record.taken

@@ -26,11 +26,11 @@ from .space import CacheSpace
 def _gradients(
     model: nn.Module,
     batch: Batch,
-    held: MutableMapping[Any, torch.Tensor],
+    run_states: MutableMapping[Any, torch.Tensor],
     losses: Sequence[SampledLoss],
     pieces: Sequence[tuple[Batch, slice]],
 ) -> list[tuple[torch.Tensor, ...]]:
-    """Run a batch, and return the gradients of every loss at what is ``held`` of the run then; logits come in ``pieces``."""
+    """Run a batch, and return the gradients of every loss at what ``run_states`` holds then; logits come in ``pieces``."""
     ends: Iterator[torch.Tensor]
     at: list[torch.Tensor] | list[None] = [None] * len(losses)
     if len(pieces) < 2:
@@ -39,7 +39,7 @@ def _gradients(
     else:
         replay = Replay(model)
         replay.probe(batch.kwargs)
-        held.clear()
+        run_states.clear()
         with replay.end(len(replay.layers) - 1):
             hidden = replay.run(batch.kwargs)
         ends, at = itertools.repeat(hidden), [torch.zeros_like(hidden) for _ in losses]
@@ -47,12 +47,12 @@ def _gradients(
             part = hidden[:, places].detach().requires_grad_(True)
             with replay.begin(len(replay.layers), part):
                 logits = logits_of(model, piece)
-            for own, loss in zip(at, losses, strict=True):
-                (own[:, places],) = torch.autograd.grad(loss(logits, piece), part, retain_graph=loss is not losses[-1])
-    tensors = list(held.values())
+            for end_gradient, loss in zip(at, losses, strict=True):
+                (end_gradient[:, places],) = torch.autograd.grad(loss(logits, piece), part, retain_graph=loss is not losses[-1])
+    tensors = list(run_states.values())
     return [
-        torch.autograd.grad(end, tensors, own, retain_graph=i < len(losses) - 1, allow_unused=True)
-        for i, (end, own) in enumerate(zip(ends, at, strict=False))
+        torch.autograd.grad(end, tensors, end_gradient, retain_graph=i < len(losses) - 1, allow_unused=True)
+        for i, (end, end_gradient) in enumerate(zip(ends, at, strict=False))
     ]
 
 
@@ -75,23 +75,23 @@ def cache_damage(
         return rows[..., 0], rows, 0.0
     norm, counts = np.zeros(rows.shape[:2]), np.zeros(data.samples)
     tick = Steps(progress, data.samples, "gradients of keys and values")
-    held: dict[tuple[int, int], torch.Tensor] = {}
+    run_states: dict[tuple[int, int], torch.Tensor] = {}
 
     def listen(layer: int, *states: torch.Tensor) -> Any:
         for part, x in enumerate(states):
-            held[layer, part] = x if x.requires_grad else x.requires_grad_(True)
+            run_states[layer, part] = x if x.requires_grad else x.requires_grad_(True)
         return states
 
     with prepared(model):
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         for batch in unlabelled(model, data, batch_size):
-            held.clear()
+            run_states.clear()
             losses, pieces = [SampledLoss(1009 * seed + draw) for draw in range(draws)], list(pieces_of(model, batch))
             pieces = [] if len(pieces) > 1 and unwalkable(model, (), [batch]) else pieces
             with caching(model, listen):
-                gradients = _gradients(model, batch, held, losses, pieces)
-            places, tensors = list(held), list(held.values())
+                gradients = _gradients(model, batch, run_states, losses, pieces)
+            places, tensors = list(run_states), list(run_states.values())
             along = torch.zeros(draws, len(space.members), len(space.formats), batch.size, dtype=torch.float64)
             for n, place in enumerate(places):
                 x, i = tensors[n].detach(), where[place]

@@ -29,7 +29,7 @@ class CacheSpace:
     @classmethod
     def of(
         cls,
-        held: Sequence[Kept],
+        kept_states: Sequence[Kept],
         context: int,
         batch: int = 1,
         runtime: str = "transformers",
@@ -39,7 +39,7 @@ class CacheSpace:
     ) -> CacheSpace:
         """Return what may be decided about what a model keeps; arguments as of :func:`~.plan.plan_cache`."""
         target, groups = find_cache(runtime), dict[str, list[Kept]]()
-        for k in held:
+        for k in kept_states:
             layer, part = k.name if target.layers else "", PARTS[k.part] if target.parts else ""
             groups.setdefault(".".join(filter(None, (layer, part))), []).append(k)
 
@@ -50,15 +50,15 @@ class CacheSpace:
         if (numel := sum(b.numel for b in blocks)) > LARGEST:
             what = f"A cache of {batch:,} sequences of {context:,} tokens has {numel:,} numbers, too many to be counted."
             raise InvalidInput(what, f"At most {LARGEST:,} are.", "Give a smaller batch or context.")
-        chosen = target.formats(sorted({k.channels for k in held}), formats, group, rotated)
-        chosen = [dataclasses.replace(f, interleaved=any(k.interleaved for k in held)) for f in chosen]
+        chosen = target.formats(sorted({k.channels for k in kept_states}), formats, group, rotated)
+        chosen = [dataclasses.replace(f, interleaved=any(k.interleaved for k in kept_states)) for f in chosen]
         return cls(runtime=target, formats=chosen, members=list(groups.values()), blocks=blocks, context=context, batch=batch)
 
     def at(self, context: int, batch: int) -> CacheSpace:
         """Return the same decisions at another context."""
-        held = [k for each in self.members for k in each]
+        kept_states = [k for each in self.members for k in each]
         names = [f.name for f in self.formats]
-        return CacheSpace.of(held, context, batch, self.runtime.name, names, self._group(), self.rotated)
+        return CacheSpace.of(kept_states, context, batch, self.runtime.name, names, self._group(), self.rotated)
 
     def table(self, damage: np.ndarray | None = None, rest: np.ndarray | None = None) -> Table:
         """Return bytes and damages of every block in every format; without damages they are zero."""
@@ -84,8 +84,8 @@ class CacheSpace:
 
     def by_layer(self, chosen: np.ndarray) -> dict[int, tuple[CacheFormat, CacheFormat]]:
         """Return the formats of keys and values of every layer of a choice, ``(K,)``."""
-        found = {(k.layer, k.part): self.formats[j] for each, j in zip(self.members, chosen, strict=True) for k in each}
-        return {layer: (found[layer, 0], found[layer, 1]) for layer, part in found if part == 0}
+        formats = {(k.layer, k.part): self.formats[j] for each, j in zip(self.members, chosen, strict=True) for k in each}
+        return {layer: (formats[layer, 0], formats[layer, 1]) for layer, part in formats if part == 0}
 
     @property
     def rotated(self) -> bool:
@@ -94,14 +94,16 @@ class CacheSpace:
 
     def terms(self, group: int | None) -> dict[str, Any]:
         """Return what a plan says of it; ``rotated`` and ``interleaved`` are of llama.cpp alone."""
-        own = {"rotated": self.rotated, "interleaved": self.formats[0].interleaved} if self.runtime.name == "llama.cpp" else {}
-        return {"runtime": self.runtime.name, "context": self.context, "batch": self.batch, "group": group, **own}
+        llama_terms = (
+            {"rotated": self.rotated, "interleaved": self.formats[0].interleaved} if self.runtime.name == "llama.cpp" else {}
+        )
+        return {"runtime": self.runtime.name, "context": self.context, "batch": self.batch, "group": group, **llama_terms}
 
     def record(self) -> dict[str, Any]:
         """Return what a score record holds of it, for other contexts."""
-        held = [dataclasses.asdict(k) for each in self.members for k in each]
-        own = {"runtime": self.runtime.name, "formats": [f.name for f in self.formats], "group": self._group()}
-        return {**own, "rotated": self.rotated, "kept": held}
+        kept_states = [dataclasses.asdict(k) for each in self.members for k in each]
+        options = {"runtime": self.runtime.name, "formats": [f.name for f in self.formats], "group": self._group()}
+        return {**options, "rotated": self.rotated, "kept": kept_states}
 
     def _group(self) -> int | None:
         """Channels of a group of formats whose names do not say it."""
@@ -110,5 +112,5 @@ class CacheSpace:
     @classmethod
     def read(cls, record: Mapping[str, Any], context: int, batch: int) -> CacheSpace:
         """Return the space of a record at a context."""
-        own = {**{k: record[k] for k in ("runtime", "formats", "group")}, "rotated": record.get("rotated", False)}
-        return cls.of([Kept(**k) for k in record["kept"]], context, batch, **own)
+        options = {**{k: record[k] for k in ("runtime", "formats", "group")}, "rotated": record.get("rotated", False)}
+        return cls.of([Kept(**k) for k in record["kept"]], context, batch, **options)

@@ -54,9 +54,9 @@ def _by_damage(session: Session) -> Plan:
     options = {**request.given(*_MEASURED), **request.terms, "runtime": runtime, "rule": request.rule}
     with session.progress("measuring formats") as progress:
         options |= {"tokenizer": tokenizer, "batch_size": session.batch(model, data), "progress": progress}
-        found = plan_memory(model, data, check, overwrite=request.overwrite, **options)
-    session.facts["no file"] = request.unwritten == "plan" and bits.has_no_file(model, parts_of(found)["bits"])
-    return found
+        result = plan_memory(model, data, check, overwrite=request.overwrite, **options)
+    session.facts["no file"] = request.unwritten == "plan" and bits.has_no_file(model, parts_of(result)["bits"])
+    return result
 
 
 def show_curve(session: Session, plan: Plan) -> None:
@@ -83,7 +83,7 @@ def write(session: Session, plan: Plan) -> dict[str, Any]:
     types = ""
     if plan.payload.runtime == "llama.cpp":
         types = llama_cache(parts["cache"]).partition(" --ctx-size")[0]
-    result = bits.write(session, plan, parts["bits"], beside=files_of(parts["cache"]), cache=types)
+    result = bits.write(session, plan, parts["bits"], text_files=files_of(parts["cache"]), cache=types)
     if request.model.endswith(".gguf"):
         session.say(f"The cache: layerbudget export {shlex.quote(request.plan)} --to llama-cache")
     return result

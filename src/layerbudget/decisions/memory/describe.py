@@ -60,13 +60,13 @@ def summary_of(plan: Plan) -> Summary:
 def _on_parts(plan: Plan, payload: MemoryPayload) -> list[str]:
     """A sentence on what each part got."""
     weights, cache = payload.parts["weights"], payload.parts["cache"]
-    beside = ", ".join(
+    others = ", ".join(
         f"{part['bytes']:,.0f} {name}" for name, part in payload.parts.items() if name not in ("weights", "cache")
     )
     return [
         f"For {payload.runtime} at {payload.context} tokens x {payload.batch}: weights {weights['bytes']:,.0f} bytes "
         f"({weights['bits']:.3f} bits per weight, {weights['predicted']:.4g} nats per token), cache {cache['bytes']:,.0f} "
-        f"bytes ({cache['bits']:.3f} bits per number, {cache['predicted']:.4g} nats), {beside}."
+        f"bytes ({cache['bits']:.3f} bits per number, {cache['predicted']:.4g} nats), {others}."
         f"{_on_utilization(plan, payload)}"
     ]
 

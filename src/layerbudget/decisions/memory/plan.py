@@ -112,8 +112,8 @@ def plan_memory(
         InvalidInput: A model without a cache, or a context beyond the model's.
     """
     wanted: dict[str, Any] = {"memory": memory, "context": context, "batch": batch, "cache": cache}
-    held = source.extra.get("cache") if isinstance(source, Scores) else None
-    share = share_of(str(held["runtime"]) if isinstance(held, Mapping) else runtime or "llama.cpp", utilization)
+    cache_record = source.extra.get("cache") if isinstance(source, Scores) else None
+    share = share_of(str(cache_record["runtime"]) if isinstance(cache_record, Mapping) else runtime or "llama.cpp", utilization)
     terms = Terms(**wanted, forbid=forbid, keep=keep or {}, utilization=share)
     terms.check(rule)
     if isinstance(source, Scores):
@@ -148,8 +148,8 @@ def plan_memory(
     scores = Scores.from_dict(to_jsonable(scores.to_dict()))  # as it is read from a file
     if save_scores is not None:
         scores.save(save_scores, overwrite=overwrite)
-    found = Fitted.of(scores, terms)
-    return found.plan(rule) if check is None else _checked(source, found, rule, data, check, batch_size, parts, progress)
+    fitted = Fitted.of(scores, terms)
+    return fitted.plan(rule) if check is None else _checked(source, fitted, rule, data, check, batch_size, parts, progress)
 
 
 def share_of(runtime: str, utilization: float | None) -> float:
@@ -158,10 +158,10 @@ def share_of(runtime: str, utilization: float | None) -> float:
     Raises:
         InvalidInput: A share that is none, or one of a runtime that takes all.
     """
-    own = find_cache(runtime).share
+    share = find_cache(runtime).share
     if utilization is None:
-        return own
-    if own == 1.0:
+        return share
+    if share == 1.0:
         raise InvalidInput(f"utilization has no meaning for {runtime}.", "It is vLLM's.", "Leave it out, or lower the memory.")
     if not 0.0 < utilization <= 1.0:
         raise InvalidInput(f"utilization is {utilization}.", "It is above 0 and at most 1.", "Use 0.9.")
@@ -218,7 +218,7 @@ def _other_formats(model: nn.Module, terms: Terms, tokenizer: Any, options: Mapp
 
 def _checked(
     model: nn.Module,
-    found: Fitted,
+    fitted: Fitted,
     rule: str,
     data: CalibrationSet,
     check: CalibrationSet,
@@ -227,49 +227,49 @@ def _checked(
     progress: Progress | None,
 ) -> Plan:
     """The plan of a rule with the check of all on held-out tokens, or the one that beat it, which then says so."""
-    found.pick(rule)
+    fitted.pick(rule)
     dense = DenseOutput(model, check, batch_size, progress)
 
     def measured(picks: Mapping[str, Pick]) -> dict[str, np.ndarray]:
         """Rows of some choices."""
 
         def measure() -> Any:
-            rows = joint_rows(model, dense, picks, data, found.scores.extra["formats"].get("imatrix"))
+            rows = joint_rows(model, dense, picks, data, fitted.scores.extra["formats"].get("imatrix"))
             return {name: each.tolist() for name, each in rows.items()}
 
         kept = parts.json(f"check-{digest({n: p.key for n, p in picks.items()})}", measure)
         return {name: np.array(each, dtype=np.float64) for name, each in kept.items()}
 
-    found, rows = settled(found, measured)
-    asked, picks = found.pick(rule), found.picks
+    fitted, rows = settled(fitted, measured)
+    asked, picks = fitted.pick(rule), fitted.picks
     spent = {n: p.spent for n, p in picks.items()}
     same = [n for n, p in picks.items() if p.same(asked)]
     record = check_record(dense, rule, rows, spent, same)
-    return found.plan(record.taken).with_payload(check=record, asked=rule)
+    return fitted.plan(record.taken).with_payload(check=record, asked=rule)
 
 
 def settled(
-    found: Fitted, measured: Callable[[Mapping[str, Pick]], dict[str, np.ndarray]]
+    fitted: Fitted, measured: Callable[[Mapping[str, Pick]], dict[str, np.ndarray]]
 ) -> tuple[Fitted, dict[str, np.ndarray]]:
     """Return a decision whose plans were measured as a whole, and the rows of the plan of every rule.
 
     Where the program's plan loses more than ``TRUSTED`` times what was predicted, sums of damages do not tell which plan of
     a rule is best. There several plans of each rule are measured, and the best one stands for it.
     """
-    rows = measured(found.picks)
+    rows = measured(fitted.picks)
 
     def kl(each: np.ndarray) -> float:
         return per_token(each[:, 0], each[:, 1])[0]
 
-    if kl(rows["exact"]) <= TRUSTED * found.picks["exact"].totals["predicted"]:
-        return found, rows
-    further = {f"{rule}, {pick.name}": (rule, pick) for rule, picks in found.near.items() for pick in picks}
-    picks = dict(found.picks)
+    if kl(rows["exact"]) <= TRUSTED * fitted.picks["exact"].totals["predicted"]:
+        return fitted, rows
+    further = {f"{rule}, {pick.name}": (rule, pick) for rule, picks in fitted.near.items() for pick in picks}
+    picks = dict(fitted.picks)
     for name, each in measured({name: pick for name, (_, pick) in further.items()}).items() if further else ():
         rule, pick = further[name]
         if kl(each) < kl(rows[rule]):
             rows[rule], picks[rule] = each, pick
-    return dataclasses.replace(found, picks=picks), rows
+    return dataclasses.replace(fitted, picks=picks), rows
 
 
 def joint_rows(
@@ -283,8 +283,8 @@ def joint_rows(
 
     Weights that several choices share are rounded once.
     """
-    found: dict[str, np.ndarray] = {}
-    text, own = (data, {}) if imatrix is None else (None, {"imatrix": imatrix})
+    rows_by_name: dict[str, np.ndarray] = {}
+    text, options = (data, {}) if imatrix is None else (None, {"imatrix": imatrix})
     by_weights: dict[bytes, list[str]] = {}
     for name, pick in picks.items():
         by_weights.setdefault(pick.fit.apart(pick.chosen)[0].tobytes(), []).append(name)
@@ -293,9 +293,9 @@ def joint_rows(
         fit = picks[names[0]].fit
         weights = fit.weights.formats_of(fit.apart(picks[names[0]].chosen)[0])
         caches = [partial(caching, model, rounding(fit.space.by_layer(fit.apart(picks[n].chosen)[1]))) for n in names]
-        rows = dense.rows_within(model, weights, caches, text, fit.weights.method, **own)
-        found |= dict(zip(names, rows, strict=True))
-    return {n: found[n] for n in picks}
+        rows = dense.rows_within(model, weights, caches, text, fit.weights.method, **options)
+        rows_by_name |= dict(zip(names, rows, strict=True))
+    return {n: rows_by_name[n] for n in picks}
 
 
 def apply_memory(
@@ -329,7 +329,7 @@ def write_memory(
     """
     check_kind(plan.kind, (KIND,), "decides no memory")
     parts = parts_of(plan)
-    return write_bits(model, parts["bits"], out_dir, data, beside=files_of(parts["cache"]), **options)
+    return write_bits(model, parts["bits"], out_dir, data, text_files=files_of(parts["cache"]), **options)
 
 
 def files_of(cache: Plan) -> dict[str, str]:

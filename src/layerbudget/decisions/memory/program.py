@@ -218,53 +218,53 @@ class Fit:
 
     def uniform_caches(self, limit: int) -> dict[str, np.ndarray]:
         """Return the best weights beside one format for the whole cache, by that format, where both fit."""
-        found, k = {}, len(self.cache.blocks)
+        choices, k = {}, len(self.cache.blocks)
         for j in np.flatnonzero(self.cache.has.all(axis=0)):
             left = limit - int(self.cache.size[:, j].sum())
             if left >= self.weights.smallest.sum():
                 best = choose(self.weights.damage, self.weights.size, left)
-                found[self.cache.formats[j]] = self.joined(best.chosen, np.full(k, j))
-        return found
+                choices[self.cache.formats[j]] = self.joined(best.chosen, np.full(k, j))
+        return choices
 
     def mixes(self, limit: int) -> dict[str, np.ndarray]:
         """Return the best cache beside a mix of llama.cpp, or else one format for all weights, by its name, where both fit."""
         w = self.weights
-        own = [(mix, mix_of(w, mix)[1]) for mix in w.llama.mixes] if w.llama is not None else []
+        llama_mixes = [(mix, mix_of(w, mix)[1]) for mix in w.llama.mixes] if w.llama is not None else []
         even = [(n, np.full(len(w.blocks), j)) for j, n in enumerate(w.formats) if w.has[:, j].all()]
-        found = {}
-        for name, chosen in own or even:
+        choices = {}
+        for name, chosen in llama_mixes or even:
             left = limit - (w.totals(chosen)["spent"] if chosen is not None else limit + 1)
             if chosen is not None and left >= self.cache.smallest.sum():
                 best = choose(self.cache.damage, self.cache.size, left)
-                found[name] = self.joined(chosen, best.chosen)
-        return found
+                choices[name] = self.joined(chosen, best.chosen)
+        return choices
 
     def parts(self, chosen: np.ndarray) -> dict[str, dict[str, float]]:
         """Return bytes, nats and mean bits of the weights and of the cache, and the bytes of what is beside."""
-        found: dict[str, dict[str, float]] = {}
-        for name, table, own in zip(("weights", "cache"), (self.weights, self.cache), self.apart(chosen), strict=True):
-            total = table.totals(own)
-            found[name] = {"bytes": total["spent"], "predicted": total["predicted"], "bits": 8 * total["spent"] / table.numel}
-        beside = {"rest of the file": self.weights.beside, "states": self.state, "buffers": self.buffers}
-        return found | {name: {"bytes": size} for name, size in beside.items() if size}
+        shares: dict[str, dict[str, float]] = {}
+        for name, table, part_choice in zip(("weights", "cache"), (self.weights, self.cache), self.apart(chosen), strict=True):
+            total = table.totals(part_choice)
+            shares[name] = {"bytes": total["spent"], "predicted": total["predicted"], "bits": 8 * total["spent"] / table.numel}
+        others = {"rest of the file": self.weights.beside, "states": self.state, "buffers": self.buffers}
+        return shares | {name: {"bytes": size} for name, size in others.items() if size}
 
     def best(self, memory: int) -> Choice:
         """Return the choice of the least damage in a memory."""
-        found = choose(self.table.damage, self.table.size, memory - self.beside)
-        return dataclasses.replace(found, among=" of the planned matrices and the cache")
+        choice = choose(self.table.damage, self.table.size, memory - self.beside)
+        return dataclasses.replace(choice, among=" of the planned matrices and the cache")
 
     def shown(self, chosen: np.ndarray) -> tuple[tuple[Table, np.ndarray], ...]:
         """Return the tables whose blocks a plan has, each with its choice."""
         weights, cache = self.apart(chosen)
         return (self.weights, weights), (self.cache, cache)
 
-    def row(self, found: Choice) -> dict[str, Any]:
+    def row(self, choice: Choice) -> dict[str, Any]:
         """Return a choice in numbers."""
-        own = self.table.totals(found.chosen)
-        row = {"memory": found.budget + self.beside, "predicted": own["predicted"]}
-        row |= {f"{n}_{key}": p[key] for n, p in self.parts(found.chosen).items() for key in ("bytes", "bits") if key in p}
+        totals = self.table.totals(choice.chosen)
+        row = {"memory": choice.budget + self.beside, "predicted": totals["predicted"]}
+        row |= {f"{n}_{key}": p[key] for n, p in self.parts(choice.chosen).items() for key in ("bytes", "bits") if key in p}
         few = len(self.weights.blocks) + len(self.cache.blocks) <= SHOWN
-        return row | ({"values": [v for t, c in self.shown(found.chosen) for v in bits_of(t, c)]} if few else {})
+        return row | ({"values": [v for t, c in self.shown(choice.chosen) for v in bits_of(t, c)]} if few else {})
 
 
 def fit_of(scores: Scores, terms: Terms) -> Fit:
@@ -344,7 +344,7 @@ class Fitted:
 
     Attributes:
         fit, limit: What is decided, and the bytes that its formats may take.
-        found: The program's choice with its certificate.
+        choice: The program's choice with its certificate.
         picks: What every rule decides.
         near: The plans of a rule that come next in predicted damage, the least first.
         caches: Totals of every uniform cache.
@@ -354,7 +354,7 @@ class Fitted:
     terms: Terms
     fit: Fit
     limit: int
-    found: Choice
+    choice: Choice
     picks: Mapping[str, Pick]
     near: Mapping[str, Sequence[Pick]]
     caches: Mapping[str, dict[str, Any]]
@@ -367,9 +367,9 @@ class Fitted:
         def freed() -> list[tuple[str, Fit]]:
             return [(f"leave out {terms.given}", fit_of(scores, terms.free))]
 
-        limit, found = fit.limit(terms.bytes, freed, terms.utilization), fit.best(terms.bytes)
+        limit, choice = fit.limit(terms.bytes, freed, terms.utilization), fit.best(terms.bytes)
         caches, mixes = _picks(fit, fit.uniform_caches(limit)), _picks(fit, fit.mixes(limit))
-        picks, near = {"exact": Pick(fit=fit, chosen=found.chosen)}, {}
+        picks, near = {"exact": Pick(fit=fit, chosen=choice.chosen)}, {}
         for rule, plans in ((UNIFORM, caches), (MIX, mixes)):
             if some := sorted(plans, key=lambda pick: pick.totals["predicted"]):
                 picks[rule], *near[rule] = some[: _NEAR[rule]]
@@ -378,7 +378,7 @@ class Fitted:
             terms=terms,
             fit=fit,
             limit=limit,
-            found=found,
+            choice=choice,
             picks=picks,
             near=near,
             caches={pick.name: pick.totals for pick in caches},
@@ -391,7 +391,7 @@ class Fitted:
             table=self.fit.table,
             choices={rule: pick.chosen for rule, pick in self.picks.items()},
             totals={rule: pick.totals for rule, pick in self.picks.items()},
-            found=self.found,
+            found=self.choice,
         )
 
     def pick(self, rule: str) -> Pick:

@@ -72,8 +72,8 @@ def plan_ranks(
     )
     gains = measured(scores)
     chosen = rule or ("by-rank" if gains else "mdl")
-    beside = on_gains if gains and chosen != "uniform" else None
-    return decide(scores, terms, wanted, chosen, options, {"mean_rank": mean_rank}, beside)
+    describer = on_gains if gains and chosen != "uniform" else None
+    return decide(scores, terms, wanted, chosen, options, {"mean_rank": mean_rank}, describer)
 
 
 def serving_note(plan: Plan) -> str:

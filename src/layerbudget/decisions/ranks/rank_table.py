@@ -91,16 +91,20 @@ class RankTable(Result):
             path: Its file.
             scores: The file of the scores.
         """
-        given, rank, uniform = plan.hyperparameters, self.rank, self.uniform
-        if (plan.rule == "uniform") is uniform and given.get("mean_rank") == rank:
+        hyperparameters, rank, uniform = plan.hyperparameters, self.rank, self.uniform
+        if (plan.rule == "uniform") is uniform and hyperparameters.get("mean_rank") == rank:
             return ["finetune", str(plan.model.get("id") or "MODEL"), path, "--data", "FILE", "-o", "DIR"]
         words = [*(["--rule", "uniform"] if uniform else []), "--mean-rank", str(rank)]
-        words += ["--max-rank", str(given["max_rank"])] if isinstance(given.get("max_rank"), int) else []
-        for name, value in (given.get("fixed") or {}).items():
+        words += ["--max-rank", str(hyperparameters["max_rank"])] if isinstance(hyperparameters.get("max_rank"), int) else []
+        for name, value in (hyperparameters.get("fixed") or {}).items():
             words += ["--fix", f"{name}={value}"]
         for name, usual in (("min_rank", 1), ("multiple", 1), ("damping", None)):
-            if isinstance(given.get(name), (int, float)) and given[name] != usual and not (uniform and name == "damping"):
-                words += [f"--{name.replace('_', '-')}", f"{given[name]:g}"]
+            if (
+                isinstance(hyperparameters.get(name), (int, float))
+                and hyperparameters[name] != usual
+                and not (uniform and name == "damping")
+            ):
+                words += [f"--{name.replace('_', '-')}", f"{hyperparameters[name]:g}"]
         return ["plan", "ranks", scores, *words, "-o", "uniform.json" if uniform else f"ranks-{rank}.json"]
 
 
@@ -149,11 +153,11 @@ def rank_table(
         raise InvalidInput(f"tokens is {tokens}.", "At least one is learned.", "Give the completion tokens of the rows.")
     most = max(map(len, increments_of(scores, damping)), default=0)
     ranks = [2**n for n in range(most.bit_length())] if ranks is None else ranks
-    own: dict[str, Any] = {**terms, **({} if damping is None else {"damping": damping})}
+    options: dict[str, Any] = {**terms, **({} if damping is None else {"damping": damping})}
     price, rows, left_out = rank_parameters(scores.blocks), list[dict[str, Any]](), dict[int, str]()
     for rank in sorted(ranks):
         try:
-            plan = plan_ranks(scores, mean_rank=rank, rule="by-rank", **own)
+            plan = plan_ranks(scores, mean_rank=rank, rule="by-rank", **options)
         except InfeasibleBudget as error:
             left_out[rank] = error.what
             continue
@@ -174,16 +178,16 @@ def rank_table(
     scored = scores.data.get("samples", FEW)
     few = scored < FEW
     covers = next((row for row in rows if row["parameters"] >= tokens), rows[-1])
-    told = _smallest(covers, scored, tokens) if few else _recommended(rows, tokens)
-    return RankTable(tokens=tokens, rows=rows, left_out=left_out, few_rows=few, **told)
+    recommendation = _smallest(covers, scored, tokens) if few else _recommended(rows, tokens)
+    return RankTable(tokens=tokens, rows=rows, left_out=left_out, few_rows=few, **recommendation)
 
 
 def _smallest(row: Mapping[str, Any], scored: int, tokens: int) -> dict[str, Any]:
     """The smallest rank with a parameter for every token, everywhere: gains of a few rows are of these rows alone."""
     each = f"its {row['parameters']:,} parameters are {_number(row['parameters'] / tokens)} per completion token"
-    told = f"Use uniform rank {row['rank']}: {scored} scored rows do not tell ranks apart, and {each}."
+    sentence = f"Use uniform rank {row['rank']}: {scored} scored rows do not tell ranks apart, and {each}."
     more = f"Fewer than {FEW} rows were scored; score more before a larger rank, or ranks that differ."
-    return {"rank": int(row["rank"]), "uniform": True, "recommendation": f"{told} {more}"}
+    return {"rank": int(row["rank"]), "uniform": True, "recommendation": f"{sentence} {more}"}
 
 
 def _recommended(rows: Sequence[Mapping[str, Any]], tokens: int) -> dict[str, Any]:
@@ -204,17 +208,19 @@ def _recommended(rows: Sequence[Mapping[str, Any]], tokens: int) -> dict[str, An
     chosen, share, noise = rows[at], rows[at]["uniform_share"], rows[at].get("noise_share")
     uniform = noisy or (share is not None and share >= TAKE_UNIFORM)
     enough = chosen["parameters"] >= tokens
-    told = f"Use {'uniform' if uniform else 'mean'} rank {chosen['rank']}{'' if enough else ' or more'}: "
-    told += f"{chosen['parameters']:,} parameters {'cover' if enough else 'are fewer than'} the {tokens:,} completion tokens"
+    sentence = f"Use {'uniform' if uniform else 'mean'} rank {chosen['rank']}{'' if enough else ' or more'}: "
+    sentence += (
+        f"{chosen['parameters']:,} parameters {'cover' if enough else 'are fewer than'} the {tokens:,} completion tokens"
+    )
     if not noisy and at < last:
         more = (above[at + 1] - above[at]) / above[at] if above[at] > 0 else 0.0
         without = " without noise" if "floor" in chosen else ""
-        told += f", and mean rank {rows[at + 1]['rank']} would add {more:.1%} to the gain{without}"
+        sentence += f", and mean rank {rows[at + 1]['rank']} would add {more:.1%} to the gain{without}"
     elif not noisy and last and enough:
-        told += ", and the gain still grows at the end of the table"
+        sentence += ", and the gain still grows at the end of the table"
     said = "" if share is None else beside_uniform(share, noise)
-    told = f"{told}.{said and f' {said[0].upper()}{said[1:]}.'}"
-    return {"rank": int(chosen["rank"]), "uniform": uniform, "recommendation": told}
+    sentence = f"{sentence}.{said and f' {said[0].upper()}{said[1:]}.'}"
+    return {"rank": int(chosen["rank"]), "uniform": uniform, "recommendation": sentence}
 
 
 def by_rule_of_thumb(parameters: int, tokens: int) -> str:
