@@ -7,7 +7,6 @@ whose value is None was not given, so that a request can refuse what it would no
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import shlex
 import typing
@@ -161,14 +160,14 @@ def flag_of(request: Request | type[Request], name: str) -> str:
     return str(typed) or f"--{name.replace('_', '-')}"
 
 
+_TYPES: dict[type[Request], dict[str, Any]] = {}  # of the options of every request that was asked for
+
+
 def kind_of(request: type[Request], name: str) -> Any:
     """Return the type of an option, resolved."""
-    return _types(request)[name]
-
-
-@functools.cache
-def _types(request: type[Request]) -> dict[str, Any]:
-    return typing.get_type_hints(request, include_extras=True)
+    if request not in _TYPES:
+        _TYPES[request] = typing.get_type_hints(request, include_extras=True)
+    return _TYPES[request][name]
 
 
 def share(text: str) -> float:
