@@ -19,13 +19,13 @@ def say(progress: Progress | None, phase: str) -> None:
 
 
 class Steps:
-    """Counts steps for a callback of ``(done, total)``, which is told of zero at once; ``total`` is that of one pass.
+    """Counts steps for a callback of ``(done, total)``, which is called with zero at once; ``total`` is that of one pass.
 
-    >>> told = []
-    >>> tick = Steps(lambda done, total: told.append((done, total)), 3)
+    >>> calls = []
+    >>> tick = Steps(lambda done, total: calls.append((done, total)), 3)
     >>> tick(2), tick(), tick()
     (None, None, None)
-    >>> told
+    >>> calls
     [(0, 3), (2, 3), (3, 3), (3, 3)]
     """
 

@@ -25,8 +25,8 @@ def carried(asked: Any, run: Callable[[], dict[str, Any]], line: Callable[[], st
         with running(line):
             with nothing_written(asked):
                 result = conclude(asked, run())
-    except DryRun as told:
-        result, writes = told.result, True
+    except DryRun as dry_run:
+        result, writes = dry_run.result, True
     except LayerbudgetError as error:
         errors.print(f"layerbudget: {error}", style="red")
         return 2

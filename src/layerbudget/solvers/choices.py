@@ -100,8 +100,8 @@ def choose(damage: ArrayLike, size: ArrayLike, budget: int) -> Choice:
         InvalidInput: NaN, negative or broken bytes, or an item without any alternative.
         LengthMismatch: Arrays of different shapes.
 
-    >>> found = choose([[9.0, 4.0, 1.0], [5.0, 3.0, 1.0]], [[2, 3, 4], [2, 3, 4]], 5)
-    >>> found.chosen.tolist(), found.spent, found.damage, found.status
+    >>> choice = choose([[9.0, 4.0, 1.0], [5.0, 3.0, 1.0]], [[2, 3, 4], [2, 3, 4]], 5)
+    >>> choice.chosen.tolist(), choice.spent, choice.damage, choice.status
     ([1, 0], 5, 9.0, 'optimal')
     """
     d, c = _checked(damage, size)

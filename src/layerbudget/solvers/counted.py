@@ -43,8 +43,8 @@ def choose_few(
         InfeasibleBudget: No choice is within both limits.
         InvalidInput: As :func:`choose`.
 
-    >>> found = choose_few([[4.0, 0.0], [5.0, 0.0]], [[1, 1], [1, 1]], 2, [[False, True], [False, True]], 1)
-    >>> found.chosen.tolist(), found.damage, found.status
+    >>> choice = choose_few([[4.0, 0.0], [5.0, 0.0]], [[1, 1], [1, 1]], 2, [[False, True], [False, True]], 1)
+    >>> choice.chosen.tolist(), choice.damage, choice.status
     ([0, 1], 4.0, 'optimal')
     """
     free, counted = choose(damage, size, budget), np.array(marked, dtype=bool, ndmin=2)
