@@ -119,20 +119,20 @@ def _whole(q: Vector, cost: Vector, solution: JointSolution, left: float, spend:
 
 def split_joint(plan: Plan) -> tuple[Plan, Plan]:
     """The sparsity plan and the ranks (or experts) plan of a joint plan, ready to be applied one after the other."""
-    payload, held, pruned = payload_of(plan, JointPayload), plan.hyperparameters, int(plan.counts.sum())
+    payload, hyperparameters, pruned = payload_of(plan, JointPayload), plan.hyperparameters, int(plan.counts.sum())
     adapters, zeros = payload.capacity, {"unit": "parameters", "limit": pruned, "spent": pruned}
     prune = dataclasses.replace(plan, kind="sparsity", budget=zeros, payload=None)
     blocks = tuple(dataclasses.replace(b, value=adapters.values[b.name], count=adapters.counts[b.name]) for b in plan.blocks)
     money = {"unit": "bytes", "limit": adapters.bytes, "spent": adapters.bytes}
     terms = Terms(  # as a plan of adapters alone records them
         kind=adapters.kind,
-        floor=held["min_capacity"],
-        cap=held["max_capacity"],
-        expert_rank=held.get("expert_rank", 8),
-        bytes_per_parameter=held["bytes_per_parameter"],
+        floor=hyperparameters["min_capacity"],
+        cap=hyperparameters["max_capacity"],
+        expert_rank=hyperparameters.get("expert_rank", 8),
+        bytes_per_parameter=hyperparameters["bytes_per_parameter"],
     )
     options = ("exponent", "exponent_on", "spend", "alpha", "gamma", "damping")
-    hyper = terms.record() | {name: held[name] for name in options if name in held}
+    hyper = terms.record() | {name: hyperparameters[name] for name in options if name in hyperparameters}
     rounding = DECISIONS.find(adapters.kind).Payload(rounding=payload.rounding)
     changed: dict[str, Any] = {"blocks": blocks, "budget": money, "hyperparameters": hyper, "payload": rounding}
     return prune, dataclasses.replace(plan, kind=adapters.kind, **changed)
