@@ -146,18 +146,30 @@ def attach(
     unit: str,
     adapter_name: str,
 ) -> Any:
-    """The model adapted by PEFT; ``read`` gives rank or experts by module of it, which must be the planned ``counts``."""
+    """Return the model adapted by PEFT, counted again.
+
+    Args:
+        model: The model; PEFT puts the adapters into it.
+        config: Of PEFT.
+        counts: Planned ranks or experts by module.
+        read: Gives the ranks or experts by module that an adapted model has; they must be those of ``counts``.
+        unit: What is counted, for the message: ``rank`` or ``experts``.
+        adapter_name: Of the adapter.
+
+    Raises:
+        CoverageError: Some module has not what was planned.
+    """
     from peft import get_peft_model
 
     with patterns_of_stacks():
         adapted = get_peft_model(cast(Any, model), config, adapter_name=adapter_name)
-    found, expected = read(adapted, adapter_name), {m: c for m, c in counts.items() if c}
-    for name in sorted(set(found) | set(expected)):
-        got, planned = found.get(name, 0), expected.get(name, 0)
+    actual, expected = read(adapted, adapter_name), {m: c for m, c in counts.items() if c}
+    for name in sorted(set(actual) | set(expected)):
+        got, planned = actual.get(name, 0), expected.get(name, 0)
         if got != planned:
             raise CoverageError(
                 f"{name} {f'got {unit} {got}' if got else 'was not adapted'}; the plan gives it {unit} {planned}.",
-                f"{len(expected)} modules are planned, {len(found)} were adapted.",
+                f"{len(expected)} modules are planned, {len(actual)} were adapted.",
                 "Use the patterns of to_lora_config or to_experts_config unchanged.",
             )
     return adapted

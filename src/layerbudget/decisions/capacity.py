@@ -87,10 +87,12 @@ def check_budgets(request: Request, *names: str) -> None:
     Raises:
         InvalidInput: Not exactly one of the options was given.
     """
-    given, flags = request.given(*names), " or ".join(flag_of(request, name) for name in names)
-    if len(given) != 1:
+    budgets, flags = request.given(*names), " or ".join(flag_of(request, name) for name in names)
+    if len(budgets) != 1:
         what = (
-            f"{' and '.join(flag_of(request, name) for name in given)} were given together" if given else "No budget was given"
+            f"{' and '.join(flag_of(request, name) for name in budgets)} were given together"
+            if budgets
+            else "No budget was given"
         )
         raise InvalidInput(f"{what}.", f"A plan has one: {flags}.", "Give exactly one.")
 
@@ -109,12 +111,12 @@ def matching(blocks: Sequence[Block], pattern: str) -> list[int]:
     """Return the indices of the blocks with this name, or else of those that the regular expression finds (one at least)."""
     names = [b.name for b in blocks]
     try:
-        found = [i for i, n in enumerate(names) if n == pattern] or [i for i, n in enumerate(names) if re.search(pattern, n)]
+        indices = [i for i, n in enumerate(names) if n == pattern] or [i for i, n in enumerate(names) if re.search(pattern, n)]
     except re.error as error:
         raise InvalidInput(f"{pattern!r} is not a regular expression ({error}).", "", "Correct it.") from error
-    if not found:
+    if not indices:
         raise UnknownBlock(f"No block matches {pattern!r}.", f"The blocks are {', '.join(names[:3])}, ...", "Correct the name.")
-    return found
+    return indices
 
 
 def make_plan(
@@ -126,7 +128,20 @@ def make_plan(
     budget: Mapping[str, Any],
     hyperparameters: Mapping[str, Any],
 ) -> Plan:
-    """Return the plan of a decision with its whole numbers."""
+    """Return the plan of a decision with its whole numbers.
+
+    Args:
+        scores: The scores, or blocks alone for a rule that reads none.
+        kind: Of the plan.
+        rule: Its name.
+        decision: What the rule decided.
+        counts: Whole numbers of every block, ``(K,)``.
+        budget: What the plan records of its budget.
+        hyperparameters: Recorded as they are.
+
+    Raises:
+        InvalidInput: The scores are damages of formats.
+    """
     record, solution = record_of(scores), decision.solution
     if record is not None and "formats" in record.extra:
         raise InvalidInput(
@@ -193,8 +208,8 @@ class Terms:
 
     def _pricing(self) -> dict[str, Any]:
         """Options of the price that were given."""
-        held = {name: getattr(self, name) for name in _PRICING}
-        return {name: value for name, value in held.items() if value is not None}
+        prices = {name: getattr(self, name) for name in _PRICING}
+        return {name: value for name, value in prices.items() if value is not None}
 
     def _priced(self, blocks: Sequence[Block], wanted: Budget) -> tuple[Vector, float]:
         """Cost per unit of every block, and the budget, in its unit."""
@@ -219,8 +234,8 @@ class Terms:
         base = np.array(bound_vector(self.base, k, words.get("base", "base"), 0.0))
         low = np.minimum(sides, np.maximum(base, bound_vector(self.floor, k, words["floor"], 0.0)))
         high = np.minimum(sides, bound_vector(self.cap, k, words["cap"], np.inf))
-        held = _pin(blocks, low, high, self.fixed, sides)
-        base[held] = np.minimum(base, low)[held]
+        pinned = _pin(blocks, low, high, self.fixed, sides)
+        base[pinned] = np.minimum(base, low)[pinned]
         return Problem(
             kind=self.kind,
             blocks=blocks,
@@ -229,7 +244,7 @@ class Terms:
             target=limit,
             low=low,
             high=high,
-            held=held,
+            held=pinned,
             base=base if self.kind == "lora-experts" else None,
             multiple=self.multiple,
         )
@@ -242,28 +257,28 @@ def smallest_sides(blocks: Sequence[Block]) -> Vector:
 
 def _pin(blocks: Sequence[Block], low: Vector, high: Vector, fixed: Mapping[str, int] | None, sides: Vector) -> np.ndarray:
     """Pin fixed blocks between equal bounds, in place; return the mask of them."""
-    held = np.zeros(len(blocks), dtype=bool)
+    pinned = np.zeros(len(blocks), dtype=bool)
     for pattern, value in (fixed or {}).items():
-        found = matching(blocks, pattern)
+        indices = matching(blocks, pattern)
         if number(value, f"the fixed count of {pattern}") != int(value):
             raise InvalidInput(f"{pattern} is fixed at {value}.", "Ranks and experts are counted.", "Give a whole number.")
-        if (sides[found] < value).any():
-            k = found[int(np.argmin(sides[found]))]
+        if (sides[indices] < value).any():
+            k = indices[int(np.argmin(sides[indices]))]
             raise InvalidInput(
                 f"{blocks[k].name} is fixed at rank {value}; its smallest side is {sides[k]:g}.", "", "Fix a smaller rank."
             )
-        low[found] = high[found] = float(value)
-        held[found] = True
-    return held
+        low[indices] = high[indices] = float(value)
+        pinned[indices] = True
+    return pinned
 
 
-def one_budget(given: Mapping[str, Any], default: str) -> Budget:
+def one_budget(budgets: Mapping[str, Any], default: str) -> Budget:
     """Return the one budget that was given; none or several are refused."""
-    named = {k: v for k, v in given.items() if v is not None}
+    named = {k: v for k, v in budgets.items() if v is not None}
     if len(named) != 1:
         raise InvalidInput(
             f"{len(named)} budgets were given ({', '.join(named) or 'none'}).",
-            f"Give exactly one of {', '.join(given)}.",
+            f"Give exactly one of {', '.join(budgets)}.",
             "For example budget='64M params'.",
         )
     (value,) = named.values()
@@ -275,9 +290,9 @@ def decide(
     terms: Terms,
     wanted: Budget,
     rule: str | Callable[..., Any],
-    given: Mapping[str, Any],
+    rule_options: Mapping[str, Any],
     record: Mapping[str, Any] | None = None,
-    beside: Callable[[Problem, np.ndarray, float | None], Mapping[str, Any]] | None = None,
+    describer: Callable[[Problem, np.ndarray, float | None], Mapping[str, Any]] | None = None,
 ) -> Plan:
     """Return the plan of experts or ranks that a rule makes under terms and a budget.
 
@@ -286,12 +301,12 @@ def decide(
         terms: What binds every rule.
         wanted: The budget.
         rule: A rule by its name, or a function.
-        given: Options for the rule, None where they are not given.
+        rule_options: Options for the rule, None where they are not given.
         record: What the plan shall record beside terms and options.
-        beside: Gives what the scores say of the whole numbers of any rule but a control, at the damping that the rule read.
+        describer: Gives what the scores say of the whole numbers of any rule but a control, at the damping that the rule read.
     """
     chosen = find_rule(terms.kind, rule)
-    options = chosen.resolve_options(given)
+    options = chosen.resolve_options(rule_options)
     problem = terms.problem(scores, wanted)
     _check_floors(problem, terms, wanted, record or {})
     decision = chosen.decide(problem, options)
@@ -300,8 +315,8 @@ def decide(
     counts = _checked(chosen.name, problem, decision, OWN_UNITS[terms.kind])
     budget = {"unit": wanted.unit, "limit": problem.target, "text": wanted.text, "spent": float(problem.amount @ counts)}
     hyper = {**(record or {}), **terms.record(), **recorded(options)}
-    if beside is not None and not chosen.control:
-        said = beside(problem, counts, options.get("damping"))
+    if describer is not None and not chosen.control:
+        said = describer(problem, counts, options.get("damping"))
         decision = dataclasses.replace(decision, payload={**said, **decision.payload})
     return make_plan(scores, terms.kind, chosen.name, decision, counts, budget, hyper)
 

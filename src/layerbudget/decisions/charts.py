@@ -70,7 +70,12 @@ def solved_grid(
 
 
 def curved_grid(
-    plan: Plan, rows: Sequence[Mapping[str, Any]], budgets: Sequence[float], unit: str, own: float, labels: Iterable[str]
+    plan: Plan,
+    rows: Sequence[Mapping[str, Any]],
+    budgets: Sequence[float],
+    unit: str,
+    plan_budget: float,
+    labels: Iterable[str],
 ) -> dict[str, Any] | None:
     """Return the best plans of other budgets, which a plan keeps, for the slider; None of fewer than two.
 
@@ -79,15 +84,15 @@ def curved_grid(
         rows: The kept plans, each with its ``values``.
         budgets: Their budgets.
         unit: Of the budgets, in words.
-        own: Budget of the plan itself.
+        plan_budget: Budget of the plan itself.
         labels: A few words on the damage at each.
     """
     if len(rows) < 2:
         return None
     empty = {"cap": None, "uniform": None, "share": None}
     plans = [{"values": row["values"], **empty, "told": words} for row, words in zip(rows, labels, strict=True)]
-    shown = [float(f"{budget:.4g}") for budget in (*budgets, own)]
-    start = int(np.argmin([abs(budget - own) for budget in budgets]))
+    shown = [float(f"{budget:.4g}") for budget in (*budgets, plan_budget)]
+    start = int(np.argmin([abs(budget - plan_budget) for budget in budgets]))
     grid = {"kind": plan.kind, "unit": unit, "place": "At", "budgets": shown[:-1], "plans": plans}
     return {**grid, "start": start, "own": shown[-1]}
 

@@ -170,11 +170,12 @@ def on_published(rule: str, estimator: str) -> str:
     >>> on_published("mdl", "outlier-ratio")
     'outlier-ratio is the score of OWL, and mdl is not its rule: --rule owl is OWL as published.'
     """
-    score = next((name for name, own in PUBLISHED.items() if own == rule), estimator)
+    score = next((name for name, published_rule in PUBLISHED.items() if published_rule == rule), estimator)
     if estimator in PUBLISHED and PUBLISHED[estimator] != rule and rule not in ("uniform", "size", "permuted"):
-        own = PUBLISHED[estimator]
-        called = _CALLED[own]
-        return f"{estimator} is the score of {called}, and {rule} is not its rule: --rule {own} is {called} as published."
+        published_rule = PUBLISHED[estimator]
+        called = _CALLED[published_rule]
+        remedy = f"--rule {published_rule} is {called} as published"
+        return f"{estimator} is the score of {called}, and {rule} is not its rule: {remedy}."
     if score != estimator:
         return f"{rule} is the rule of {_CALLED[rule]}, whose score is {score}; these scores are {estimator}."
     return ""
@@ -219,36 +220,36 @@ def damage_figures(
     return rows
 
 
-def on_even(beside: EvenUneven | None, *, alike: bool) -> str:
+def on_even(damages: EvenUneven | None, *, alike: bool) -> str:
     """How the predicted damage of a plan stands beside that of equal layers, or of others where its layers are ``alike``."""
-    if beside is None:
+    if damages is None:
         return ""
-    own, other = (beside.even, beside.uneven) if alike else (beside.uneven, beside.even)
-    error = beside.error or 0.0
+    damage, other = (damages.even, damages.uneven) if alike else (damages.uneven, damages.even)
+    error = damages.error or 0.0
     if not alike:
-        return f"; its predicted damage is {less_than(own, other, f'that of {EVEN}', error)}"
-    if outcome(other - own, error=error, small=SAME * own) != "lower":
+        return f"; its predicted damage is {less_than(damage, other, f'that of {EVEN}', error)}"
+    if outcome(other - damage, error=error, small=SAME * damage) != "lower":
         return "; the prediction sees nothing to gain from layers that differ"
-    return f"; the predicted damage of layers that differ is {less_than(other, own, 'that of this plan', error)}"
+    return f"; the predicted damage of layers that differ is {less_than(other, damage, 'that of this plan', error)}"
 
 
 def compared_with_even(
-    plan: Plan, beside: EvenUneven | None, where: str, *, alike: bool, passes: float | None = None
+    plan: Plan, damages: EvenUneven | None, where: str, *, alike: bool, passes: float | None = None
 ) -> Table | None:
     """Return the predicted damage of a plan of whole units beside that of equal layers, or of others; None where unknown.
 
     Args:
         plan: The plan, whose layers are ``alike`` or not.
-        beside: Both damages.
+        damages: Both damages.
         where: Of which model they were predicted, as in "predicted before anything was cut".
         alike: Whether all its layers have the same.
         passes: Forward equivalents that planning took.
     """
-    if beside is None:
+    if damages is None:
         return None
     even, uneven = (plan.rule, "layers that differ") if alike else (EVEN, plan.rule)
-    error = beside.error or 0.0
-    damage = {even: (beside.even, error), uneven: (beside.uneven, error)}
+    error = damages.error or 0.0
+    damage = {even: (damages.even, error), uneven: (damages.uneven, error)}
     title = f"damage predicted {where}; the verdict has the damage to go by"
     return comparison(plan, title, damage, {even: EVEN}, column="predicted", passes=passes)
 
@@ -301,11 +302,11 @@ def comparison(
 
 def _change(rule: str, damage: Mapping[str, tuple[float, float]], name: str, base: str) -> str:
     """The change of one damage against another in per cent of that, with two standard errors where they are known."""
-    other, own = damage.get(base, (0.0, 0.0)), damage[name]
+    other, row = damage.get(base, (0.0, 0.0)), damage[name]
     if name == base or other[0] <= 0:
         return "–"
-    error = (other[1] if name == rule else own[1] if base == rule else 0.0) / other[0]
-    change, digits = own[0] / other[0] - 1, 0 if error >= 0.05 else 1
+    error = (other[1] if name == rule else row[1] if base == rule else 0.0) / other[0]
+    change, digits = row[0] / other[0] - 1, 0 if error >= 0.05 else 1
     level = outcome(change, error=error, small=SAME) == "level"
     if error and not level and change - 2 * error < -1:  # no damage is below zero
         return f"{change:+.1%} (to {change + 2 * error:+.{digits}%})"

@@ -42,9 +42,9 @@ def need_scores(path: str, makes: str = "score") -> Scores:
     if not Path(path).exists() and makes != "score":
         remedy = f"Check the path, or measure first: layerbudget {makes}."
         raise NotFound(f"There is no scores file at {path}.", "MODEL is a folder or a hub id.", remedy)
-    found = load_scores(path)
-    if isinstance(found, Scores):
-        return found
+    scores = load_scores(path)
+    if isinstance(scores, Scores):
+        return scores
     raise InvalidInput(f"{path} is a configuration and holds no scores.", "", f"Measure the model first: layerbudget {makes}.")
 
 
@@ -52,10 +52,10 @@ def _read(path: str, what: str, kind: Any, needed: str) -> tuple[Any, Mapping[st
     """A table of blocks in a JSON file: what it holds under that name or as a whole, and the whole."""
     record = reading.read(Path(path), "JSON")
     try:
-        found = msgspec.convert(record[what] if isinstance(record, Mapping) and what in record else record, kind, strict=False)
+        table = msgspec.convert(record[what] if isinstance(record, Mapping) and what in record else record, kind, strict=False)
     except msgspec.ValidationError as error:
         raise CorruptFile(f"{path} holds no {what} ({error}).", f"It needs {needed}.", "Measure again.") from error
-    return found, record
+    return table, record
 
 
 def read_curves(path: str) -> tuple[dict[str, tuple[list[float], list[float]]], str | None]:
@@ -127,12 +127,12 @@ def text_of_plan(plan: Plan) -> dict[str, Any]:
     """
     made = dict(itertools.pairwise(shlex.split(plan.made_by)))
     typed = {name: made[f"--{name}"] for name in ("data", "samples", "length", "seed") if f"--{name}" in made}
-    found: dict[str, Any] = {name: value if name == "data" else int(value) for name, value in typed.items()}
+    options: dict[str, Any] = {name: value if name == "data" else int(value) for name, value in typed.items()}
     kept = {n: plan.data[n] for n in ("samples", "length", "seed") if n in plan.data}
-    return {**({"data": plan.data["source"]} if "source" in plan.data else {}), **found, **kept}
+    return {**({"data": plan.data["source"]} if "source" in plan.data else {}), **options, **kept}
 
 
 def on_text(a: Any, plan: Plan) -> list[str]:
     """Return the option of ``evaluate`` that names a text, for a plan that was made or applied on a text of the user's."""
-    own = a.data or text_of_plan(plan).get("data", "stdlib")
-    return [] if own == "stdlib" else ["--perplexity", "TEXT"]
+    text = a.data or text_of_plan(plan).get("data", "stdlib")
+    return [] if text == "stdlib" else ["--perplexity", "TEXT"]

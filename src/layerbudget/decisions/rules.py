@@ -144,23 +144,25 @@ class Rule:
     @property
     def options(self) -> dict[str, Option]:
         """Every option that it has; of a shared one the default is its own."""
-        own = options_of(self.function, without=("rule",))
-        shared = {n: OPTIONS[n] for n in own if n in OPTIONS}
-        known = {n: dataclasses.replace(o, default=own[n].default, help=own[n].help or o.help) for n, o in shared.items()}
-        return {**own, **known, **({"seed": OPTIONS["seed"]} if self.control else {})}
+        declared = options_of(self.function, without=("rule",))
+        shared = {n: OPTIONS[n] for n in declared if n in OPTIONS}
+        known = {
+            n: dataclasses.replace(o, default=declared[n].default, help=declared[n].help or o.help) for n, o in shared.items()
+        }
+        return {**declared, **known, **({"seed": OPTIONS["seed"]} if self.control else {})}
 
-    def resolve_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def resolve_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return all options; one that it does not have is refused, never ignored and never recorded."""
-        return resolve_options(f"The rule {self.name}", self.options, given)
+        return resolve_options(f"The rule {self.name}", self.options, options)
 
     def decide(self, problem: Problem, options: Mapping[str, Any]) -> RuleResult:
         """Return the decision under resolved options; a function's own value per block is checked."""
-        given = dict(options)
+        arguments = dict(options)
         if self.control:
-            problem = dataclasses.replace(problem, order=shuffled(len(problem.blocks), given.pop("seed")))
+            problem = dataclasses.replace(problem, order=shuffled(len(problem.blocks), arguments.pop("seed")))
         if self.pattern is not None:
-            given["rule"] = self.name
-        made = self.function(problem, **given)
+            arguments["rule"] = self.name
+        made = self.function(problem, **arguments)
         made = made if isinstance(made, RuleResult) else RuleResult(value=made)
         value = np.asarray(made.value, dtype=np.float64)
         if value.shape != problem.amount.shape or not np.isfinite(value).all():

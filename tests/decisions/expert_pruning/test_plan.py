@@ -22,7 +22,7 @@ from layerbudget.decisions.bits.blocks import formats_table
 from layerbudget.decisions.expert_pruning import sensitivity
 from layerbudget.decisions.expert_pruning.payload import ExpertPruningPayload
 from layerbudget.decisions.expert_pruning.plan import plan_expert_pruning
-from layerbudget.decisions.expert_pruning.program import Fold, KeptProgram, Removal, bend, beside
+from layerbudget.decisions.expert_pruning.program import Fold, KeptProgram, Removal, bend, even_and_uneven
 from layerbudget.decisions.expert_pruning.sensitivity import expert_removals
 from layerbudget.errors import InfeasibleBudget, InvalidInput, ModelMismatch, UnknownStructure
 from layerbudget.execution.loss import sampled_targets, summed_loss, unlabelled
@@ -322,7 +322,7 @@ def test_experts_that_cost_nothing_stay_while_there_is_room():
 def test_what_equal_layers_would_cost_is_forecast_beside_a_plan(seed):
     """By brute force over all numbers, on two folds; the error is that of the paired difference over sequences."""
     folds, price = [Fold(program=KeptProgram(curves(10 * seed + i)), measure=None, judge=None) for i in (0, 1)], np.ones(3)
-    found, parts = beside(folds, 10, price), []
+    found, parts = even_and_uneven(folds, 10, price), []
     for fold in folds:
         able = [s for s in itertools.product(range(4), repeat=3) if fold.program.left(s).sum() <= 10]
         alike = [s for s in able if len(set(s)) == 1]
@@ -331,7 +331,7 @@ def test_what_equal_layers_would_cost_is_forecast_beside_a_plan(seed):
     assert found.even == pytest.approx(even.sum() / 2) and found.uneven == pytest.approx(uneven.sum() / 2)
     gap = even - uneven - (even - uneven).sum() / 2 * 0.5
     assert found.error == pytest.approx(np.sqrt((gap**2).sum() * 4 / 3) / 2) and found.even > found.uneven
-    assert beside(folds, 5, price) is None  # two of each are six
+    assert even_and_uneven(folds, 5, price) is None  # two of each are six
 
 
 def test_heavy_layers_keep_whichever_set_measures_less():

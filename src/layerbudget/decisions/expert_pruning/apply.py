@@ -73,12 +73,12 @@ def keep_experts(model: nn.Module, plan: Plan, *, progress: Progress | None = No
 
 def _sizes(model: nn.Module) -> dict[str, Any]:
     """Experts, parameters, active parameters and bytes of a model."""
-    found = find_experts(model)
+    expert_layers = find_experts(model)
     parameters = sum(p.numel() for p in model.parameters())
     return {
-        "experts": sum(e.count for e in found),
+        "experts": sum(e.count for e in expert_layers),
         "parameters": parameters,
-        "active": parameters - sum(_idle(e) for e in found),
+        "active": parameters - sum(_idle(e) for e in expert_layers),
         "bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
     }
 

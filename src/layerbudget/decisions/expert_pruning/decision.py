@@ -139,8 +139,8 @@ def _where(payload: ExpertPruningPayload) -> str:
 def _verdict(plan: Plan, payload: ExpertPruningPayload) -> str:
     even = "" if _alike(plan) else ". Layers keep different numbers: --even plans the same for all"
     kept = f"{int(plan.counts.sum())} of {_experts(plan)} experts stay"
-    beside = on_even(payload.beside, alike=_alike(plan))
-    return f"{kept} for {payload.measured:.3g} nats per token {_where(payload)}{beside}{even}."
+    compared = on_even(payload.beside, alike=_alike(plan))
+    return f"{kept} for {payload.measured:.3g} nats per token {_where(payload)}{compared}{even}."
 
 
 def _figures(payload: ExpertPruningPayload) -> dict[str, str]:

@@ -22,7 +22,7 @@ class Masked:
 
     Args:
         model: Is left as it was.
-        found: Its layers of experts.
+        expert_layers: Its layers of experts.
         data: Calibration tokens.
         batch_size: Sequences per forward.
         rows: Which of the sequences; all by default.
@@ -31,12 +31,12 @@ class Masked:
     def __init__(
         self,
         model: nn.Module,
-        found: Sequence[ExpertLayer],
+        expert_layers: Sequence[ExpertLayer],
         data: CalibrationSet,
         batch_size: int = 8,
         rows: np.ndarray | None = None,
     ) -> None:
-        self.found, self.seen = found, dict[tuple[tuple[int, ...], ...], tuple[np.ndarray, np.ndarray]]()
+        self.expert_layers, self.seen = expert_layers, dict[tuple[tuple[int, ...], ...], tuple[np.ndarray, np.ndarray]]()
         some = data if rows is None else data.select(torch.from_numpy(rows))
         self.share, self.reference = some.samples / data.samples, Reference(model, some, batch_size)
 
@@ -44,7 +44,7 @@ class Masked:
         """Nats and tokens of every sequence."""
         key = tuple(map(tuple, kept.values()))
         if key not in self.seen:
-            with masked(self.found, kept):
+            with masked(self.expert_layers, kept):
                 self.seen[key] = self.reference.measure_sequences()
         return self.seen[key]
 
@@ -59,10 +59,14 @@ class Masked:
 
 
 def folds_for(
-    model: nn.Module, found: Sequence[ExpertLayer], data: CalibrationSet, batch_size: int, programs: Sequence[KeptProgram]
+    model: nn.Module,
+    expert_layers: Sequence[ExpertLayer],
+    data: CalibrationSet,
+    batch_size: int,
+    programs: Sequence[KeptProgram],
 ) -> tuple[list[Fold], list[Masked]]:
     """The folds of a text, ``programs`` being what the others choose without each of them; and what measures there."""
-    parts = [Masked(model, found, data, batch_size, rows) for rows in folds_of(answers(model, data))]
+    parts = [Masked(model, expert_layers, data, batch_size, rows) for rows in folds_of(answers(model, data))]
     return [Fold(program=p, measure=_without(parts, i), judge=parts[i].judge) for i, p in enumerate(programs)], parts
 
 

@@ -18,7 +18,7 @@ from ...progress import Progress
 from ...records import to_jsonable
 from .masks import Masked, folds_for
 from .payload import ExpertPruningPayload
-from .program import DRAWS, RIVAL, RULES, Fold, KeptProgram, beside, crossed, forecast
+from .program import DRAWS, RIVAL, RULES, Fold, KeptProgram, crossed, even_and_uneven, forecast
 from .sensitivity import expert_removals
 
 if TYPE_CHECKING:
@@ -68,40 +68,40 @@ def plan_expert_pruning(
     """
     limit = _check(budget, damage, rule, draws)
     check_finite(model)
-    found = find_experts(model)
-    check_experts(found)
-    room = None if limit is None else _room(model, found, limit, even, bytes_per_parameter)
-    given = {"draws": draws, "seed": seed, "batch_size": batch_size}
+    expert_layers = find_experts(model)
+    check_experts(expert_layers)
+    room = None if limit is None else _room(model, expert_layers, limit, even, bytes_per_parameter)
+    settings = {"draws": draws, "seed": seed, "batch_size": batch_size}
     rules = (rule, RIVAL) if rule == "directional" else (rule,)
-    removals, passes = expert_removals(model, found, data, rules=rules, progress=progress, **given)
+    removals, passes = expert_removals(model, expert_layers, data, rules=rules, progress=progress, **settings)
     program, *others = (KeptProgram(r[rule], r.get(RIVAL), even=even, exact=rule == "directional") for r in removals)
-    own = Masked(model, found, data, batch_size)
+    whole_text = Masked(model, expert_layers, data, batch_size)
     if room is None:
-        steps, choice = program.least(float(damage or 0.0), own.measure)
+        steps, choice = program.least(float(damage or 0.0), whole_text.measure)
         spending: dict[str, Any] = {"unit": "nats per token", "limit": damage, "spent": 0.0}
-        most, price = int(program.left(steps).sum()), np.ones(len(found), dtype=np.int64)
+        most, price = int(program.left(steps).sum()), np.ones(len(expert_layers), dtype=np.int64)
     else:
         most, price, rest = room
         steps, choice = program.within(most, price)
         spent = int(price @ program.left(steps)) + rest
         spending = {"unit": "bytes" if limit and limit.unit == "bytes" else "experts", "limit": most + rest, "spent": spent}
-    best = program.refined(steps, own.measure)
+    best = program.refined(steps, whole_text.measure)
     kept = best.kept(steps)
-    spending |= {"spent": own.measure(kept)} if limit is None else {}
-    folds, parts = folds_for(model, found, data, batch_size, others)
-    folds = folds or [Fold(program=program, measure=own.measure, judge=own.judge)]
+    spending |= {"spent": whole_text.measure(kept)} if limit is None else {}
+    folds, parts = folds_for(model, expert_layers, data, batch_size, others)
+    folds = folds or [Fold(program=program, measure=whole_text.measure, judge=whole_text.judge)]
     shares = forecast(folds)
     payload = ExpertPruningPayload(
         kept=to_jsonable(kept),
-        measured_here=own.measure(kept),
+        measured_here=whole_text.measure(kept),
         crossed=len(folds) > 1,
         **crossed(folds, most, price),
-        beside=beside(folds, most, price),
+        beside=even_and_uneven(folds, most, price),
         forecast=to_jsonable(shares),
-        forward_passes=float(passes + sum(part.passes for part in (own, *parts))),
+        forward_passes=float(passes + sum(part.passes for part in (whole_text, *parts))),
         curve=to_jsonable(_curve(program, shares)),
     )
-    blocks = [_block(e, kept[e.name]) for e in found]
+    blocks = [_block(e, kept[e.name]) for e in expert_layers]
     return Plan(
         kind="expert-pruning",
         rule=rule,
@@ -109,7 +109,7 @@ def plan_expert_pruning(
         blocks=tuple(blocks),
         budget=spending,
         payload=payload,
-        hyperparameters={**given, "even": even},
+        hyperparameters={**settings, "even": even},
         certificate={} if choice is None else choice.certificate(),
     )
 
@@ -119,7 +119,8 @@ def _curve(program: KeptProgram, rows: Sequence[Mapping[str, float]]) -> list[di
     price, experts = np.ones(len(program.removals), dtype=np.int64), np.array([r.experts for r in program.removals])
     left = (program.left(program.within(int(row["experts"]), price)[0]) / experts for row in rows)
     return [
-        {"keep": row["keep"], "forecast": row["measured"], "values": own.tolist()} for row, own in zip(rows, left, strict=True)
+        {"keep": row["keep"], "forecast": row["measured"], "values": shares.tolist()}
+        for row, shares in zip(rows, left, strict=True)
     ]
 
 
@@ -148,18 +149,18 @@ def _check(budget: str | float | None, damage: float | None, rule: str, draws: i
 
 
 def _room(
-    model: nn.Module, found: Sequence[ExpertLayer], limit: Budget, even: bool, bytes_per_parameter: float | None
+    model: nn.Module, expert_layers: Sequence[ExpertLayer], limit: Budget, even: bool, bytes_per_parameter: float | None
 ) -> tuple[int, np.ndarray, int]:
     """The budget of the experts that stay, what one of every layer costs, and the rest: experts, or bytes."""
-    counts, floors = np.array([e.count for e in found]), np.array([e.floor for e in found])
+    counts, floors = np.array([e.count for e in expert_layers]), np.array([e.floor for e in expert_layers])
     if even:
         floors = np.maximum(floors, floors.max())
     if limit.unit != "bytes":
-        price, rest = np.ones(len(found), dtype=np.int64), 0
+        price, rest = np.ones(len(expert_layers), dtype=np.int64), 0
         most = int(counts.sum() * limit.amount + 1e-9) if limit.unit == "share" else int(limit.amount)
     else:
-        width = bytes_per_parameter or next(found[0].experts.parameters()).element_size()
-        price = np.array([e.numel * width for e in found], dtype=np.int64)
+        width = bytes_per_parameter or next(expert_layers[0].experts.parameters()).element_size()
+        price = np.array([e.numel * width for e in expert_layers], dtype=np.int64)
         whole = sum(p.numel() * (bytes_per_parameter or p.element_size()) for p in model.parameters())
         rest = int(whole) - int(price @ counts)
         most = int(limit.amount) - rest

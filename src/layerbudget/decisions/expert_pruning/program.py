@@ -148,8 +148,8 @@ class KeptProgram:
         cost, damage = min(tried.values()), [float(r.damage[s]) for r, s in zip(self.removals, steps, strict=True)]
         for i in (i for i in np.argsort(damage)[::-1].tolist() if damage[i] >= _HEAVY * sum(damage)):
             other = [*best[:i], both[i][best[i] is both[i][0]], *best[i + 1 :]]
-            if (found := measure(KeptProgram(other).kept(steps))) < cost:
-                best, cost = other, found
+            if (measured := measure(KeptProgram(other).kept(steps))) < cost:
+                best, cost = other, measured
         return KeptProgram(best)
 
     def least(self, damage: float, measure: Measure) -> tuple[Counts, Choice | None]:
@@ -187,14 +187,14 @@ def crossed(folds: Sequence[Fold], most: int, price: np.ndarray) -> dict[str, fl
         best = fold.program.refined(steps, fold.measure)
         predicted.append(best.predicted(steps))
         measured.append(fold.judge(best.kept(steps)))
-    found: dict[str, float] = {}
+    damages: dict[str, float] = {}
     for name, parts in (("predicted", predicted), ("measured", measured)):
         both = per_token(*(np.concatenate(part) for part in zip(*parts, strict=True)))
-        found |= dict(zip((name, f"{name}_error"), both, strict=True))
-    return found
+        damages |= dict(zip((name, f"{name}_error"), both, strict=True))
+    return damages
 
 
-def beside(folds: Sequence[Fold], most: int, price: np.ndarray) -> EvenUneven | None:
+def even_and_uneven(folds: Sequence[Fold], most: int, price: np.ndarray) -> EvenUneven | None:
     """Predicted damage of a budget, on text that did not choose: with the same number in every layer, and with any numbers.
 
     Both are of the predictions alone, without what masks told; None where no number that all layers can keep is cheap enough.
@@ -205,9 +205,9 @@ def beside(folds: Sequence[Fold], most: int, price: np.ndarray) -> EvenUneven | 
         able = set.intersection(*(set((r.experts - r.after).tolist()) for r in removals))
         if int(price.sum()) * min(able, default=most + 1) > most:
             return None
-        for programs, found in ((KeptProgram(removals, even=True), even), (KeptProgram(removals), uneven)):
-            found.append(programs.predicted(programs.within(most, price)[0]))
-    (first, counts), (second, _) = ([np.concatenate(part) for part in zip(*found, strict=True)] for found in (even, uneven))
+        for programs, rows in ((KeptProgram(removals, even=True), even), (KeptProgram(removals), uneven)):
+            rows.append(programs.predicted(programs.within(most, price)[0]))
+    (first, counts), (second, _) = ([np.concatenate(part) for part in zip(*rows, strict=True)] for rows in (even, uneven))
     error = per_token(first - second, counts)[1]
     return EvenUneven(even=per_token(first, counts)[0], uneven=per_token(second, counts)[0], error=error)
 

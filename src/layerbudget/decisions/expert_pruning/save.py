@@ -21,22 +21,29 @@ from .apply import ExpertReceipt
 def save_experts_kept(
     model: nn.Module, tokenizer: Any, plan: Plan, receipt: ExpertReceipt, out_dir: Path | str, *, overwrite: bool = False
 ) -> Path:
-    """Write checkpoint, tokenizer (where it is not None), plan, receipt and a model card (README.md); return the folder.
+    """Write checkpoint, tokenizer, plan, receipt and a model card (README.md); return the folder.
 
-    The folder appears complete or not at all. With ``overwrite`` the files that the folder's ``manifest.json`` names are
-    replaced, and no others.
+    The folder appears complete or not at all.
+
+    Args:
+        model: The smaller model.
+        tokenizer: Saved beside it where it is not None.
+        plan: Written as ``plan.json``.
+        receipt: Written as ``receipt.json``.
+        out_dir: Must not exist, or be empty.
+        overwrite: Replace what an earlier call wrote: the files that the folder's ``manifest.json`` names, and no others.
 
     Raises:
         AlreadyExists: The folder exists and is not empty (with ``overwrite``: and is none of ours).
     """
     content = {"schema_version": SCHEMA_VERSION, "plan_digest": receipt.plan_digest, **receipt.counted()}
     card = _card(plan, receipt, type(pretrained(model)).__name__)
-    beside: dict[str, Callable[[Path], object]] = {
+    side_files: dict[str, Callable[[Path], object]] = {
         "plan.json": plan.save,
         "receipt.json": partial(write_text, text=dumps({**content, "versions": versions()})),
         "README.md": partial(write_text, text=card),
     }
-    return write_model(pretrained(model), tokenizer, out_dir, beside, overwrite=overwrite)
+    return write_model(pretrained(model), tokenizer, out_dir, side_files, overwrite=overwrite)
 
 
 def _card(plan: Plan, receipt: ExpertReceipt, name: str) -> str:

@@ -50,7 +50,7 @@ Removals = dict[str, tuple[Removal, ...]]  # of all layers, by rule
 
 
 @dataclasses.dataclass(eq=False)
-class _Held:
+class _Observed:
     """Of one layer: its tokens ``(T, d)``, their sequences ``(T,)``, and which count; the table ``(draws, T, E)``, norms."""
 
     x: list[torch.Tensor] = dataclasses.field(default_factory=list)
@@ -69,12 +69,12 @@ class ExpertSums(Accumulator):
     """
 
     def __init__(
-        self, found: Sequence[ExpertLayer], losses: Sequence[Loss], rules: Sequence[str], seed: int, counts: np.ndarray
+        self, expert_layers: Sequence[ExpertLayer], losses: Sequence[Loss], rules: Sequence[str], seed: int, counts: np.ndarray
     ) -> None:
-        self.layers = {e.name: e for e in found}
+        self.layers = {e.name: e for e in expert_layers}
         self.losses, self.rules, self.seed, self.counts = losses, rules, seed, counts
         self.removals: dict[str, list[dict[str, Removal]]] = {}
-        self._held: dict[str, _Held] = {}
+        self._observed: dict[str, _Observed] = {}
         self._batch: Batch | None = None
 
     def begin(self, batch: Batch, loss: int) -> None:
@@ -84,48 +84,48 @@ class ExpertSums(Accumulator):
     def update(self, site: Site) -> None:
         """See :meth:`Accumulator.update`: the site is a block of experts."""
         for name, b in site.b.items():
-            held = self._held.setdefault(name, _Held())
-            held.gradients.append(b.flatten(0, 1))
-            if len(held.gradients) == len(self.losses):
-                self._tabulate(name, held, site.a)
+            observed = self._observed.setdefault(name, _Observed())
+            observed.gradients.append(b.flatten(0, 1))
+            if len(observed.gradients) == len(self.losses):
+                self._tabulate(name, observed, site.a)
 
-    def _tabulate(self, name: str, held: _Held, a: torch.Tensor) -> None:
+    def _tabulate(self, name: str, observed: _Observed, a: torch.Tensor) -> None:
         """Add the present batch to the table of a layer."""
         batch, x = cast(Batch, self._batch), a.flatten(0, 1)
         mask = batch.kwargs.get("attention_mask")
-        gradients = torch.stack(held.gradients).float()
+        gradients = torch.stack(observed.gradients).float()
         along, norms = list[torch.Tensor](), list[torch.Tensor]()
         for y in self.layers[name].outputs(x):
             along.append((gradients * y.float()).sum(-1))
             norms.append(y.float().norm(dim=-1))
-        held.x.append(x)
-        held.rows.append(torch.arange(batch.rows.start, batch.rows.stop, device=x.device).repeat_interleave(a.shape[1]))
-        held.real.append(torch.ones(len(x), dtype=torch.bool, device=x.device) if mask is None else mask.bool().flatten())
-        held.table.append(torch.stack(along, -1))
-        held.norms.append(torch.stack(norms, -1))
-        held.gradients.clear()
+        observed.x.append(x)
+        observed.rows.append(torch.arange(batch.rows.start, batch.rows.stop, device=x.device).repeat_interleave(a.shape[1]))
+        observed.real.append(torch.ones(len(x), dtype=torch.bool, device=x.device) if mask is None else mask.bool().flatten())
+        observed.table.append(torch.stack(along, -1))
+        observed.norms.append(torch.stack(norms, -1))
+        observed.gradients.clear()
 
     def finalize(self, names: Sequence[str]) -> bool:
         """See :meth:`Accumulator.finalize`."""
         for name in names:
-            held = self._held.pop(name)
-            self.removals[name] = self._removals(self.layers[name], held)
+            observed = self._observed.pop(name)
+            self.removals[name] = self._removals(self.layers[name], observed)
         return False
 
-    def _removals(self, layer: ExpertLayer, held: _Held) -> list[dict[str, Removal]]:
+    def _removals(self, layer: ExpertLayer, observed: _Observed) -> list[dict[str, Removal]]:
         """The removals by every rule, of all sequences and of each fold's choosers."""
         place = list(self.layers).index(layer.name)
-        sets = _Sets(layer, held, self.counts)
-        single, found = sets.singles(), list[dict[str, Removal]]()
+        sets = _Sets(layer, observed, self.counts)
+        single, removals = sets.singles(), list[dict[str, Removal]]()
         for choosers in (np.ones(len(self.counts), dtype=bool), *(~fold for fold in folds_of(self.counts))):
-            found.append({})
+            removals.append({})
             for rule in self.rules:
                 scores = None
                 if rule != "directional":
-                    tokens = torch.cat(held.real) & torch.from_numpy(choosers).to(sets.rows.device)[sets.rows]
-                    scores = _scores(rule, sets, torch.cat(held.norms), tokens, (self.seed, place))
+                    tokens = torch.cat(observed.real) & torch.from_numpy(choosers).to(sets.rows.device)[sets.rows]
+                    scores = _scores(rule, sets, torch.cat(observed.norms), tokens, (self.seed, place))
                 order, after, terms = sets.remove(scores, choosers)
-                found[-1][rule] = Removal(
+                removals[-1][rule] = Removal(
                     name=layer.name,
                     experts=layer.count,
                     order=order,
@@ -136,15 +136,15 @@ class ExpertSums(Accumulator):
                     single=single,
                     scores=single if scores is None else scores,
                 )
-        return found
+        return removals
 
 
 class _Sets:
     """The damage of sets of experts of one layer, by its table."""
 
-    def __init__(self, layer: ExpertLayer, held: _Held, counts: np.ndarray) -> None:
+    def __init__(self, layer: ExpertLayer, observed: _Observed, counts: np.ndarray) -> None:
         self.layer, self.counts, self.tokens = layer, counts, float(counts.sum())
-        self.x, self.rows, self.table = torch.cat(held.x), torch.cat(held.rows), torch.cat(held.table, 1)
+        self.x, self.rows, self.table = torch.cat(observed.x), torch.cat(observed.rows), torch.cat(observed.table, 1)
         self.dense = _gates(layer, self.x, range(layer.count))
         self.way = _way(layer, self.x)
         self.odds = layer.odds(self.x) if self.way == "softmax" else None
@@ -220,8 +220,8 @@ class _Sets:
 def _gates(layer: ExpertLayer, x: torch.Tensor, kept: Sequence[int]) -> torch.Tensor:
     """Weights ``(T, E)`` of the experts where some may be chosen, a part of the tokens at a time."""
     index = torch.tensor(sorted(kept))
-    found = (layer.gates(part, index) for part in x.split(_ROWS) if len(part))
-    return torch.cat([torch.zeros(0, layer.count, device=x.device), *found])
+    gates = (layer.gates(part, index) for part in x.split(_ROWS) if len(part))
+    return torch.cat([torch.zeros(0, layer.count, device=x.device), *gates])
 
 
 def _way(layer: ExpertLayer, x: torch.Tensor) -> str:
@@ -254,9 +254,9 @@ def _way(layer: ExpertLayer, x: torch.Tensor) -> str:
     return next((way for way, missed in left_out.items() if missed <= most), "any")
 
 
-def _apart(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> float:
+def _apart(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> float:
     """Sum of the differences that are more than the rounding of numbers of a type."""
-    difference = (found - expected).abs()
+    difference = (actual - expected).abs()
     return float(difference[difference > 2 * torch.finfo(dtype).eps * expected].sum())
 
 
@@ -277,17 +277,17 @@ def _scores(rule: str, sets: _Sets, norms: torch.Tensor, real: torch.Tensor, see
     if rule == "random":
         return np.random.default_rng(seed).random(sets.layer.count)
     gates, norms = sets.dense[real], norms[real]
-    given = (gates != 0).double()
-    count = given.sum(0)
+    routed = (gates != 0).double()
+    count = routed.sum(0)
     if rule == "frequency":
         return (count / max(len(gates), 1)).cpu().numpy()
-    sums = (given if rule == "norm" else gates.double()) * norms
+    sums = (routed if rule == "norm" else gates.double()) * norms
     return (sums.sum(0) / count.clamp_min(1)).cpu().numpy()
 
 
 def expert_removals(
     model: nn.Module,
-    found: Sequence[ExpertLayer],
+    expert_layers: Sequence[ExpertLayer],
     data: CalibrationSet,
     *,
     rules: Sequence[str] = ("directional",),
@@ -296,16 +296,26 @@ def expert_removals(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> tuple[list[Removals], float]:
-    """The removals of all layers by rule, and the forward equivalents spent: ``1 + 2 draws``, and E/k for the table.
+    """Return the removals of all layers by rule, and the forward equivalents spent: ``1 + 2 draws``, and E/k for the table.
 
     The removals are those that all sequences choose, and then, fold by fold, those that the others choose.
+
+    Args:
+        model: Is left as it was.
+        expert_layers: Its layers of experts.
+        data: Calibration tokens.
+        rules: ``directional``, or scores that others rank experts by.
+        draws: Draws of labels.
+        seed: Of the draws, and of the rule ``random``.
+        batch_size: Sequences per forward.
+        progress: Called with (sequences done, sequences).
     """
     losses = [SampledLoss(1009 * seed + draw) for draw in range(draws)]
     batches = list(unlabelled(model, data, batch_size))
     counts = np.concatenate([(b.targets != IGNORE).reshape(b.size, -1).sum(1).cpu().numpy() for b in batches]).astype(float)
-    blocks = [Block(name=e.name, modules=(Module(name=e.name, d_in=e.d, d_out=e.d),)) for e in found]
-    sums = ExpertSums(found, losses, rules, seed, counts)
+    blocks = [Block(name=e.name, modules=(Module(name=e.name, d_in=e.d, d_out=e.d),)) for e in expert_layers]
+    sums = ExpertSums(expert_layers, losses, rules, seed, counts)
     feed(model, batches, blocks, sums, tick=Steps(progress, data.samples, "gradients"), alone=True)
-    passes = 1.0 + 2.0 * draws + float(np.mean([e.count / e.top_k for e in found]))
-    each = [sums.removals[e.name] for e in found]
+    passes = 1.0 + 2.0 * draws + float(np.mean([e.count / e.top_k for e in expert_layers]))
+    each = [sums.removals[e.name] for e in expert_layers]
     return [{rule: tuple(layer[i][rule] for layer in each) for rule in rules} for i in range(len(each[0]))], passes

@@ -59,15 +59,15 @@ def verdict(plan: Plan, payload: FormatsPayload, size: str, names: Mapping[str, 
         return f"{size} for {damage:.3g} nats per token, predicted; {_on_whole(payload.whole)}."
     hidden = "mix" if PEER in others else ""  # the file that one has otherwise is said, not the same types with feedback
     rows = [less_than(damage, kl, names[n], error) for n, (kl, error) in others.items() if n in names and n != hidden]
-    beside = f", {_joined(rows)} within the same limit" if rows else ""
+    on_others = f", {_joined(rows)} within the same limit" if rows else ""
     if best and payload.check is not None:
         same = [names[n] for n, row in payload.check.rows.items() if row.same and n in names]
-        beside += f" ({' and '.join(same)} {best})" if same else ""
+        on_others += f" ({' and '.join(same)} {best})" if same else ""
     on = "measured on held-out text" if payload.check is not None else "predicted and not checked"
     asked = payload.asked or plan.rule
     name = names.get(plan.rule, plan.rule)
     taken = "" if asked == plan.rule else f" {_on_taken(name, damage, *damages_of(plan, payload)[asked])}"
-    return f"{size} for {damage:.3g} nats per token{beside}, {on}.{taken}{_on_fed_back(payload)}{_on_few_tokens(payload)}"
+    return f"{size} for {damage:.3g} nats per token{on_others}, {on}.{taken}{_on_fed_back(payload)}{_on_few_tokens(payload)}"
 
 
 def _on_whole(whole: Whole) -> str:
@@ -207,9 +207,9 @@ def on_prediction(plan: Plan, payload: FormatsPayload, bits: str, ends: str, *, 
     names = {"protect-ends": f"protect-ends ({ends})"}
     others = {n: row for n, row in payload.baselines.items() if n not in (plan.rule, *without)}
     rows = [f"{names.get(n, n)} {row['predicted']:.4g}" for n, row in others.items()]
-    beside = f" Predicted of choices without a program, within the same limit: {', '.join(rows)}." if rows else ""
+    baseline_damages = f" Predicted of choices without a program, within the same limit: {', '.join(rows)}." if rows else ""
     damage = nats(payload.predicted, payload.predicted_error)
-    return f"{payload.bits:.4g} {bits} Predicted damage, the sum over all blocks: {damage}.{beside}"
+    return f"{payload.bits:.4g} {bits} Predicted damage, the sum over all blocks: {damage}.{baseline_damages}"
 
 
 def on_more_bytes(plan: Plan) -> list[str]:

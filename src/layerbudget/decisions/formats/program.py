@@ -59,9 +59,9 @@ class Limits:
 
     def check(self) -> None:
         """Refuse what no model can make possible."""
-        given = [name for name in ("bits", "budget", "like") if getattr(self, name) is not None]
-        if len(given) != 1:
-            what = f"{' and '.join(given)} were given together" if given else "No budget was given"
+        budgets = [name for name in ("bits", "budget", "like") if getattr(self, name) is not None]
+        if len(budgets) != 1:
+            what = f"{' and '.join(budgets)} were given together" if budgets else "No budget was given"
             raise InvalidInput(f"{what}.", "Give one of bits, budget and like.", "For example bits=3.5, or budget='1.2 GiB'.")
         self.check_formats()
 
@@ -105,7 +105,7 @@ class Limits:
             limit = mix_of(table, find_mix(self.like))[0]
         else:
             limit = read_bytes(str(self.budget), "A budget", "1.2 GiB") - table.beside
-        least, given = int(table.smallest.sum()), max(limit, 0)
+        least, available = int(table.smallest.sum()), max(limit, 0)
         if limit < least:
             how = "--formats, --method weighted" if table.family == GGUF else "--formats"
             measured = f"measure the model with smaller ones ({how})"
@@ -113,13 +113,13 @@ class Limits:
                 measured = "plan for a runtime that reads smaller ones (--runtime transformers or llama.cpp)"
             others = "forbid and keep less" if self.forbid or self.keep else measured
             others = "plan for a shorter context" if table.family == CACHE else others
-            beside = f", {least + table.beside:,} with what stays as it is" if table.beside else ""
-            asked = f"{given:,} bytes for {len(table.blocks)} blocks ({8 * given / table.numel:.3f} bits per {per})"
+            whole_size = f", {least + table.beside:,} with what stays as it is" if table.beside else ""
+            asked = f"{available:,} bytes for {len(table.blocks)} blocks ({8 * available / table.numel:.3f} bits per {per})"
             if self.budget is not None and table.beside:
                 asked = f"{max(0, limit + table.beside):,} bytes for {len(table.blocks)} blocks and what stays as it is"
             raise InfeasibleBudget(
                 f"{asked} are too few.",
-                f"The smallest {what} takes {least:,} bytes ({8 * least / table.numel:.4f} bits per {per}){beside}.",
+                f"The smallest {what} takes {least:,} bytes ({8 * least / table.numel:.4f} bits per {per}){whole_size}.",
                 f"Raise the budget to that (--bits {_bits_up(least, table.numel):g}, or --budget {least + table.beside}), "
                 f"or {others}.",
             )
@@ -133,12 +133,12 @@ def _matching(table: Table, pattern: str) -> list[int]:
     except re.error as error:
         raise InvalidInput(f"keep has {pattern!r}, no regular expression ({error}).", "", "Correct it.") from error
     stored = table.stored or [()] * len(table.blocks)
-    names = [[*(m.name for m in b.modules), *own] for b, own in zip(table.blocks, stored, strict=True)]
-    found = [i for i, own in enumerate(names) if any(wanted.search(name) for name in own)]
-    if not found:
+    names = [[*(m.name for m in b.modules), *in_file] for b, in_file in zip(table.blocks, stored, strict=True)]
+    matches = [i for i, of_block in enumerate(names) if any(wanted.search(name) for name in of_block)]
+    if not matches:
         some = ", ".join(dict.fromkeys(names[i][-1] for i in (0, -1)))
         raise InvalidInput(f"keep has {pattern!r}, which no matrix matches.", f"There are {some}, ...", "Correct it.")
-    return found
+    return matches
 
 
 def _bits_up(size: int, numel: int) -> float:
@@ -174,9 +174,9 @@ def plan_from_table(scores: Scores, limits: Limits, rule: str = "exact") -> Plan
     limits.check()
     table = Table.of(scores)
     limit = limits.bytes(limits.restrict(table))
-    given = {**limits.record(), "rule": rule, "method": table.method, "runtime": table.runtime}
-    given |= imatrix_of(scores)
-    plan = _plan(scores, limits, limit, given, free=rule != "mix")
+    hyperparameters = {**limits.record(), "rule": rule, "method": table.method, "runtime": table.runtime}
+    hyperparameters |= imatrix_of(scores)
+    plan = _plan(scores, limits, limit, hyperparameters, free=rule != "mix")
     return plan.with_payload(curve=curve(limits.restrict(table)))
 
 
@@ -191,8 +191,8 @@ def curve(table: Table, count: int = CURVE) -> list[dict[str, Any]]:
     rows = []
     for limit in np.geomspace(low, high, count).round():
         chosen = choose(table.damage, table.size, int(limit)).chosen
-        own, values = table.totals(chosen), bits_of(table, chosen)
-        rows.append({"bits": 8 * own["spent"] / table.numel, "predicted": own["predicted"], "values": values})
+        totals, values = table.totals(chosen), bits_of(table, chosen)
+        rows.append({"bits": 8 * totals["spent"] / table.numel, "predicted": totals["predicted"], "values": values})
     return rows
 
 
@@ -204,14 +204,14 @@ def bits_of(table: Table, chosen: np.ndarray) -> list[float]:
 
 def imatrix_of(scores: Scores) -> dict[str, str]:
     """Return the importance matrix that damages were measured with, where it came from a file."""
-    held = scores.extra["formats"].get("imatrix")
-    return {} if held is None else {"imatrix": held}
+    imatrix = scores.extra["formats"].get("imatrix")
+    return {} if imatrix is None else {"imatrix": imatrix}
 
 
 def other_plan(plan: Plan, scores: Scores, rule: str) -> Plan:
     """Return the plan that another rule makes of the same budget. The mix is llama.cpp's own: see :func:`is_allowed`."""
-    limit, given = int(plan.budget["limit"]), {**plan.hyperparameters, "rule": rule}
-    return _plan(scores, Limits.of(plan), limit, given, free=True)
+    limit, hyperparameters = int(plan.budget["limit"]), {**plan.hyperparameters, "rule": rule}
+    return _plan(scores, Limits.of(plan), limit, hyperparameters, free=True)
 
 
 def is_allowed(plan: Plan, scores: Scores) -> bool:
@@ -221,35 +221,35 @@ def is_allowed(plan: Plan, scores: Scores) -> bool:
     return bool(table.has[np.arange(len(wanted)), wanted].all()) and plan.budget["spent"] <= plan.budget["limit"]
 
 
-def _plan(scores: Scores, limits: Limits, limit: int, given: Mapping[str, Any], *, free: bool) -> Plan:
+def _plan(scores: Scores, limits: Limits, limit: int, hyperparameters: Mapping[str, Any], *, free: bool) -> Plan:
     """The plan of a rule; whether the mix beside it is ``free`` of the limits of plans, and so what llama-quantize writes."""
     whole = Table.of(scores)
     table = limits.restrict(whole)
     mix, mixed = best_mix(whole if free else table, limit, limits.like, free=free)
     others = {name: make(table, limit) for name, make in BASELINES.items()} | ({} if mixed is None else {"mix": mixed})
-    if given["rule"] == "mix" and mixed is None:
+    if hyperparameters["rule"] == "mix" and mixed is None:
         raise InvalidInput(
             f"No mix of llama.cpp can be the plan of {limit:,} bytes.",
             "It has to fit, in types that were measured and are allowed, for a GGUF file.",
             "Raise the budget, or use --rule exact.",
         )
-    found = FormatDecision.of(table, limit, others, whole)
-    chosen, spent = found.choices[given["rule"]], found.totals[given["rule"]]["spent"]
+    decision = FormatDecision.of(table, limit, others, whole)
+    chosen, spent = decision.choices[hyperparameters["rule"]], decision.totals[hyperparameters["rule"]]["spent"]
     if free and mix is not None:
-        found.totals["mix"]["spent"] -= _spared(whole, mix)
+        decision.totals["mix"]["spent"] -= _spared(whole, mix)
     return Plan(
         kind="bits",
-        rule=given["rule"],
+        rule=hyperparameters["rule"],
         model=scores.model,
         blocks=plan_blocks(table, chosen),
-        hyperparameters=dict(given),
+        hyperparameters=dict(hyperparameters),
         budget={"unit": "bytes", "limit": limit, "spent": spent, **sizes_of(spent, table.family, table.fixed, table.head)},
-        certificate=found.certificate(given["rule"]),
+        certificate=decision.certificate(hyperparameters["rule"]),
         scores_digest=scores.digest,
         data=scores.data,
         payload=DECISIONS.find("bits").Payload(
             **of_weights(table, chosen),
-            **found.record(given["rule"]),
+            **decision.record(hyperparameters["rule"]),
             **few_tokens(table, scores),
             mix=mix,
             reasons=table.reasons(chosen),
@@ -294,35 +294,35 @@ class FormatDecision:
     table: Table
     choices: Mapping[str, np.ndarray]
     totals: Mapping[str, dict[str, Any]]
-    found: Choice
+    choice: Choice
 
     @classmethod
     def of(cls, table: Table, limit: int, others: Mapping[str, np.ndarray], whole: Table | None = None) -> FormatDecision:
         """Return the decision within so many bytes, beside other rules' choices, whose formats may be any of ``whole``."""
         what = DECISIONS.find("cache" if table.family == CACHE else "bits").bytes_of
-        found = dataclasses.replace(choose(table.damage, table.size, limit), among=f" of {what}")
-        choices = {"exact": found.chosen, **others}
+        choice = dataclasses.replace(choose(table.damage, table.size, limit), among=f" of {what}")
+        choices = {"exact": choice.chosen, **others}
         whole = whole or table
-        return cls(table=whole, choices=choices, totals={n: whole.totals(c) for n, c in choices.items()}, found=found)
+        return cls(table=whole, choices=choices, totals={n: whole.totals(c) for n, c in choices.items()}, choice=choice)
 
     def certificate(self, rule: str) -> dict[str, Any]:
         """Return the certificate of a rule's plan: rules without a program have none."""
-        return self.found.certificate() if rule == "exact" else {}
+        return self.choice.certificate() if rule == "exact" else {}
 
     def record(self, rule: str) -> dict[str, Any]:
         """Return what the plan of a rule says of the decision."""
-        own = self.totals[rule]
+        totals = self.totals[rule]
 
-        def beside(name: str) -> dict[str, Any]:
+        def baseline(name: str) -> dict[str, Any]:
             error = self.table.error_between(self.choices[rule], self.choices[name])
             return {**self.totals[name], "difference_error": error}
 
         return {
-            "bits": 8 * own["spent"] / self.table.numel,
-            "predicted": own["predicted"],
+            "bits": 8 * totals["spent"] / self.table.numel,
+            "predicted": totals["predicted"],
             "predicted_error": self.table.error_of(self.choices[rule]),
-            "baselines": {n: beside(n) for n in self.totals if n != "exact" or rule != "exact"},
-            "near_ties": self.table.ties(self.found) if rule == "exact" else [],
+            "baselines": {n: baseline(n) for n in self.totals if n != "exact" or rule != "exact"},
+            "near_ties": self.table.ties(self.choice) if rule == "exact" else [],
         }
 
 
@@ -340,8 +340,8 @@ def mixes_within(scores: Scores) -> list[str]:
     names = MIXES if table.llama is None else table.llama.mixes
     size = {mix: mix_of(table, mix)[0] for mix in names}
     alike = {tuple(_mixed(table, mix)[1].values()): mix for mix in names}
-    own = sorted(alike.values(), key=lambda mix: size[mix])
-    return [mix for mix in own if size[mix] >= table.smallest.sum()]
+    distinct = sorted(alike.values(), key=lambda mix: size[mix])
+    return [mix for mix in distinct if size[mix] >= table.smallest.sum()]
 
 
 def plan_blocks(table: Table, chosen: np.ndarray) -> tuple[PlanBlock, ...]:
@@ -383,8 +383,8 @@ def mix_of(table: Table, mix: str) -> tuple[int, np.ndarray | None]:
     types. A block that can have one format only has that.
     """
     refused, types = _mixed(table, mix)
-    own = zip(table.blocks, table.stored, strict=True)
-    parts = [(name, m) for block, names in own for name, m in zip(names, block.modules, strict=True)]
+    named_blocks = zip(table.blocks, table.stored, strict=True)
+    parts = [(name, m) for block, names in named_blocks for name, m in zip(names, block.modules, strict=True)]
     apart = [(types[name], m, split_stacks(m.name, m.copies)) for name, m in parts]  # gate and up are two tensors
     size = sum(n * find_format(kind, GGUF).bytes(m.d_out // n, m.d_in, m.copies) for kind, m, n in apart)
     size -= _spared(table, mix)
@@ -428,17 +428,17 @@ def types_like(table: Table, mix: str) -> list[str]:
     """Return the formats of a table and those of a mix, where the table's quantiser can round to them."""
     if table.llama is None:
         return list(table.formats)
-    kinds, own = _mixed(table, find_mix(mix))[1], {name for names in table.stored for name in names}
-    types = [find_format(kind, GGUF) for name, kind in kinds.items() if name in own]
+    kinds, stored_names = _mixed(table, find_mix(mix))[1], {name for names in table.stored for name in names}
+    types = [find_format(kind, GGUF) for name, kind in kinds.items() if name in stored_names]
     known = (f.name for f in types if table.llama.imatrix or not f.needs_inputs)
     return list(dict.fromkeys((*table.formats, *known)))
 
 
 def formats_of_rules(table: Table, limits: Limits) -> list[str]:
     """Return the formats that the rules without a program may use within the limits, by bytes alone; no damage is read."""
-    held, k = limits.restrict(table), np.arange(len(table.blocks))
-    limit = limits.bytes(held)
-    ways = [make(held, limit) for make in BASELINES.values()]
+    allowed, k = limits.restrict(table), np.arange(len(table.blocks))
+    limit = limits.bytes(allowed)
+    ways = [make(allowed, limit) for make in BASELINES.values()]
     mixes = () if table.llama is None else table.llama.mixes if limits.like is None else (find_mix(limits.like),)
     for mix in mixes:
         chosen = mix_of(table, mix)[1]
@@ -483,8 +483,8 @@ PEER = "llama-quantize"  # beside plans with error feedback: the mix as that wri
 
 def _layers(blocks: Sequence[Block]) -> tuple[list[int | None], int]:
     """Layer of every block, None for embedding and head, and the number of layers."""
-    found = [_LAYER.search(b.modules[0].name) for b in blocks]
-    numbers = [None if f is None else int(f.group(1)) for f in found]
+    matches = [_LAYER.search(b.modules[0].name) for b in blocks]
+    numbers = [None if f is None else int(f.group(1)) for f in matches]
     return numbers, 1 + max((n for n in numbers if n is not None), default=0)
 
 

@@ -71,30 +71,30 @@ class Table:
     @classmethod
     def of(cls, scores: Scores) -> Table:
         """Return the table in a record."""
-        held = scores.extra.get("formats") if isinstance(scores, Scores) else None
-        if not isinstance(held, Mapping):
+        record = scores.extra.get("formats") if isinstance(scores, Scores) else None
+        if not isinstance(record, Mapping):
             raise InvalidInput(
                 "These scores say nothing of formats.",
                 "A plan of bits needs the damage of every format.",
                 "Measure it: layerbudget plan bits MODEL --save-scores FILE.",
             )
-        size, damage, error = (np.array(held[k], dtype=np.float64) for k in ("size", "damage", "error"))
+        size, damage, error = (np.array(record[k], dtype=np.float64) for k in ("size", "damage", "error"))
         none = np.isnan(damage)
         return cls(
             blocks=scores.blocks,
-            formats=tuple(held["formats"]),
+            formats=tuple(record["formats"]),
             size=np.where(none, 0, size).astype(np.int64),
             damage=np.where(none, np.inf, damage),
             error=np.where(none, 0.0, error),
-            rest=np.array(held["rest"], dtype=np.float64),
-            unwritten=held.get("unwritten", {}),
-            llama=LlamaModel(**held["llama"]) if held.get("llama") else None,
-            stored=held.get("stored", ()),
-            head=held.get("head", 0),
-            fixed_terms=held.get("fixed_terms", {}),
-            signature=held.get("signature", ()),
-            cache=Cache(**held["cache"]) if held.get("cache") else None,
-            **{k: held[k] for k in ("fixed", "family", "runtime", "method")},
+            rest=np.array(record["rest"], dtype=np.float64),
+            unwritten=record.get("unwritten", {}),
+            llama=LlamaModel(**record["llama"]) if record.get("llama") else None,
+            stored=record.get("stored", ()),
+            head=record.get("head", 0),
+            fixed_terms=record.get("fixed_terms", {}),
+            signature=record.get("signature", ()),
+            cache=Cache(**record["cache"]) if record.get("cache") else None,
+            **{k: record[k] for k in ("fixed", "family", "runtime", "method")},
         )
 
     def record(self) -> dict[str, Any]:
@@ -105,14 +105,14 @@ class Table:
             return [[None if np.isnan(v) else float(v) for v in row] for row in shown]
 
         rest = [[[float(f"{v:.4g}") for v in each] for each in row] for row in self.rest]
-        own = {k: getattr(self, k) for k in ("fixed", "head", "family", "runtime", "method")}
+        fields = {k: getattr(self, k) for k in ("fixed", "head", "family", "runtime", "method")}
         values = {"size": rows(self.size), "damage": rows(self.damage), "error": rows(self.error)}
-        found = {"formats": list(self.formats), **values, **own, "rest": rest, **self.kept}
+        content = {"formats": list(self.formats), **values, **fields, "rest": rest, **self.kept}
         if self.cache is not None:
-            found["cache"] = dataclasses.asdict(self.cache)
+            content["cache"] = dataclasses.asdict(self.cache)
         if self.llama is not None:
-            found |= {"llama": dataclasses.asdict(self.llama), "stored": [list(names) for names in self.stored]}
-        return found
+            content |= {"llama": dataclasses.asdict(self.llama), "stored": [list(names) for names in self.stored]}
+        return content
 
     def error_of(self, chosen: np.ndarray) -> float:
         """Standard error of the summed damages of a choice, ``(K,)``; blocks share sequences, so these are summed first.
@@ -143,9 +143,9 @@ class Table:
         k = np.arange(len(self.blocks))
         return {"predicted": float(self.damage[k, chosen].sum()), "spent": int(self.size[k, chosen].sum())}
 
-    def ties(self, found: Choice) -> list[dict[str, Any]]:
+    def ties(self, choice: Choice) -> list[dict[str, Any]]:
         """Return single changes that noise cannot tell from a choice, the closest first; ``bytes`` is what each would add."""
-        names, taken, size = self.formats, found.chosen, self.size
+        names, taken, size = self.formats, choice.chosen, self.size
         return [
             {
                 "block": self.blocks[i].name,
@@ -155,7 +155,7 @@ class Table:
                 "excess": e,
                 "noise": n,
             }
-            for i, j, e, n in near_ties(found, self.error)[:_TIES]
+            for i, j, e, n in near_ties(choice, self.error)[:_TIES]
         ]
 
     def reasons(self, chosen: np.ndarray) -> Reasons:
@@ -193,9 +193,9 @@ class Table:
         shape = rows + len(other.blocks), columns + len(other.formats)
 
         def both(mine: np.ndarray, theirs: np.ndarray, empty: float) -> np.ndarray:
-            found = np.full((*shape, *mine.shape[2:]), empty, dtype=mine.dtype)
-            found[:rows, :columns], found[rows:, columns:] = mine, theirs
-            return found
+            joined = np.full((*shape, *mine.shape[2:]), empty, dtype=mine.dtype)
+            joined[:rows, :columns], joined[rows:, columns:] = mine, theirs
+            return joined
 
         return dataclasses.replace(
             self,
@@ -218,8 +218,8 @@ class Table:
     def kept(self) -> dict[str, Any]:
         """Matrices that stay in 16 bits, terms of other tensors, and the signature of the model; each where it is known."""
         named = {"unwritten": self.unwritten, "fixed_terms": self.fixed_terms}
-        found: dict[str, Any] = {name: dict(value) for name, value in named.items() if value}
-        return found | ({"signature": list(self.signature)} if self.signature else {})
+        known: dict[str, Any] = {name: dict(value) for name, value in named.items() if value}
+        return known | ({"signature": list(self.signature)} if self.signature else {})
 
     @property
     def numel(self) -> int:

@@ -40,7 +40,7 @@ def plan_joint(
     damping: float | None = None,
     bytes_per_parameter: float = 2.0,
 ) -> Plan:
-    """A plan of pruning and adapters together: bytes added minus bytes freed meet one budget.
+    """Return a plan of pruning and adapters together: bytes added minus bytes freed meet one budget.
 
     Args:
         scores: The scores: a block with a large gain deserves adapters and protection.
@@ -71,14 +71,7 @@ def plan_joint(
     choice(capacity, "capacity", ("ranks", "lora-experts"))
     if capacity == "ranks" and expert_rank is not None:
         raise InvalidInput(f"expert_rank is {expert_rank} for a plan of ranks.", "Experts have one.", "Leave it out.")
-    wanted = parse_budget(budget, default="bytes")
-    if wanted.unit not in ("bytes", "params") or wanted.relative:
-        raise UnknownUnit(
-            f"The joint budget {budget!r} is in {wanted.unit}.",
-            "It must be in bytes or parameters.",
-            "Write '-2GiB' or '-1B params'.",
-        )
-    limit = wanted.amount * (bytes_per_parameter if wanted.unit == "params" else 1.0)
+    limit, text = _limit(budget, bytes_per_parameter)
     numel = scores.numel.astype(np.float64)
     options: dict[str, Any] = {"capacity": capacity, "bytes_per_parameter": bytes_per_parameter}
     options |= {"expert_rank": 8 if expert_rank is None else expert_rank} if capacity == "lora-experts" else {}
@@ -102,10 +95,22 @@ def plan_joint(
     adapters = Capacity(
         kind=capacity, values=values, counts=counts, bytes=rounded.spent, expert_rank=options.get("expert_rank")
     )
-    record = {"unit": "bytes", "limit": limit, "spent": rounded.spent - freed, "text": wanted.text}
+    record = {"unit": "bytes", "limit": limit, "spent": rounded.spent - freed, "text": text}
     payload = {"capacity": adapters, "rounding": rounded.to_dict()}
     decision = RuleResult(value=solution.sparsity, solution=solution, payload=payload)
     return make_plan(scores, "joint", "mdl", decision, pruned, record, hyper)
+
+
+def _limit(budget: str | float, bytes_per_parameter: float) -> tuple[float, str]:
+    """The net bytes of a budget, and its text."""
+    wanted = parse_budget(budget, default="bytes")
+    if wanted.unit not in ("bytes", "params") or wanted.relative:
+        raise UnknownUnit(
+            f"The joint budget {budget!r} is in {wanted.unit}.",
+            "It must be in bytes or parameters.",
+            "Write '-2GiB' or '-1B params'.",
+        )
+    return wanted.amount * (bytes_per_parameter if wanted.unit == "params" else 1.0), wanted.text
 
 
 def _whole(q: Vector, cost: Vector, solution: JointSolution, left: float, spend: str, options: dict[str, Any]) -> Rounded:
@@ -118,21 +123,21 @@ def _whole(q: Vector, cost: Vector, solution: JointSolution, left: float, spend:
 
 
 def split_joint(plan: Plan) -> tuple[Plan, Plan]:
-    """The sparsity plan and the ranks (or experts) plan of a joint plan, ready to be applied one after the other."""
-    payload, held, pruned = payload_of(plan, JointPayload), plan.hyperparameters, int(plan.counts.sum())
+    """Return the sparsity plan and the ranks (or experts) plan of a joint plan, ready to be applied one after the other."""
+    payload, hyperparameters, pruned = payload_of(plan, JointPayload), plan.hyperparameters, int(plan.counts.sum())
     adapters, zeros = payload.capacity, {"unit": "parameters", "limit": pruned, "spent": pruned}
     prune = dataclasses.replace(plan, kind="sparsity", budget=zeros, payload=None)
     blocks = tuple(dataclasses.replace(b, value=adapters.values[b.name], count=adapters.counts[b.name]) for b in plan.blocks)
     money = {"unit": "bytes", "limit": adapters.bytes, "spent": adapters.bytes}
     terms = Terms(  # as a plan of adapters alone records them
         kind=adapters.kind,
-        floor=held["min_capacity"],
-        cap=held["max_capacity"],
-        expert_rank=held.get("expert_rank", 8),
-        bytes_per_parameter=held["bytes_per_parameter"],
+        floor=hyperparameters["min_capacity"],
+        cap=hyperparameters["max_capacity"],
+        expert_rank=hyperparameters.get("expert_rank", 8),
+        bytes_per_parameter=hyperparameters["bytes_per_parameter"],
     )
     options = ("exponent", "exponent_on", "spend", "alpha", "gamma", "damping")
-    hyper = terms.record() | {name: held[name] for name in options if name in held}
+    hyper = terms.record() | {name: hyperparameters[name] for name in options if name in hyperparameters}
     rounding = DECISIONS.find(adapters.kind).Payload(rounding=payload.rounding)
     changed: dict[str, Any] = {"blocks": blocks, "budget": money, "hyperparameters": hyper, "payload": rounding}
     return prune, dataclasses.replace(plan, kind=adapters.kind, **changed)

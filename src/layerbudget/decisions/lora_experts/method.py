@@ -71,8 +71,8 @@ class ExpertsModel(BaseTuner):
         groups: dict[str, list[ExpertsLinear]] = {}
         for name, module in model.named_modules():
             if isinstance(module, ExpertsLinear) and adapter_name in module.lora_experts_router:
-                found = re.match(r"(.*?\.\d+)\.", name)
-                groups.setdefault(found.group(1) if found else name, []).append(module)
+                match = re.match(r"(.*?\.\d+)\.", name)
+                groups.setdefault(match.group(1) if match else name, []).append(module)
         for modules in groups.values():
             for module in modules:
                 module.lora_experts_balance[adapter_name] = coefficient / len(modules)
@@ -105,14 +105,14 @@ class ExpertsModel(BaseTuner):
         unwanted_adapter_names: list[str],
     ) -> dict[str, Tensor]:
         """Select the adapter's tensors, also where FSDP wrapped nested units."""
-        found = {k.replace("_fsdp_wrapped_module.", ""): v for k, v in state_dict.items() if f".{PREFIX}" in k}
-        if not found:
+        tensors = {k.replace("_fsdp_wrapped_module.", ""): v for k, v in state_dict.items() if f".{PREFIX}" in k}
+        if not tensors:
             raise CoverageError(
                 f"No tensor of the experts {adapter_name!r} is in the state dict.",
                 "",
                 "Gather the full state dict before saving.",
             )
-        return found
+        return tensors
 
 
 class BalanceScale(TrainerCallback):
@@ -144,12 +144,12 @@ def to_experts_config(plan: Plan, *, rank: int | None = None, top_k: int = 2, **
 
 def adapted_experts(model: nn.Module, adapter_name: str = "default") -> dict[str, int]:
     """Experts by module, read from the tensors of an adapted model."""
-    found = {}
+    experts = {}
     for name, module in model.named_modules():
         if isinstance(module, ExpertsLinear) and adapter_name in module.lora_experts_A:
             stacked = cast(nn.Linear, module.lora_experts_A[adapter_name]).weight.shape[0]
-            found[base_name(name)] = stacked // module.lora_experts_config[adapter_name].r
-    return found
+            experts[base_name(name)] = stacked // module.lora_experts_config[adapter_name].r
+    return experts
 
 
 def add_lora_experts(

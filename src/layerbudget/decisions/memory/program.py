@@ -391,7 +391,7 @@ class Fitted:
             table=self.fit.table,
             choices={rule: pick.chosen for rule, pick in self.picks.items()},
             totals={rule: pick.totals for rule, pick in self.picks.items()},
-            found=self.choice,
+            choice=self.choice,
         )
 
     def pick(self, rule: str) -> Pick:

@@ -219,8 +219,8 @@ def drop_layers(model: nn.Module, names: Sequence[str]) -> nn.Module:
             for place in ("layer_idx", "layer_id"):
                 if isinstance(getattr(module, place, None), int):
                     setattr(module, place, new)
-    own = [text_config(config_of(model)), *configs_of(owner)]  # those of towers for images stay
-    for config in {id(c): c for c in own if getattr(c, "num_hidden_layers", None) == len(known)}.values():
+    configs = [text_config(config_of(model)), *configs_of(owner)]  # those of towers for images stay
+    for config in {id(c): c for c in configs if getattr(c, "num_hidden_layers", None) == len(known)}.values():
         shorten(config, [i for i, _ in kept], len(known))
     return model
 
@@ -237,8 +237,8 @@ def _sizes(layer: nn.Module, name: str) -> dict[str, int]:
     out: dict[str, int] = {}
     for find in FIND.values():
         with contextlib.suppress(UnknownStructure):
-            found = find(layer, name)
-            out |= dict(zip(("heads", "groups") if isinstance(found, Attention) else ("width",), found.shape, strict=False))
+            part = find(layer, name)
+            out |= dict(zip(("heads", "groups") if isinstance(part, Attention) else ("width",), part.shape, strict=False))
     return out
 
 
@@ -258,9 +258,9 @@ def preserved(model: nn.Module) -> Iterator[None]:
             _refill(config.__dict__, values)
 
 
-def _refill(held: dict[str, Any], values: dict[str, Any]) -> None:
-    held.clear()
-    held.update(values)
+def _refill(mapping: dict[str, Any], values: dict[str, Any]) -> None:
+    mapping.clear()
+    mapping.update(values)
 
 
 def measure_plan(

@@ -209,8 +209,8 @@ class Stream:
             mask = self.walk.token_mask(batch)
             for row in range(len(x)):
                 real = slice(None) if mask is None else mask[row]
-                found, fold = Moments.of(x[row][real], y[row][real]), (batch * self.walk.batch_size + row) % _FOLDS
-                folds[fold] = folds[fold].plus(found) if fold in folds else found
+                moments, fold = Moments.of(x[row][real], y[row][real]), (batch * self.walk.batch_size + row) % _FOLDS
+                folds[fold] = folds[fold].plus(moments) if fold in folds else moments
         return Aim(folds=list(folds.values()))
 
     def _wanted(self, batch: int, where: Where) -> tuple[torch.Tensor, torch.Tensor]:
@@ -223,9 +223,9 @@ class Stream:
                 raise StopForward
 
         out = self._run(batch, None, {where.consumer: look})
-        (x, given), end = seen[0], self.end[batch]
+        (x, current), end = seen[0], self.end[batch]
         if isinstance(where, Mlp):
-            wanted = end - (cast(torch.Tensor, out).float() - given.float().reshape(end.shape))
+            wanted = end - (cast(torch.Tensor, out).float() - current.float().reshape(end.shape))
         else:
             wanted = self.middle[batch] - self.walk.store.get(batch).float()
         return x.reshape(*end.shape[:2], -1), wanted

@@ -189,9 +189,9 @@ class Mlp:
         """Write the width into a config, wherever it holds the old one."""
         if old.shape == self.shape:
             return
-        held = {f: getattr(config, f) for f in _WIDTHS if hasattr(config, f)}
-        same = [f for f, v in held.items() if v == old.inputs or (v is None and f in _WIDTHS_BY_DEFAULT)]
-        listed = {f: len(v) for f, v in held.items() if isinstance(v, list) and set(v) == {old.inputs}}
+        widths = {f: getattr(config, f) for f in _WIDTHS if hasattr(config, f)}
+        same = [f for f, v in widths.items() if v == old.inputs or (v is None and f in _WIDTHS_BY_DEFAULT)]
+        listed = {f: len(v) for f, v in widths.items() if isinstance(v, list) and set(v) == {old.inputs}}
         if not same and not listed:
             name = type(config).__name__
             raise UnknownStructure(f"{name} has no field for the width of its MLPs.", "", "Remove blocks instead.")
@@ -204,11 +204,11 @@ Where = Attention | Mlp
 
 def find_attention(layer: nn.Module, name: str) -> Attention:
     """The heads of one layer."""
-    for path, parent, (producers, consumer, layout), found in _lying(layer, _ATTENTIONS):
+    for path, parent, (producers, consumer, layout), matrices in _lying(layer, _ATTENTIONS):
         inner = producers[0].rpartition(".")[0]
-        owner, inputs = parent.get_submodule(inner), _inputs(found[-1])
+        owner, inputs = parent.get_submodule(inner), _inputs(matrices[-1])
         head_dim = next((v for s in _SIZES if isinstance(v := getattr(owner, s, None), int)), 0)
-        outputs = [m.weight.numel() // _inputs(m) for m in found[:-1]]
+        outputs = [m.weight.numel() // _inputs(m) for m in matrices[:-1]]
         heads = groups = 0
         if getattr(owner, "multi_query", None) is False:  # GPT-BigCode without shared keys lays heads out as GPT-NeoX does
             layout = "interleaved"
@@ -236,9 +236,9 @@ def find_attention(layer: nn.Module, name: str) -> Attention:
 
 def find_mlp(layer: nn.Module, name: str) -> Mlp:
     """The MLP of one layer."""
-    for path, parent, (producers, consumer, stacked), found in _lying(layer, _MLPS):
+    for path, parent, (producers, consumer, stacked), matrices in _lying(layer, _MLPS):
         if "experts" not in path and not (consumer == "c_proj" and path.endswith("attn")):
-            inside = [n for n, m in parent.named_children() if path and "norm" in n and _wide(m, _inputs(found[-1]))]
+            inside = [n for n, m in parent.named_children() if path and "norm" in n and _wide(m, _inputs(matrices[-1]))]
             if inside:
                 raise UnknownStructure(
                     f"{_join(name, path)} ({type(parent).__name__}) normalises over all of its channels ({inside[0]}), so that "
@@ -251,7 +251,7 @@ def find_mlp(layer: nn.Module, name: str) -> Mlp:
                 producers=tuple(_join(name, path, p) for p in producers),
                 consumer=_join(name, path, consumer),
                 stacked=stacked,
-                width=_inputs(found[-1]),
+                width=_inputs(matrices[-1]),
             )
     raise UnknownStructure(
         f"{name} ({type(layer).__name__}) has no plain MLP.",
@@ -267,9 +267,9 @@ def _lying(layer: nn.Module, layouts: Sequence[Any]) -> Iterator[tuple[str, nn.M
     """Modules that have all matrices of a layout: ``(path, module, layout, matrices)``."""
     for path, parent in layer.named_modules():
         for layout in layouts:
-            found = [_get(parent, n) for n in (*layout[0], layout[1])]
-            if all(isinstance(m, nn.Linear) or (m is not None and is_conv1d(m)) for m in found):
-                yield path, parent, layout, found
+            matrices = [_get(parent, n) for n in (*layout[0], layout[1])]
+            if all(isinstance(m, nn.Linear) or (m is not None and is_conv1d(m)) for m in matrices):
+                yield path, parent, layout, matrices
 
 
 def _get(parent: nn.Module, name: str) -> Any:
@@ -298,17 +298,17 @@ def _check(a: Attention, owner: nn.Module, inputs: int) -> None:
     weights = {n: getattr(m, "weight", None) for n, m in norms.items()}
     across = [n for n, weight in weights.items() if weight is not None and weight.numel() != a.head_dim]
     single = [n for n, m in norms.items() if next(m.children(), None) is not None]
-    own = [n for n, _ in owner.named_parameters(recurse=False)]
+    parameters = [n for n, _ in owner.named_parameters(recurse=False)]
     if not a.head_dim or a.inputs != inputs or a.groups < 1 or a.heads % a.groups:
         why = f"reads {inputs} channels, which are not {a.heads} query heads of {a.head_dim} in {a.groups} groups"
     elif across:
         why = f"normalises over all heads at once ({across[0]}), so that removing one changes the others"
     elif single:
         why = f"has a norm for every head ({single[0]})"
-    elif beside := [n for n in _linears_of(owner) if _join(a.owner, n) not in (*a.producers, a.consumer)]:
-        why = f"has a matrix beside queries, keys, values and output ({beside[0]}), which may belong to single heads"
-    elif own:
-        why = f"has parameters of its own ({own[0]}) that may belong to single heads"
+    elif other_matrices := [n for n in _linears_of(owner) if _join(a.owner, n) not in (*a.producers, a.consumer)]:
+        why = f"has a matrix beside queries, keys, values and output ({other_matrices[0]}), which may belong to single heads"
+    elif parameters:
+        why = f"has parameters of its own ({parameters[0]}) that may belong to single heads"
     elif a.layout == "interleaved" and not type(owner).__name__.startswith(("GPTNeoX", "GPTBigCode")):
         why = "interleaves queries, keys and values in a way that is known for GPT-NeoX and GPT-BigCode only"
     else:

@@ -112,10 +112,10 @@ def save_nemotron(
         InvalidInput: vLLM has no architecture for it.
     """
     use = f"vllm serve {out_dir} --trust-remote-code"
-    beside = beside_model(plan, record, model, use, ("nemotron-nas", "pruned"))
-    beside |= {"config.json": partial(_write_config, config=nemotron_config(model))}
-    beside |= {f"{_MODULE}.py": partial(write_text, text=_CODE)}
-    return write_model(pretrained(model), tokenizer, out_dir, beside, overwrite=overwrite)
+    side_files = beside_model(plan, record, model, use, ("nemotron-nas", "pruned"))
+    side_files |= {"config.json": partial(_write_config, config=nemotron_config(model))}
+    side_files |= {f"{_MODULE}.py": partial(write_text, text=_CODE)}
+    return write_model(pretrained(model), tokenizer, out_dir, side_files, overwrite=overwrite)
 
 
 def _write_config(path: Path, config: Mapping[str, Any]) -> None:
@@ -144,7 +144,7 @@ def nemotron_config(model: nn.Module) -> dict[str, Any]:
         for g, mlp in zip(groups, mlps.values(), strict=True)
     ]
     biased = {n.rsplit(".", 2)[1] for n, _ in model.named_parameters() if n.endswith("_proj.bias")}
-    own = {
+    nas_fields = {
         "architectures": [ARCHITECTURE],
         "auto_map": {"AutoConfig": f"{_MODULE}.NemotronNasConfig"},
         "model_type": NEMOTRON,
@@ -159,4 +159,4 @@ def nemotron_config(model: nn.Module) -> dict[str, Any]:
         "mlp_bias": "down_proj" in biased,
     }
     said = {k: v for k, v in config.to_dict().items() if k != "_name_or_path"}
-    return {**said, **own, "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
+    return {**said, **nas_fields, "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}

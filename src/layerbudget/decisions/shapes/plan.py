@@ -125,13 +125,8 @@ def plan_shapes(
         CoverageError: Layers of a streamed model that come and go, or several processes.
         ModelMismatch: The folder holds another run.
     """
-    need_settled(model, "measuring")
-    check_finite(model)
     alike = _alike(model, even, runtime, kinds)
-    if depth > 0:
-        check_depth(model)
-    if process_group().size > 1:
-        raise CoverageError("Smaller shapes are planned in one process.", "", "Use one.")
+    _check_model(model, depth)
     speed = _speed(model, budget, runtime, threads, resume) if speed is None else speed
     spaces = _spaces(
         model,
@@ -156,7 +151,7 @@ def plan_shapes(
     parts, tick = Parts(resume, request), Steps(progress, int(passes), "forward equivalents")
     points = (ShapePoint(model, data, space, damping, batch_size) for space in spaces)
     path = _first([_Path(point, strides, trust, draws, seed, tick, parts, f"start-{i}") for i, point in enumerate(points)])
-    others = path.beside()
+    others = path.even_and_uneven()
     try:
         here, solution = path.run(passes - last)
     finally:
@@ -164,9 +159,7 @@ def plan_shapes(
     hyper |= {} if damping == DAMPING else {"damping": damping}
     hyper |= {"by": next((p.by for p in path.space.parts if p.kind == "heads"), by), "seed": seed}
     plan = path.space.plan(here.state, here.divergence, solution, hyper, identity)
-    if speed is not None:
-        plan = plan.with_payload(prices=speed.prices())
-        plan = plan.with_payload(speed=to_jsonable(dict(speed)), tokens_per_second=_rates(model, plan, speed))
+    plan = plan if speed is None else _with_speed(model, plan, speed)
     say(progress, "cut and refitted, layers")
     return plan.with_payload(
         beside=others,
@@ -180,19 +173,19 @@ def plan_shapes(
 
 def _every_width(space: ShapeSpace, around: np.ndarray, seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Alternatives with every number of MLP units between those that were looked at, and their damage, by straight lines."""
-    found = []
+    layer_rows = []
     for rows, damage in zip(around, seen, strict=True):
         made, gone = list[tuple[int, int, int, float]](), rows[:, GONE] == 1
         for heads in np.unique(rows[~gone, 0]):
-            own = (rows[:, 0] == heads) & ~gone
-            units, where = np.unique(rows[own, 1], return_index=True)
+            same_heads = (rows[:, 0] == heads) & ~gone
+            units, where = np.unique(rows[same_heads, 1], return_index=True)
             every = np.arange(units[0], units[-1] + 1)
             every = every[np.isin(every, space.allowed.get("mlp", every))]
-            between = np.interp(every, units, damage[own][where])
+            between = np.interp(every, units, damage[same_heads][where])
             made += [(int(heads), int(u), 0, float(d)) for u, d in zip(every, between, strict=True)]
-        found.append([*made, *((0, 0, 1, float(d)) for d in damage[gone][:1])])
-    longest = max(map(len, found))
-    table = np.array([made + made[:1] * (longest - len(made)) for made in found])
+        layer_rows.append([*made, *((0, 0, 1, float(d)) for d in damage[gone][:1])])
+    longest = max(map(len, layer_rows))
+    table = np.array([made + made[:1] * (longest - len(made)) for made in layer_rows])
     return table[:, :, :3].astype(np.int64), table[:, :, 3]
 
 
@@ -214,6 +207,16 @@ def _alike(model: nn.Module, even: bool, runtime: str | None, kinds: Sequence[st
         return False
     check_config(config_of(model))
     return ("heads",)
+
+
+def _check_model(model: nn.Module, depth: int) -> None:
+    """Refuse a model that cannot be measured here, in one process, or whose config cannot say that layers are gone."""
+    need_settled(model, "measuring")
+    check_finite(model)
+    if depth > 0:
+        check_depth(model)
+    if process_group().size > 1:
+        raise CoverageError("Smaller shapes are planned in one process.", "", "Use one.")
 
 
 def _speed(model: nn.Module, budget: str | float, runtime: str | None, threads: int, resume: Any) -> Speed | None:
@@ -251,14 +254,16 @@ def _spaces(
 def _first(paths: Sequence[_Path]) -> _Path:
     """The path whose first plan is predicted to do least damage; what the others spent counts as its own."""
     path = min(paths, key=_Path.promise) if len(paths) > 1 else paths[0]
-    path.point.passes, path.told = sum(p.point.passes for p in paths), 0
+    path.point.passes, path.spent_elsewhere = sum(p.point.passes for p in paths), 0
     return path
 
 
-def _rates(model: nn.Module, plan: Plan, speed: Speed) -> dict[str, dict[str, float]]:
-    """Tokens per second that a table predicts, read and written, before and after a plan."""
+def _with_speed(model: nn.Module, plan: Plan, speed: Speed) -> Plan:
+    """The plan with the measured speed, its prices, and the tokens per second that it predicts, read and written."""
+    plan = plan.with_payload(prices=speed.prices())
     before, after = (speed.seconds(sizes_of_layers(model, p)) for p in (None, plan))
-    return {name: {"before": 1 / b, "after": 1 / a} for name, b, a in zip(("read", "written"), before, after, strict=True)}
+    rates = {name: {"before": 1 / b, "after": 1 / a} for name, b, a in zip(("read", "written"), before, after, strict=True)}
+    return plan.with_payload(speed=to_jsonable(dict(speed)), tokens_per_second=rates)
 
 
 def _check(draws: int, strides: int, trust: float, depth: int, passes: float, last: float, starts: int) -> None:
@@ -287,7 +292,7 @@ class _Path:
     ) -> None:
         self.point, self.space, self.strides, self.trust = point, point.space, strides, trust
         self.draws, self.seed, self.tick, self.parts, self.name = draws, seed, tick, parts, name
-        self.tried, self.log, self.told = 0, list[dict[str, Any]](), tick.done  # what other paths spent
+        self.tried, self.log, self.spent_elsewhere = 0, list[dict[str, Any]](), tick.done  # what other paths spent
         self.here = self._evaluate(self.space.start(), 1.0, Moments(lambda: point.dense))
 
     def _evaluate(self, state: np.ndarray, trust: float, before: Moments) -> Evaluation:
@@ -307,19 +312,19 @@ class _Path:
         kept = self.parts.json(f"{self.name}-{self.tried}", measure)
         self.tried += 1
         if measured:
-            found = measured[0]
+            evaluation = measured[0]
         else:
             forms = QuadraticTerms(**{**kept, **{name: np.array(kept[name]) for name in ("first", "second", "rest")}})
             self.point.passes += forms.passes
-            found = Evaluation(
+            evaluation = Evaluation(
                 state=state, around=around, forms=forms, moments=Moments(lambda: self.point.look(state, before()))
             )
         self._spent(self.point.passes)
-        return found
+        return evaluation
 
     def _spent(self, passes: float) -> None:
         """Tell of whole forward equivalents, where there are more than before."""
-        more = self.told + int(passes) - self.tick.done
+        more = self.spent_elsewhere + int(passes) - self.tick.done
         if more > 0:
             self.tick(more)
 
@@ -327,17 +332,17 @@ class _Path:
         """Damage of the budget as the dense model sees it."""
         return self.space.step(*_every_width(self.space, self.here.around, self.here.forms.total))[1].damage
 
-    def beside(self) -> EvenUneven | None:
+    def even_and_uneven(self) -> EvenUneven | None:
         """Damage of the budget as the dense model sees it, with layers that stay alike and with any; None where they cannot."""
-        found = dict[str, float]()
+        damages = dict[str, float]()
         for even in (True, False):
             try:
                 space = self.space.evened(even)
                 damage = space.step(*_every_width(space, self.here.around, self.here.forms.total))[1].damage
             except InfeasibleBudget:
                 return None
-            found["even" if even else "uneven"] = float(damage)
-        return EvenUneven(**found)
+            damages["even" if even else "uneven"] = float(damage)
+        return EvenUneven(**damages)
 
     def run(self, passes: float) -> tuple[Evaluation, Choice]:
         """Reach the budget, a part of it at a time, and go on down while that can be paid; the end, and the program there."""
@@ -359,13 +364,13 @@ class _Path:
         settled = np.zeros(len(here.state), dtype=bool)
         for step in descend(here, self.trust, partial(self._proposals, settled), evaluate, affords):
             here, solution = step.point, step.proposal.state[1]
-            told = {"predicted": step.proposal.promise, "measured": step.change, "trust": step.trust}
-            self._note(here, step=len(self.log), **told)
+            fields = {"predicted": step.proposal.promise, "measured": step.change, "trust": step.trust}
+            self._note(here, step=len(self.log), **fields)
         return here, solution
 
-    def _note(self, here: Evaluation, **told: float) -> None:
+    def _note(self, here: Evaluation, **fields: float) -> None:
         values = [gone / part.parameters for gone, part in zip(self.space.removed(here.state), self.space.parts, strict=True)]
-        self.log.append({"divergence": here.divergence, "passes": self.point.passes, **told, "values": values})
+        self.log.append({"divergence": here.divergence, "passes": self.point.passes, **fields, "values": values})
 
     def _proposals(self, settled: np.ndarray, here: Evaluation, trust: float) -> Iterator[Proposal]:
         """The best plans within reach; a layer whose going or coming back has not gained is settled from then on."""
@@ -375,10 +380,10 @@ class _Path:
             stays = (around[:, :, GONE] == state[:, None, GONE]) | ~settled[:, None]
             near = (np.abs(around[:, :, :2] - state[:, None, :2]) <= radius[:, None, :]).all(2)
             within = (near | (around[:, :, GONE] == 1)) & stays
-            goal, found = self.space.step(around, np.where(within, here.forms.total, np.inf))
-            if (goal == state).all() or found.damage >= 0:
+            goal, choice = self.space.step(around, np.where(within, here.forms.total, np.inf))
+            if (goal == state).all() or choice.damage >= 0:
                 return
-            yield Proposal(state=(goal, found), promise=found.damage, trust=trust)
+            yield Proposal(state=(goal, choice), promise=choice.damage, trust=trust)
             flips = goal[:, GONE] != state[:, GONE]
             settled |= flips
             trust = trust if flips.any() else trust / 2

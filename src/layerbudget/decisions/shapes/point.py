@@ -91,8 +91,8 @@ class _Indexed(Directions):
 
     def along(self, gradient: torch.Tensor) -> torch.Tensor:
         """See :meth:`Directions.along`."""
-        found = self.written.along(gradient)
-        return found[..., self.index.to(found.device)]
+        products = self.written.along(gradient)
+        return products[..., self.index.to(products.device)]
 
 
 class ShapePoint:
@@ -112,31 +112,31 @@ class ShapePoint:
                     self.matrices[where.consumer] = _Matrix(layer=k, side=side, part=part, where=where)
         known = {b.name: b for b in partition(model, "linear")}
         blocks = [known[name] for name in self.matrices]
-        self.held = Originals(model, blocks)
+        self.originals = Originals(model, blocks)
         owners: dict[str, Any] = {n: model.get_submodule(n) for n in self.matrices if space.depth}
         self.biases = {n: (o.bias, o.bias.detach().clone()) for n, o in owners.items() if o.bias is not None}
         self.references: list[Reference] = []
-        found: list[Grams] = []
+        grams: list[Grams] = []
         counts = answers(model, data)
         dealt = deal(counts, _FOLDS if (counts > 0).sum() >= _FOLDS else 1)
         for fold in [data.select(np.flatnonzero(dealt == k).tolist()) for k in range(dealt.max() + 1)]:
             listen = InputStatistics(model, [m for b in blocks for m in b.modules], "gram")
             self.references.append(Reference(model, fold, batch_size, listen))
-            found.append({name: listen.found[name][0] for name in self.matrices})
-        self.dense = _others(found)
+            grams.append({name: listen.found[name][0] for name in self.matrices})
+        self.dense = _others(grams)
         self.passes = 1.0
 
     def restore(self) -> None:
         """Put the dense weights back."""
-        self.held.restore()
-        for bias, held in self.biases.values():
-            bias.data.copy_(held)
+        self.originals.restore()
+        for bias, original in self.biases.values():
+            bias.data.copy_(original)
 
     @torch.no_grad()
     def become(self, name: str, gram: InputMoments, wanted: Sequence[int]) -> list[torch.Tensor]:
         """A matrix when so many units are gone; -1: when its layer is."""
         m, module = self.matrices[name], self.model.get_submodule(name)
-        dense = (self.held.held[name].T if is_conv1d(module) else self.held.held[name]).double()
+        dense = (self.originals.held[name].T if is_conv1d(module) else self.originals.held[name]).double()
         h = damped(torch.as_tensor(gram.value), self.damping)
         units = sorted({u for u in wanted if u > 0})
         keep = {u: m.where.columns(k) for u, k in stays(m.where, dense, h, units, m.part.by).items()} if units else {}
@@ -145,7 +145,7 @@ class ShapePoint:
             weight = torch.zeros_like(dense) if gone else dense.clone()
             if gone in keep:
                 weight[:, keep[gone]] = refitted(dense, h, keep[gone])
-            made.append(weight.to(self.held.held[name].dtype))
+            made.append(weight.to(self.originals.held[name].dtype))
         return made
 
     def _wanted(self, name: str, row: list[int]) -> int:
@@ -174,9 +174,17 @@ class ShapePoint:
     ) -> Evaluation:
         """Go to a state, by moments for every fold, and measure both terms along the way to every alternative.
 
-        At the dense model the first one vanishes. ``spent`` is told of the forward equivalents so far behind every batch.
+        At the dense model the first one vanishes.
+
+        Args:
+            state: What every layer keeps, ``(K, 3)``.
+            alternatives: What every layer may keep instead, ``(K, A, 3)``.
+            grams: Moments that refit the matrices, for every fold.
+            draws: Draws of labels.
+            seed: Of the draws.
+            spent: Called with the forward equivalents so far, after every batch.
         """
-        found, gathered, before = list[QuadraticTerms](), list[Grams](), self.passes
+        terms, gathered, before = list[QuadraticTerms](), list[Grams](), self.passes
         for fold, (reference, moments) in enumerate(zip(self.references, grams, strict=True)):
             self.move(state, moments)
 
@@ -186,11 +194,11 @@ class ShapePoint:
                 spent(before + share * (1.0 + 2.0 * (draws + bool(state.any()))))
 
             forms, seen = self._evaluate(reference, alternatives, moments, draws, seed, within, dense=not state.any())
-            found.append(forms)
+            terms.append(forms)
             gathered.append(seen)
-        self.passes += found[0].passes
+        self.passes += terms[0].passes
         later = _others(gathered)
-        return Evaluation(state=state, around=alternatives, forms=_mean(found), moments=Moments(lambda: later))
+        return Evaluation(state=state, around=alternatives, forms=_mean(terms), moments=Moments(lambda: later))
 
     def look(self, state: np.ndarray, grams: Sequence[Grams]) -> list[Grams]:
         """Second moments at a state that has been measured, by one forward: those of its :class:`Evaluation`, to the bit."""
@@ -239,21 +247,21 @@ class ShapePoint:
         return forms, {name: moments[0] for name, moments in gathered.items()}
 
 
-def _others(found: Sequence[Grams]) -> list[Grams]:
+def _others(folds: Sequence[Grams]) -> list[Grams]:
     """For every fold the sum over the others; its own where there is one only."""
-    if len(found) == 1:
-        return list(found)
-    values = [{name: torch.as_tensor(moments.value) for name, moments in grams.items()} for grams in found]
+    if len(folds) == 1:
+        return list(folds)
+    values = [{name: torch.as_tensor(moments.value) for name, moments in grams.items()} for grams in folds]
     return [
         {n: InputMoments("gram", value=torch.stack([v[n] for v in values if v is not mine]).sum(0)) for n in mine}
         for mine in values
     ]
 
 
-def _mean(found: Sequence[QuadraticTerms]) -> QuadraticTerms:
+def _mean(terms: Sequence[QuadraticTerms]) -> QuadraticTerms:
     """Over the tokens of all folds."""
-    tokens = sum(f.tokens for f in found)
-    share = [f.tokens / tokens for f in found]
-    mean = {n: sum(w * getattr(f, n) for w, f in zip(share, found, strict=True)) for n in ("first", "second", "divergence")}
-    rest = np.concatenate([w * f.rest for w, f in zip(share, found, strict=True)], axis=-1)
-    return dataclasses.replace(found[0], **mean, rest=rest, tokens=tokens)
+    tokens = sum(f.tokens for f in terms)
+    share = [f.tokens / tokens for f in terms]
+    mean = {n: sum(w * getattr(f, n) for w, f in zip(share, terms, strict=True)) for n in ("first", "second", "divergence")}
+    rest = np.concatenate([w * f.rest for w, f in zip(share, terms, strict=True)], axis=-1)
+    return dataclasses.replace(terms[0], **mean, rest=rest, tokens=tokens)

@@ -201,7 +201,7 @@ class ShapeSpace:
         radius = np.maximum(np.rint(trust * self.units), 1)
         low, high = np.maximum(base[:, :2] - radius, 0), np.minimum(base[:, :2] + radius, self.top)
         low = np.minimum(low, high)
-        found = []
+        alternatives = []
         for k in range(len(base)):
             axes = []
             for side in (HEADS, MLP):
@@ -209,9 +209,11 @@ class ShapeSpace:
                 wanted[np.abs(wanted - base[k, side]).argmin()] = base[k, side]
                 fits = self.allowed.get(KINDS[side], wanted)
                 axes.append(np.unique(wanted[np.isin(wanted, fits)]))
-            found.append([*((*units, 0) for units in itertools.product(*axes)), *([(0, 0, 1)] if self.depth else [])])
-        longest = max(map(len, found))
-        return np.array([[*rows, *[tuple(p)] * (longest - len(rows))] for rows, p in zip(found, present.tolist(), strict=True)])
+            alternatives.append([*((*units, 0) for units in itertools.product(*axes)), *([(0, 0, 1)] if self.depth else [])])
+        longest = max(map(len, alternatives))
+        return np.array(
+            [[*rows, *[tuple(p)] * (longest - len(rows))] for rows, p in zip(alternatives, present.tolist(), strict=True)]
+        )
 
     def saved(self, alternatives: np.ndarray) -> np.ndarray:
         """Savings of alternatives, whole numbers rounded down, ``(K, A, 3) -> (K, A)``."""
@@ -240,15 +242,15 @@ class ShapeSpace:
 
         among = f" and with at most {self.depth} of {len(self.layers)} layers gone" if self.depth else ""
         try:
-            found = _alike(alternatives, solve, damage, gone, self.sides) if self.even else solve(damage)
+            choice = _alike(alternatives, solve, damage, gone, self.sides) if self.even else solve(damage)
         except InfeasibleBudget as error:
             raise InfeasibleBudget(
                 f"Within reach{self._equally()}{among} nothing saves {need} {self.unit}.",
                 f"These layers have {whole.sum()} {self.unit}.",
                 "Save less, raise max_removed, or allow more layers to go (depth).",
             ) from error
-        found = dataclasses.replace(found, unit=self.unit, among=among)
-        return alternatives[np.arange(len(alternatives)), found.chosen], found
+        choice = dataclasses.replace(choice, unit=self.unit, among=among)
+        return alternatives[np.arange(len(alternatives)), choice.chosen], choice
 
     def _gone(self, state: np.ndarray) -> tuple[list[str], dict[str, int]]:
         """Layers that go whole in a state, and units that go from every part of the others."""
@@ -318,17 +320,17 @@ def _alike(
     alternatives: np.ndarray, solve: Callable[[np.ndarray], Choice], damage: np.ndarray, gone: np.ndarray, sides: Sequence[int]
 ) -> Choice:
     """The best numbers of some ``sides`` for all layers that stay: all are tried, and the bound is that of all of them."""
-    found, refused = list[Choice](), list[InfeasibleBudget]()
+    choices, refused = list[Choice](), list[InfeasibleBudget]()
     for common in np.unique(alternatives[~gone][:, sides], axis=0):
         values = np.where((alternatives[:, :, sides] == common).all(2) | gone, damage, np.inf)
         if not np.isfinite(values).any(axis=1).all():  # some layer cannot go there
             continue
         try:
-            found.append(solve(values))
+            choices.append(solve(values))
         except InfeasibleBudget as error:
             refused.append(error)
-    if not found:
+    if not choices:
         raise refused[0] if refused else InfeasibleBudget("No numbers of units are within reach of all layers.", "", "")
-    best = min(found, key=lambda f: f.damage)
-    below = [f for f in found if f.status == "bounded" and f.lower_bound < best.damage]
+    best = min(choices, key=lambda f: f.damage)
+    below = [f for f in choices if f.status == "bounded" and f.lower_bound < best.damage]
     return dataclasses.replace(best, status="bounded", lower_bound=min(f.lower_bound for f in below)) if below else best

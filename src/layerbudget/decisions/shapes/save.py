@@ -54,16 +54,16 @@ def undescribed(model: nn.Module, now: Where, wanted: Where) -> str:
     """Why a config that says ``now`` cannot say that all layers have such heads, or such an MLP; empty where it can."""
     kind, name = "heads" if isinstance(wanted, Attention) else "mlp", type(config_of(model)).__name__
     made = _built(model, lambda config: wanted.write(config, now))
-    found = made if isinstance(made, str) else _found(layers(made)[0][1], kind)
-    if isinstance(made, str) or isinstance(found, str):
-        return f"{name} refuses {wanted.words} ({found})"
-    if found.shape == wanted.shape:
+    part = made if isinstance(made, str) else _found(layers(made)[0][1], kind)
+    if isinstance(made, str) or isinstance(part, str):
+        return f"{name} refuses {wanted.words} ({part})"
+    if part.shape == wanted.shape:
         changed = sorted(_others(layers(model)) ^ _others(layers(made)))
         return f"{name} cannot say {wanted.words} without another shape of {changed[0][0]}" if changed else ""
     if kind == "heads":
         derived = "derives the size of a head from hidden_size / num_attention_heads"
         return f"{name} {derived}: {wanted.words} cannot be written"
-    return f"{name} makes MLPs of {found.words}, not {wanted.words}"
+    return f"{name} makes MLPs of {part.words}, not {wanted.words}"
 
 
 def _found(layer: nn.Module, kind: str) -> Where | str:
@@ -79,14 +79,14 @@ def _others(stack: Sequence[tuple[str, nn.Module]]) -> set[tuple[str, torch.Size
     sizes = set[tuple[str, torch.Size]]()
     for name, layer in stack:
         parts = [part for kind in FIND if not isinstance(part := _found(layer, kind), str)]
-        own = {matrix.removeprefix("layer.") for part in parts for matrix in (*part.producers, part.consumer)}
-        sizes |= {(f"{name}.{n}", p.shape) for n, p in layer.named_parameters() if n.rpartition(".")[0] not in own}
+        matrices = {matrix.removeprefix("layer.") for part in parts for matrix in (*part.producers, part.consumer)}
+        sizes |= {(f"{name}.{n}", p.shape) for n, p in layer.named_parameters() if n.rpartition(".")[0] not in matrices}
     return sizes
 
 
 def follow(model: nn.Module, before: Sequence[Where], after: Sequence[Where]) -> None:
     """Write shapes into the config where they changed, all layers have the same and the config can say so."""
-    old, new = ([w.shape for w in found] for found in (before, after))
+    old, new = ([w.shape for w in parts] for parts in (before, after))
     if old == new or len(set(new)) != 1 or undescribed(model, before[0], after[0]):
         return
     config = text_config(config_of(model))
@@ -109,13 +109,13 @@ def shorten(config: Any, kept: Sequence[int], count: int) -> None:
 
 def check_depth(model: nn.Module) -> None:
     """Refuse a model whose other layers would be made otherwise without its first layer, or without its last."""
-    count, found = len(layers(model)), _built(model)
+    count, unchanged = len(layers(model)), _built(model)
     for gone in (0, count - 1) if count > 1 else ():  # one moves every pattern of layers, the other ends it
         kept = [i for i in range(count) if i != gone]
         made = _built(model, partial(shorten, kept=kept, count=count))
-        why = next((m for m in (found, made) if isinstance(m, str)), "")
-        if not isinstance(found, str) and not isinstance(made, str):
-            why = _changed(found, made, kept)
+        why = next((m for m in (unchanged, made) if isinstance(m, str)), "")
+        if not isinstance(unchanged, str) and not isinstance(made, str):
+            why = _changed(unchanged, made, kept)
         if why:
             raise UnknownStructure(
                 f"{type(config_of(model)).__name__} cannot say that a layer of this model is gone ({why}).",
@@ -138,12 +138,12 @@ def _changed(whole: nn.Module, made: nn.Module, kept: Sequence[int]) -> str:
 
 def _nature(layer: nn.Module) -> dict[str, Any]:
     """Types of a layer's modules, their plain attributes and the shapes of their parameters, by name."""
-    found = dict[str, Any]()
+    properties = dict[str, Any]()
     for name, module in layer.named_modules():
         plain = {k: v for k, v in vars(module).items() if v is None or isinstance(v, bool | int | float | str)}
         sizes = {k: p.shape for k, p in module._parameters.items() if p is not None}
-        found |= {f"{name}.{k}".strip("."): v for k, v in {"": type(module), **plain, **sizes}.items()}
-    return found
+        properties |= {f"{name}.{k}".strip("."): v for k, v in {"": type(module), **plain, **sizes}.items()}
+    return properties
 
 
 def allowed_units(model: nn.Module, parts: Sequence[Part], kinds: Sequence[str]) -> dict[str, Collection[int]]:
@@ -203,11 +203,11 @@ def check_exportable(model: nn.Module, plan: Plan | None = None) -> None:
 
 def left_parts(model: nn.Module, kind: str, plan: Plan | None = None) -> dict[str, Where]:
     """Return the heads or MLPs of all layers, by layer, as they are or as a plan leaves them."""
-    found = _all(layers(model), kind)
+    parts = _all(layers(model), kind)
     if plan is None:
-        return found
+        return parts
     payload = payload_of(plan, ShapesPayload)
-    left = {n: w for n, w in found.items() if n not in payload.dropped}
+    left = {n: w for n, w in parts.items() if n not in payload.dropped}
     return {n: w.without(s.removed, s.by) if (s := payload.shapes.get(f"{n}.{kind}")) else w for n, w in left.items()}
 
 
@@ -276,8 +276,8 @@ def save_gguf(
             known = tokenizer if writer.head.has_vocabulary else None
             notes.append(check_file(folder / GGUF_FILE, model, known, {}))
         use, tags = "llama-cli -m model.gguf", ("gguf", "pruned")
-        beside = beside_model(plan, record, model, use, tags, library=None, notes=notes)
-        for name, write in beside.items():
+        side_files = beside_model(plan, record, model, use, tags, library=None, notes=notes)
+        for name, write in side_files.items():
             write(folder / name)
     return Path(out_dir)
 
@@ -303,8 +303,8 @@ def save_smaller(
     """
     check_exportable(model)
     use = loading(type(pretrained(model)).__name__, alike=not hasattr(config_of(model), EXPERTS_KEPT))
-    beside = beside_model(plan, record, model, use, ("pruned",))
-    return write_model(pretrained(model), tokenizer, out_dir, beside, overwrite=overwrite)
+    side_files = beside_model(plan, record, model, use, ("pruned",))
+    return write_model(pretrained(model), tokenizer, out_dir, side_files, overwrite=overwrite)
 
 
 def beside_model(
@@ -317,13 +317,23 @@ def beside_model(
     library: str | None = "transformers",
     notes: Sequence[str] | None = None,
 ) -> dict[str, Callable[[Path], object]]:
-    """Return what writes the plan, the recount with ``notes``, and a model card, which says ``use``, beside a model."""
-    beside: dict[str, Callable[[Path], object]] = {} if plan is None else {"plan.json": plan.save}
+    """Return what writes each file beside a model, by the name of the file.
+
+    Args:
+        plan: Written as ``plan.json``, with a model card; neither is written where it is None.
+        record: The recount, written as ``receipt.json``.
+        model: The smaller model.
+        use: How the model is loaded, for the card.
+        tags: Of the card.
+        library: Of the card.
+        notes: Written into ``receipt.json``.
+    """
+    side_files: dict[str, Callable[[Path], object]] = {} if plan is None else {"plan.json": plan.save}
     counted = {} if record is None else record.counted()
     if record is not None or notes is not None:
         content = {"schema_version": SCHEMA_VERSION, **({"plan_digest": plan.digest} if plan is not None else {}), **counted}
         content |= {} if notes is None else {"notes": notes}
-        beside["receipt.json"] = partial(write_text, text=dumps({**content, "versions": versions()}))
+        side_files["receipt.json"] = partial(write_text, text=dumps({**content, "versions": versions()}))
     if plan is not None:
         name = type(pretrained(model)).__name__
         rows = {"removed": f"{counted['saved']:.6g} {counted['unit']}, recounted"} if counted else {}
@@ -331,5 +341,5 @@ def beside_model(
             rows["parameters of the layers' matrices"] = f"{sizes['before']:,} before, {sizes['after']:,} now"
         what = "with fewer heads, narrower MLPs or fewer layers: `plan.json` says which, `receipt.json` what was counted."
         card = model_card(plan, "finetune", "made smaller", what, rows, use, architecture=name, library=library, tags=tags)
-        beside["README.md"] = partial(write_text, text=card)
-    return beside
+        side_files["README.md"] = partial(write_text, text=card)
+    return side_files

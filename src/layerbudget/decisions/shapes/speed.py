@@ -89,8 +89,8 @@ def measure_speed(model: nn.Module, *, threads: int = 1, rounds: int = 9) -> Spe
     """
     need_llama()
     heads, groups, width = sizes_of_layers(model)[0]
-    held = layers(model)
-    count = min(len(held), max(_LEAST, _NUMBERS // sum(p.numel() for p in held[0][1].parameters())))
+    stack = layers(model)
+    count = min(len(stack), max(_LEAST, _NUMBERS // sum(p.numel() for p in stack[0][1].parameters())))
     fewer = max(g for g in range(1, max(2, groups)) if groups == 1 or groups % g == 0)
     less = (heads // groups * fewer, fewer) if groups > 1 else (max(1, heads // 2), 1)
     probes = [[(heads, groups, width)] * count, [(heads, groups, width)] * max(1, count // 2)]
@@ -116,8 +116,8 @@ def need_llama() -> Any:
 def _write(model: nn.Module, sizes: Sequence[Sizes], folder: Path) -> Path:
     """A GGUF file of the model's kind with random weights, layers of one size and a vocabulary that llama.cpp accepts."""
     config, (heads, groups, width) = copy.deepcopy(text_config(config_of(model))), sizes[0]
-    own = find_attention(layers(model)[0][1], layers(model)[0][0]).head_dim
-    said = {"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": own, "intermediate_size": width}
+    head_dim = find_attention(layers(model)[0][1], layers(model)[0][0]).head_dim
+    said = {"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": head_dim, "intermediate_size": width}
     fields = {k: v for k, v in config.to_dict().items() if k not in ("layer_types", "_name_or_path", "dtype")}
     hidden = int(config.hidden_size)
     try:

@@ -37,12 +37,16 @@ def find_parts(
     prices: Mapping[str, int] | None = None,
     able: Callable[[str], bool] = lambda kind: True,
 ) -> list[Part]:
-    """The attention, MLP and other matrices of every layer, in order, with the units that they can lose.
+    """Return the attention, MLP and other matrices of every layer, in order, with the units that they can lose.
 
-    A layer that lacks one of ``kinds`` is refused; the other kind is advised where all layers have it and it is ``able``. Heads
-    go by ``groups`` (key-value heads with their query heads), ``queries`` (one query head of every group) or ``auto``; a unit
-    of the MLP has ``multiple`` channels, and a remainder always stays.
-    ``prices`` are those of :meth:`layerbudget.decisions.shapes.speed.Speed.prices`.
+    Args:
+        model: The model; only its structure is read.
+        kinds: ``heads``, ``mlp`` or both; a layer that lacks one of them is refused.
+        by: Units of heads: ``groups`` (key-value heads with their query heads), ``queries`` (one query head of every group) or
+            ``auto``.
+        multiple: Channels of one MLP unit; a remainder always stays.
+        prices: Those of :meth:`layerbudget.decisions.shapes.speed.Speed.prices`, where latency is saved.
+        able: Whether a kind can be planned. A refusal advises the other kind where all layers have it and it is able.
     """
     if not isinstance(multiple, int) or multiple < 1:
         raise InvalidInput(f"multiple is {multiple}.", "It must be a whole number of at least 1.", "Use 8.")
@@ -231,7 +235,17 @@ def refitted(weight: torch.Tensor, h: torch.Tensor, keep: torch.Tensor) -> torch
 def cut(
     model: nn.Module, where: Where, gram: torch.Tensor, units: int, by: str, damping: float = 0.01, remake: Remake = refitted
 ) -> Where:
-    """Take units out, in place, given ``sum x x'`` of the inputs of the matrix that reads them (upper triangle)."""
+    """Take units out of one part of a layer, in place, and return where its matrices are then.
+
+    Args:
+        model: The model.
+        where: The heads or the MLP.
+        gram: ``sum x x'`` of the inputs of the matrix that reads the units, ``(d_in, d_in)``, upper triangle.
+        units: How many go.
+        by: Units of heads, as in :func:`find_parts`.
+        damping: Relative to the mean of the diagonal of ``gram``.
+        remake: Makes the matrix that reads the units anew from what stays.
+    """
     h, weight = damped(gram, damping), matrix_of(model.get_submodule(where.consumer)).double()
     keep = stays(where, weight, h, [units], by)[units]
     return where.cut(model, keep, remake(weight, h, where.columns(keep)))

@@ -46,7 +46,7 @@ def prune(
     store: str | None = None,
     resume: Path | str | None = None,
     autocast: str | None = None,
-    **own: Any,
+    **options: Any,
 ) -> PruningReceipt:
     """Prune a model in place under a plan, and return the receipt.
 
@@ -70,7 +70,7 @@ def prune(
             :func:`layerbudget.storage.parts.clear`, to be called once the pruned model is saved.
         autocast: ``bfloat16`` or ``float16``: run the calibration forwards in that precision. Statistics, factorisations and
             weights stay in their own; entries near the threshold may change places. Several times faster on CPUs with AMX.
-        **own: Options of the method; of SparseGPT ``damping`` (relative to the mean of its Hessian's diagonal, 0.01).
+        **options: Options of the method; of SparseGPT ``damping`` (relative to the mean of its Hessian's diagonal, 0.01).
 
     Raises:
         ModelMismatch: The plan belongs to another model.
@@ -79,8 +79,8 @@ def prune(
         UnknownBlock: The plan names matrices that the model does not have.
         CurvatureFailure: Second moments that cannot be factorised.
     """
-    method, own = method_of(plan, method, own)
-    treatment = find_treatment(method).with_options(own)
+    method, options = method_of(plan, method, options)
+    treatment = find_treatment(method).with_options(options)
     blind = treatment.statistic == "none"
     _refuse(treatment, plan, data, {"true_sequential": true_sequential, "autocast": autocast, "resume": resume})
     identity = describe(model)
@@ -91,7 +91,7 @@ def prune(
         check_experts(model, jobs, "Use --method magnitude without --data: it reads no inputs.")
     batch_size = 8 if batch_size is None else batch_size
     settings = {"method": treatment.name, "batch_size": batch_size, "pattern": pattern}
-    settings |= {"true_sequential": true_sequential, "autocast": autocast, **treatment.resolve_options(own)}
+    settings |= {"true_sequential": true_sequential, "autocast": autocast, **treatment.resolve_options(options)}
     identity["computation"] = computation(model)
     request: dict[str, Any] = {"plan": plan.digest, "model": identity["digest"], **settings, "versions": versions()}
     request |= {"data": "" if blind or data is None else data.digest, "computation": identity["computation"]}
@@ -106,8 +106,8 @@ def prune(
             notes, forwards = _layers(treating, jobs, checkpoints, progress, shard(data), walking)
     seconds = time.monotonic() - started
     notes += other_pruner(plan, method)
-    found = recount(model, plan.blocks)
-    notes += check_recount(found, {name: job.level.zeros for name, job in jobs.items()})
+    recounted = recount(model, plan.blocks)
+    notes += check_recount(recounted, {name: job.level.zeros for name, job in jobs.items()})
     planned = {b.name: sum(jobs[m].level.zeros for m in b.modules) for b in plan.blocks}
     return PruningReceipt(
         method=treatment.name,
@@ -116,10 +116,10 @@ def prune(
         identity=identity,
         model=model,
         data={} if blind or data is None else data.describe(),
-        blocks={name: {**block, "planned": planned[name]} for name, block in found.blocks.items()},
-        modules=found.modules,
-        sparsity=found.sparsity,
-        planned=sum(planned.values()) / found.numel,
+        blocks={name: {**block, "planned": planned[name]} for name, block in recounted.blocks.items()},
+        modules=recounted.modules,
+        sparsity=recounted.sparsity,
+        planned=sum(planned.values()) / recounted.numel,
         forwards=forwards,
         seconds=seconds,
         notes=notes,
@@ -140,11 +140,11 @@ def _refuse(treatment: Treatment, plan: Plan, data: CalibrationSet | None, of_in
         raise InvalidInput(f"{treatment.name} needs calibration data.", "", "Pass data, or use method magnitude.")
 
 
-def method_of(plan: Plan, method: str | None, own: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def method_of(plan: Plan, method: str | None, overrides: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The pruner and its options: what was asked for, else what the plan was measured with, else ``wanda``."""
     measured, options = plan.pruner
     chosen = method or measured or "wanda"
-    return chosen, {**(options if chosen == measured else {}), **own}
+    return chosen, {**(options if chosen == measured else {}), **overrides}
 
 
 def other_pruner(plan: Plan, method: str) -> tuple[str, ...]:

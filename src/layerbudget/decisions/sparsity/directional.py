@@ -56,7 +56,7 @@ def plan_by_damage(
     batch_size: int = 8,
     resume: Path | str | None = None,
     progress: Progress | None = None,
-    **own: Any,
+    **options: Any,
 ) -> Plan:
     """Return a plan of the sparsity of every layer, matrix or group of rows, by directional damage.
 
@@ -66,14 +66,14 @@ def plan_by_damage(
         sparsity: Target.
         max_sparsity: Cap of one unit.
         by: ``layer``, ``linear``, ``rows:G``, or a regular expression.
-        method: Pruner, whose options are ``own``.
+        method: The pruner.
         passes: Most forward equivalents of the text (forward 1, backward 2) that may be spent, the last measurement included;
             two more are where the last step is measured by the pruner itself and refused.
         trust: Largest change of one unit's sparsity in the first step.
         batch_size: Sequences per forward.
         resume: Folder that keeps finished steps; an interrupted run continues from it.
         progress: Called with (steps done, most steps).
-        **own: Options of the method.
+        **options: Options of the method.
 
     Its payload has the ``path``, ``forward_passes``, ``predicted`` and ``measured`` damage in nats per token (by the pruner
     itself).
@@ -86,8 +86,8 @@ def plan_by_damage(
     if passes < least:
         raise InvalidInput(f"passes is {passes:g}.", f"One step needs {least:g} forward equivalents.", f"Use passes={least:g}.")
     check_finite(model)
-    identity, treatment = describe(model), find_treatment(method).with_options(own)
-    settings = {"method": method, "own": own, "passes": passes, "batch_size": batch_size, "max_sparsity": max_sparsity}
+    identity, treatment = describe(model), find_treatment(method).with_options(options)
+    settings = {"method": method, "own": options, "passes": passes, "batch_size": batch_size, "max_sparsity": max_sparsity}
     settings |= {"sparsity": sparsity, "trust": trust, "by": by}
     request = {**settings, "model": identity["digest"], "data": data.digest}
     request |= {"versions": versions(), "computation": computation(model)}
@@ -151,12 +151,12 @@ def _descend(
         path.log.append({"step": len(path.log), "divergence": point.divergence, "passes": treated.passes, **more})
         _keep(parts, path, point, trust)
 
-    held = broadcast(lambda: _kept(parts, treated.treatment.statistic))
-    path, given, trust = held or (_Path(counts=[], log=[]), treated.dense, radius)
-    start = path.counts[-1] if held else round_parameters(np.full(len(numel), sparsity), numel, total, cap)
-    reached = path.log[-1].get("trust", radius) if held else radius
-    point = treated.evaluate(start, given, levels_at(start, reached))
-    if held:
+    stored = broadcast(lambda: _kept(parts, treated.treatment.statistic))
+    path, statistics, trust = stored or (_Path(counts=[], log=[]), treated.dense, radius)
+    start = path.counts[-1] if stored else round_parameters(np.full(len(numel), sparsity), numel, total, cap)
+    reached = path.log[-1].get("trust", radius) if stored else radius
+    point = treated.evaluate(start, statistics, levels_at(start, reached))
+    if stored:
         treated.passes = path.log[-1]["passes"]
     else:
         record(point)
@@ -179,9 +179,9 @@ def _keep(parts: Parts, path: _Path, point: Point, trust: float) -> None:
     from safetensors.torch import save_file
 
     tensors = {f"counts.{i}": torch.from_numpy(np.ascontiguousarray(c)) for i, c in enumerate(path.counts)}
-    for matrix, moments in point.given.items():
+    for matrix, moments in point.statistics.items():
         tensors |= {f"{i}@{matrix}": m.value.clone() for i, m in enumerate(moments) if m.value is not None}
-    copies = {matrix: len(moments) for matrix, moments in point.given.items()}
+    copies = {matrix: len(moments) for matrix, moments in point.statistics.items()}
     record = json.dumps({"log": path.log, "trust": trust, "copies": copies})
     step = len(path.log) - 1
     parts.put(f"path-{step}", "safetensors", lambda file: save_file(tensors, file, {"record": record}))
@@ -199,13 +199,13 @@ def _kept(parts: Parts, statistic: str) -> tuple[_Path, Found, float] | None:
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as f:
-        record, held = json.loads(f.metadata()["record"]), {key: f.get_tensor(key) for key in f.keys()}
-    path = _Path(counts=[held[f"counts.{i}"].numpy() for i in range(len(record["log"]))], log=record["log"])
-    given = {
-        matrix: [InputMoments(statistic, value=held.get(f"{i}@{matrix}")) for i in range(copies)]
+        record, tensors = json.loads(f.metadata()["record"]), {key: f.get_tensor(key) for key in f.keys()}
+    path = _Path(counts=[tensors[f"counts.{i}"].numpy() for i in range(len(record["log"]))], log=record["log"])
+    statistics = {
+        matrix: [InputMoments(statistic, value=tensors.get(f"{i}@{matrix}")) for i in range(copies)]
         for matrix, copies in record["copies"].items()
     }
-    return path, given, record["trust"]
+    return path, statistics, record["trust"]
 
 
 def _last_step(treated: TreatedModel, path: _Path) -> float:

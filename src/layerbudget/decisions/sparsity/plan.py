@@ -105,15 +105,15 @@ def plan_by_scores(
     """
     blocks = blocks_of(scores)
     check_fraction(sparsity, "sparsity")
-    given = {"penalty": penalty, **options}
+    rule_options = {"penalty": penalty, **options}
     if isinstance(penalty, Mapping):
         rule = _BY_CURVES.get(rule, rule) if isinstance(rule, str) else rule
-        given |= {"penalty": None, "curves": penalty}
+        rule_options |= {"penalty": None, "curves": penalty}
     chosen = find_rule("sparsity", rule)
-    read = chosen.resolve_options(given)
+    read = chosen.resolve_options(rule_options)
     cap = default_cap(sparsity) if max_sparsity is None else max_sparsity
     numel = np.array([b.numel for b in blocks], dtype=np.float64)
-    low, high, held = _bounds(blocks, min_sparsity, cap, fixed, exclude)
+    low, high, pinned = _bounds(blocks, min_sparsity, cap, fixed, exclude)
     total = _total(sparsity, numel, low, high)
     problem = Problem(
         kind="sparsity",
@@ -123,7 +123,7 @@ def plan_by_scores(
         target=float(total),
         low=low,
         high=high,
-        held=held,
+        held=pinned,
     )
     decision = chosen.decide(problem, read)
     _check_result(chosen.name, problem, decision)
@@ -191,11 +191,11 @@ def _bounds(
     size = len(blocks)
     low = np.full(size, 1.0) * bound_vector(least, size, "min_sparsity", 0.0)
     high = np.full(size, 1.0) * bound_vector(most, size, "max_sparsity", 1.0)
-    held = np.zeros(size, dtype=bool)
+    pinned = np.zeros(size, dtype=bool)
     for pattern, value in [*(fixed or {}).items(), *([(exclude, 0.0)] if exclude else [])]:
-        found = matching(blocks, pattern)
-        low[found] = high[found] = check_fraction(value, f"fixed sparsity of {pattern}")
-        held[found] = True
+        indices = matching(blocks, pattern)
+        low[indices] = high[indices] = check_fraction(value, f"fixed sparsity of {pattern}")
+        pinned[indices] = True
     if (low > high).any() or (high > 1.0).any():
         k = int(np.argmax((low > high) | (high > 1.0)))
         raise InvalidInput(
@@ -203,7 +203,7 @@ def _bounds(
             "They need 0 <= min_sparsity <= max_sparsity <= 1.",
             "Correct the bounds.",
         )
-    return low, high, held
+    return low, high, pinned
 
 
 def _solve(problem: Problem, weights: Any, spend: str = "exactly", **options: Any) -> RuleResult:

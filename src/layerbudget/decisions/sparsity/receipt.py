@@ -55,13 +55,13 @@ def recount(model: nn.Module, blocks: Iterable[Block | PlanBlock]) -> Recount:
     by_block: dict[str, Any] = {}
     by_module: dict[str, Any] = {}
     for block in blocks:
-        own = {}
+        counts = {}
         for module in block.modules:
             name = module if isinstance(module, str) else module.name
             weight = weight_of(model, name)[1].detach()
-            own[name] = _counted(weight.numel(), weight.numel() - int(torch.count_nonzero(weight)))
-        by_block[block.name] = _summed(own)
-        by_module |= own
+            counts[name] = _counted(weight.numel(), weight.numel() - int(torch.count_nonzero(weight)))
+        by_block[block.name] = _summed(counts)
+        by_module |= counts
     return Recount(**_summed(by_block), blocks=by_block, modules=by_module)
 
 
@@ -88,15 +88,15 @@ def recount_rows(model: nn.Module, plan: Plan) -> dict[str, Any]:
     return {"size": size, "groups": groups, "exact": exact, "digest": plan.rows.digest}
 
 
-def check_recount(found: Recount, planned: Mapping[str, int]) -> tuple[str, ...]:
+def check_recount(recounted: Recount, planned: Mapping[str, int]) -> tuple[str, ...]:
     """Return notes about matrices that hold more zeros than planned: they were there before, or rounding made them."""
-    held = {name: found.modules[name]["zeros"] for name in planned}
+    zeros = {name: recounted.modules[name]["zeros"] for name in planned}
     for name, count in planned.items():
-        if held[name] < count:
-            raise _too_few(name, held[name], count)
-    return tuple(f"{n} holds {held[n]} zeros, {count} were planned." for n, count in planned.items() if held[n] > count)
+        if zeros[name] < count:
+            raise _too_few(name, zeros[name], count)
+    return tuple(f"{n} holds {zeros[n]} zeros, {count} were planned." for n, count in planned.items() if zeros[n] > count)
 
 
 def _too_few(what: str, zeros: int, planned: int) -> CoverageError:
-    told = f"{what} holds {zeros} zeros, {planned} were planned."
-    return CoverageError(told, "", "Something restored weights; report this.")
+    message = f"{what} holds {zeros} zeros, {planned} were planned."
+    return CoverageError(message, "", "Something restored weights; report this.")

@@ -63,12 +63,12 @@ class SparsityRequest(PlanRequest):
         """Return the options of the rule, or of the pruner, that is named."""
         known = cls.options()
         if "rule" in typed or Path(str(typed.get("", ""))).suffix in (".json", ".csv"):
-            found = find_rule("sparsity", typed.get("rule", "mdl")).options
+            options = find_rule("sparsity", typed.get("rule", "mdl")).options
         else:
             from ...compressors.base import TREATMENTS
 
-            found = options_of(TREATMENTS.find(typed.get("method", "wanda")))
-        return {name: option for name, option in found.items() if name not in known}
+            options = options_of(TREATMENTS.find(typed.get("method", "wanda")))
+        return {name: option for name, option in options.items() if name not in known}
 
     @property
     def measures(self) -> bool:

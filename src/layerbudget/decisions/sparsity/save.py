@@ -27,8 +27,8 @@ BESIDE = 1 << 22  # bytes of tokenizer, plan and receipt
 
 def check_room(model: nn.Module, out: Path | str, *, resume: Path | str | None = None, plan: Plan | None = None) -> None:
     """Refuse to make a checkpoint as large as this model where it, or the planned matrices of a resumed run, find no room."""
-    held = {id(t): t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())}
-    needs: dict[Path | str, float] = {out: sum(held.values()) + BESIDE}
+    sizes = {id(t): t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())}
+    needs: dict[Path | str, float] = {out: sum(sizes.values()) + BESIDE}
     if resume is not None and plan is not None:
         parameters = next(iter(model.parameters()))
         kept = sum(f.stat().st_size for f in Path(resume).iterdir() if f.is_file()) if Path(resume).is_dir() else 0
@@ -39,12 +39,18 @@ def check_room(model: nn.Module, out: Path | str, *, resume: Path | str | None =
 def save_pruned(
     model: nn.Module, tokenizer: Any, plan: Plan, receipt: PruningReceipt, out_dir: Path | str, *, overwrite: bool = False
 ) -> Path:
-    """Write checkpoint, tokenizer (where it is not None), plan, receipt and a model card (README.md); return the folder.
+    """Write checkpoint, tokenizer, plan, receipt and a model card (README.md); return the folder.
 
     The folder appears complete or not at all. The weights are stored densely, zeros included, so that every runtime reads
     them; no ``sparsity_config`` is written, because runtimes without sparse kernels refuse such models.
 
-    With ``overwrite`` the files that the folder's ``manifest.json`` names are replaced, and no others.
+    Args:
+        model: The pruned model.
+        tokenizer: Saved beside it where it is not None.
+        plan: Written as ``plan.json``.
+        receipt: Written as ``receipt.json``.
+        out_dir: Must not exist, or be empty.
+        overwrite: Replace what an earlier call wrote: the files that the folder's ``manifest.json`` names, and no others.
 
     Raises:
         AlreadyExists: The folder exists and is not empty (with ``overwrite``: and is none of ours).
@@ -55,12 +61,12 @@ def save_pruned(
     what = "with zeros where `plan.json` says so; `receipt.json` has what was counted. Zeros save neither disk nor time."
     use = loading(name, alike=not hasattr(config_of(model), EXPERTS_KEPT))
     card = model_card(plan, "finetune", "pruned", what, rows, use, architecture=name, tags=("pruned",))
-    beside: dict[str, Callable[[Path], object]] = {
+    side_files: dict[str, Callable[[Path], object]] = {
         "plan.json": plan.save,
         "receipt.json": receipt.save,
         "README.md": partial(write_text, text=card),
     }
-    return write_model(pretrained(model), tokenizer, out_dir, beside, overwrite=overwrite, **limits)
+    return write_model(pretrained(model), tokenizer, out_dir, side_files, overwrite=overwrite, **limits)
 
 
 def recipe(plan: Plan, method: str = "wanda", *, pattern: str | None = None) -> str:

@@ -66,10 +66,10 @@ class Units:
         """Units by name: ``layer``, ``linear``, ``rows:G``, or a regular expression over matrices."""
         if not by.startswith("rows"):
             return cls(partition(model, by))
-        found = re.fullmatch(r"rows:([1-9]\d*)", by)
-        if not found:
+        match = re.fullmatch(r"rows:([1-9]\d*)", by)
+        if not match:
             raise InvalidInput(f"by is {by!r}.", "Groups of rows are rows:G with G at least 1.", "Use rows:1 or rows:16.")
-        return cls(partition(model, "linear"), int(found.group(1)))
+        return cls(partition(model, "linear"), int(match.group(1)))
 
     def __len__(self) -> int:
         return len(self.numel)
@@ -85,13 +85,13 @@ class Units:
 
     def jobs(self, counts: np.ndarray, within: str = "") -> list[Job]:
         """Return the levels of matrices, of those below a layer or of all."""
-        found = []
+        result = []
         for block, count in zip(self.blocks, self._per_block(counts), strict=True):
             for m, zeros in zip(block.modules, share(count, [m.numel for m in block.modules]), strict=True):
                 if m.name.startswith(within):
                     rows = None if self.rows is None else (self.rows, counts[self.of(m.name)])
-                    found.append(Job(module=m, level=Level(zeros=zeros, rows=rows)))
-        return found
+                    result.append(Job(module=m, level=Level(zeros=zeros, rows=rows)))
+        return result
 
     def planned(self, counts: np.ndarray) -> tuple[tuple[PlanBlock, ...], RowGroups | None]:
         """Return counts of blocks, and of rows where they are decided."""
@@ -115,7 +115,7 @@ class Point(QuadraticTerms):
     """Measurements at the point where a plan had put the model."""
 
     counts: np.ndarray  # the plan: pruned entries of every unit
-    given: Found  # statistics with which the model was treated
+    statistics: Found  # statistics with which the model was treated
     levels: np.ndarray  # sparsities of every unit along which the terms were taken, (K, L)
     moments: Found  # statistics of the inputs here
 
@@ -160,24 +160,24 @@ class TreatedModel:
         self.trials.restore()
 
     @torch.no_grad()
-    def move(self, counts: np.ndarray, given: Found) -> None:
+    def move(self, counts: np.ndarray, statistics: Found) -> None:
         """Treat the dense model by a plan, with statistics that were gathered before."""
-        self.trials.move(self.units.jobs(counts), given)
+        self.trials.move(self.units.jobs(counts), statistics)
 
-    def evaluate(self, counts: np.ndarray, given: Found, levels: np.ndarray) -> Point:
+    def evaluate(self, counts: np.ndarray, statistics: Found, levels: np.ndarray) -> Point:
         """Go to a plan and look around: three forward equivalents, one more for fused experts.
 
-        ``given`` are the statistics with which the model is treated, ``levels`` the sparsities of every unit along which
+        ``statistics`` are those with which the model is treated, ``levels`` the sparsities of every unit along which
         derivatives are wanted, shape ``(K, L)``.
         """
-        self.move(counts, given)
+        self.move(counts, statistics)
         gathered: dict[str, list[InputMoments]] = {}
         reads = self.treatment.statistic != "none"
         terms = quadratic_terms(
             self.model,
             self.reference.data,
             self.units.first,
-            self.directions(counts, given, levels),
+            self.directions(counts, statistics, levels),
             levels.shape,
             clean=self.reference.clean,
             draws=0,
@@ -187,15 +187,15 @@ class TreatedModel:
         )
         self.passes += terms.passes
         if reads and self.fused:  # their inputs are formed inside their module: a forward of its own
-            found, walk = self._statistics(), self.reference.walk
+            listener, walk = self._statistics(), self.reference.walk
             with inference(self.model):
                 walk.capture()
-                found.finals(walk)
-            gathered = found.found
+                listener.finals(walk)
+            gathered = listener.found
             self.passes += 1.0
         elif reads:
             share_statistics(gathered)
-        return Point(**vars(terms), counts=counts, given=given, levels=levels, moments=gathered)
+        return Point(**vars(terms), counts=counts, statistics=statistics, levels=levels, moments=gathered)
 
     def apply(self, counts: np.ndarray) -> float:
         """Divergence of a plan as the pruner itself applies it, each layer seeing what the treated ones below it give."""
@@ -207,11 +207,11 @@ class TreatedModel:
             for i, (name, _) in enumerate(walk.layers):
                 walk.position = i
                 self.trials.layer(walk, self.units.jobs(counts, f"{name}."))
-            found = self.reference.reached()
+            divergence = self.reference.reached()
         self.passes += walk.forwards / (len(walk) * walk.batches)
-        return found
+        return divergence
 
-    def directions(self, counts: np.ndarray, given: Found, levels: np.ndarray) -> Callable[[str], Directions]:
+    def directions(self, counts: np.ndarray, statistics: Found, levels: np.ndarray) -> Callable[[str], Directions]:
         """The changes that lead from a plan to some levels, each matrix's made when its gradient is there."""
         made: dict[InputMoments, Any] = {}
         zeros = {job.module.name: job.level.zeros for job in self.units.jobs(counts)}
@@ -219,13 +219,13 @@ class TreatedModel:
 
         @torch.no_grad()
         def make(name: str) -> Directions:
-            statistics, units = given.get(name), self.units.of(name)
-            if statistics and statistics[0] not in made:
+            moments, units = statistics.get(name), self.units.of(name)
+            if moments and moments[0] not in made:
                 made.clear()  # what was prepared for the matrices of another input
             numel, whole = self.units.numel[units], self.units.rows is None
             wanted = levels[units] * (numel * (modules[name].numel / numel if whole else 1.0))[:, None]
             present = np.array([zeros[name]]) if whole else counts[units]
-            return self._directions(modules[name], statistics, present, wanted, made)
+            return self._directions(modules[name], moments, present, wanted, made)
 
         return make
 
