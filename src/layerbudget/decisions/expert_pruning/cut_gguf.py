@@ -155,7 +155,7 @@ class _Cut:
                 raise self._mismatch(f"{block.name} has tensors of {' and '.join(map(str, sorted(counts)))} experts")
             if round(block.count / block.value) != self.experts:
                 raise self._mismatch(
-                    f"{block.name} has {block.count / block.value:.0f} experts in the plan, {self.experts} in it"
+                    f"{block.name} has {block.count / block.value:.0f} experts in the plan and {self.experts} in the file"
                 )
             weights = sum(int(tensor.n_elements) for tensor in tensors)
             beside = sum(int(tensor.n_elements) for tensor in tensors if _CORRECTIONS in tensor.name)
