@@ -139,7 +139,7 @@ def test_what_a_file_cannot_have_is_refused_by_name(tmp_path, mixture):
     more = build("qwen3_moe", **WIDE, num_experts=8, num_local_experts=8)
     with pytest.raises(ModelMismatch, match="has 8 experts in the plan and 4 in the file"):
         cut_gguf(file, keeping(more, [[0, 1], [6, 7]]), out)
-    dense = written(build("qwen3", hidden_size=64), tmp_path / "dense")
+    dense = written(build("qwen3"), tmp_path / "dense", ["F16"])
     with pytest.raises(ModelMismatch, match="it has no experts"):
         cut_gguf(dense, plan, out)
     with pytest.raises(InvalidInput, match="is read, and the output"):
