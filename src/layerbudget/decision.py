@@ -236,7 +236,7 @@ class WriteRequest(TextRequest):
     model: str = option(
         metavar="MODEL",
         role="reads",
-        help="demo, a local folder, a hub id (owner/name[@revision]), or a .gguf file that gets a plan's types",
+        help="demo, a local folder, a hub id (owner/name[@revision]), or a .gguf file that gets types or loses experts",
     )
     plan: str = option(metavar="PLAN", role="reads", help="plan.json, made for this model")
     out: str = out_option("folder of the written model, or planned.gguf", metavar="DIR", default=dataclasses.MISSING)

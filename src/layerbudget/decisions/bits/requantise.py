@@ -8,9 +8,7 @@ is given too, its matrices are rounded with their inputs, by error feedback if t
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
-import struct
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,9 +21,9 @@ from torch import nn
 from ...compressors import ggml
 from ...compressors.formats import BY_MOMENTS, find_format
 from ...data.calibration import CalibrationSet
-from ...errors import CorruptFile, CoverageError, InvalidInput, ModelMismatch, NotFound
-from ...gguf.architectures import CONVERT
+from ...errors import CoverageError, InvalidInput, ModelMismatch
 from ...gguf.names import ACROSS, Names, need_gguf
+from ...gguf.rewriting import GgufSource, tensor_bytes
 from ...llama_cpp.imatrix import read_imatrix
 from ...llama_cpp.writer import GGUF_FILE, file_type, recount_gguf
 from ...models.blocks import check_finite, describe
@@ -50,7 +48,6 @@ _ROWS = 1 << 22  # weights that are rounded at a time
 _EQUAL, _ALIKE, _TINY = 0.9999, 0.9, 1e-30
 _PLAIN = ("F32", "F16", "BF16", "F64")
 _ENDS = ("token_embd.weight", "output.weight")  # a row of them is a token
-_UINT32 = 4  # GGUF's number for a value of 32 bits
 
 
 def requantise(
@@ -87,7 +84,7 @@ def requantise(
         ModelMismatch: The plan, the importance matrix or ``inputs`` is of another model.
         InvalidInput: A plan of another kind, a method that needs the model, a type that needs an importance matrix.
     """
-    formats, source_file = formats_of_plan(plan), _File.open(source)
+    formats, source_file = formats_of_plan(plan), GgufSource.open(source)
     method = _method(plan, method, imatrix, inputs is not None)
     work = _Work(source_file, formats, plan, None if imatrix is None else read_imatrix(imatrix), read=inputs is not None)
     name, single, place = Path(out).name, Path(out).suffix == ".gguf", Path(out).absolute()
@@ -146,80 +143,12 @@ def _method(plan: Plan, method: str | None, imatrix: str | None, reads: bool) ->
     return method
 
 
-@dataclasses.dataclass(frozen=True)
-class _File:
-    """A GGUF file that is read."""
-
-    path: Path
-    reader: Any
-
-    @classmethod
-    def open(cls, source: Path | str) -> _File:
-        """Return the file, checked: whole, of this byte order, in one part."""
-        path, gguf = Path(source), need_gguf()
-        if not path.is_file():
-            raise NotFound(f"There is no file {path}.", "", "Check the path.")
-        try:
-            reader = gguf.GGUFReader(path)
-        except (ValueError, IndexError, KeyError, UnicodeDecodeError, OverflowError, TypeError) as error:
-            raise CorruptFile(f"{path} is no GGUF file, or it is cut off.", "", "Copy it again, or convert again.") from error
-        file = cls(path, reader)
-        if reader.endianess != gguf.GGUFEndian.LITTLE:
-            raise InvalidInput(f"{path} is in the other byte order.", "", "Convert it on this kind of machine.")
-        if (file.value("split.count") or 1) > 1:
-            raise InvalidInput(f"{path} is one part of several.", "", "Join them: llama-gguf-split --merge.")
-        if file.value("general.architecture") is None or not file.layers:
-            raise InvalidInput(f"{path} holds no language model.", "", CONVERT)
-        return file
-
-    def value(self, key: str) -> Any:
-        field = self.reader.get_field(key)
-        return None if field is None else field.contents()
-
-    @property
-    def layers(self) -> int:
-        return int(self.value(f"{self.value('general.architecture')}.block_count") or 0)
-
-    def head(self, kinds: Mapping[str, Any], whole_type: int) -> bytes:
-        """Metadata as they are, but for the type and version of the whole; and the list of tensors in their new types."""
-        reader, gguf = self.reader, need_gguf()
-        fields = [f for key, f in reader.fields.items() if not key.startswith("GGUF.")]
-        start, stop = fields[0].offset, reader.tensors[0].field.offset
-        keys, count = bytearray(reader.data[start:stop].tobytes()), len(fields)
-        wanted = {"general.file_type": whole_type, "general.quantization_version": gguf.GGML_QUANT_VERSION}
-        for key, value in wanted.items():
-            field = reader.fields.get(key)
-            if field is None:
-                keys += struct.pack("<Q", len(key)) + key.encode() + struct.pack("<II", _UINT32, value)
-                count += 1
-            elif field.types == [gguf.GGUFValueType.UINT32]:
-                place = field.offset - start + sum(p.nbytes for p in field.parts[:-1])
-                keys[place : place + 4] = struct.pack("<I", value)
-        tensors, offset = bytearray(), 0
-        for tensor in reader.tensors:
-            kind = kinds.get(tensor.name, tensor.tensor_type)
-            tensors += b"".join(p.tobytes() for p in tensor.field.parts[:4]) + struct.pack("<IQ", kind, offset)
-            offset += self.padded(_bytes(tensor.shape, kind))
-        version = int(self.value("GGUF.version"))
-        first = b"GGUF" + struct.pack("<IQQ", version, len(reader.tensors), count)
-        header = first + bytes(keys) + bytes(tensors)
-        return header + b"\0" * (self.padded(len(header)) - len(header))
-
-    def padded(self, size: int) -> int:
-        return -(-size // int(self.reader.alignment)) * int(self.reader.alignment)
-
-
-def _bytes(shape: Any, kind: Any) -> int:
-    per, size = need_gguf().GGML_QUANT_SIZES[kind]
-    return math.prod(int(n) for n in shape) // per * size
-
-
 class _Work:
     """One file, the types that its tensors get, and how they are rounded."""
 
     def __init__(
         self,
-        source: _File,
+        source: GgufSource,
         formats: Mapping[str, str],
         plan: Plan,
         importances: Mapping[str, Any] | None,
@@ -236,8 +165,14 @@ class _Work:
             raise InvalidInput("The experts of a tensor have several types.", "In GGUF they have one.", "Plan with --by layer.")
         self.kinds = {t: self.gguf.GGMLQuantizationType[find_format(f).name] for t, f in types.items()}
         self._check()
-        self.head = source.head(self.kinds, int(file_type(self.gguf, list(formats.values()))))
-        left = (source.padded(_bytes(t.shape, self.kinds.get(n, t.tensor_type))) for n, t in self.tensors.items())
+        self.head = source.head(
+            {
+                "general.file_type": int(file_type(self.gguf, list(formats.values()))),
+                "general.quantization_version": self.gguf.GGML_QUANT_VERSION,
+            },
+            self.kinds,
+        )
+        left = (source.padded(tensor_bytes(t.shape, self.kinds.get(n, t.tensor_type))) for n, t in self.tensors.items())
         self.size = len(self.head) + sum(left)
 
     def _names(self) -> dict[str, tuple[str, ...]]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...decision import Decision, Session, Summary, Table, check_no_text
 from ...plan import Plan, payload_of
 from ...records import Receipt
-from ...requests import READING
+from ...requests import PLACING, READING
 from ...scores import Scores
+from ...storage.checkpoint import GGUF_FILE
 from ...verdicts import named, plus_minus
 from ..describe import compared_with_even, damage_figures, expected_damage, on_budget, on_even, on_objective, on_program
 from .payload import ExpertPruningPayload
@@ -50,7 +53,7 @@ class ExpertPruning(Decision):
             return plan_expert_pruning(model, data, progress=progress, **options)
 
     def write(self, session: Session, plan: Plan) -> dict[str, Any]:
-        """Remove the experts that go, recount and save a checkpoint."""
+        """Remove the experts that go, recount and save a checkpoint; of a GGUF file, write it again without them."""
         return _write(session, plan)
 
     def describe(self, plan: Plan) -> Summary:
@@ -101,6 +104,8 @@ def _write(session: Session, plan: Plan) -> dict[str, Any]:
     request = session.request
     one_process("Experts are removed")
     request.refuse((*READING, "resume"), f"a plan of kind {plan.kind}")
+    if request.model.endswith(".gguf"):
+        return _write_gguf(session, plan)
     model, tokenizer, _ = session.load(data=False)
     check_room(model, request.out, plan=plan)
     plan.validate(describe(model))
@@ -108,14 +113,35 @@ def _write(session: Session, plan: Plan) -> dict[str, Any]:
     with session.progress("remove experts, layers") as progress:
         receipt = keep_experts(model, plan, progress=progress)
     out = save_experts_kept(model, tokenizer, plan, receipt, request.out, overwrite=request.overwrite)
+    end = session.end(plan, *_on_written(receipt, out))
+    return {**receipt.counted(), "output": str(out), **end}
+
+
+def _write_gguf(session: Session, plan: Plan) -> dict[str, Any]:
+    """Cut the experts that go out of a GGUF file, without another rounding."""
+    from ...gguf.header import is_read
+    from .cut_gguf import cut_gguf
+
+    request = session.request
+    request.refuse(PLACING, "a GGUF file", "Leave it out: the bytes of the file are copied, and nothing is computed.")
+    with session.progress("remove experts, tensors") as progress:
+        receipt = cut_gguf(request.model, plan, request.out, overwrite=request.overwrite, progress=progress)
+    file = Path(request.out if request.out.endswith(".gguf") else f"{request.out}/{GGUF_FILE}")
+    size = f"{receipt.bytes['before']:,} -> {receipt.bytes['after']:,}"
+    more = (f"Bytes of the tensors {size}; those that stay were copied, and none was rounded again.",)
+    other = "" if is_read(file) else f"llama-cli -m {shlex.quote(str(file))}"
+    end = session.end(plan, *_on_written(receipt, request.out), *more, other=other)
+    return {**receipt.counted(), "output": str(request.out), **end}
+
+
+def _on_written(receipt: Any, out: Any) -> tuple[str, str]:
+    """What stays in the model that was written, and who loads it."""
     experts, size = receipt.experts, receipt.parameters
-    end = session.end(
-        plan,
+    return (
         f"{experts['after']} of {experts['before']} experts stay; parameters {size['before']:,} -> {size['after']:,}, of which "
         f"a token passes through {receipt.active['after']:,}; saved to {out}.",
         f"It is loaded by {receipt.loads}.",
     )
-    return {**receipt.counted(), "output": str(out), **end}
 
 
 # --- what is said -----------------------------------------------------------------------------------------------------------

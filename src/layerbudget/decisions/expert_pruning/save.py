@@ -36,31 +36,28 @@ def save_experts_kept(
     Raises:
         AlreadyExists: The folder exists and is not empty (with ``overwrite``: and is none of ours).
     """
-    content = {"schema_version": SCHEMA_VERSION, "plan_digest": receipt.plan_digest, **receipt.counted()}
-    card = _card(plan, receipt, type(pretrained(model)).__name__)
+    name = type(pretrained(model)).__name__
+    card = card_of(plan, receipt, loading(name, alike=receipt.even), architecture=name, tags=("pruned", "moe"))
     side_files: dict[str, Callable[[Path], object]] = {
         "plan.json": plan.save,
-        "receipt.json": partial(write_text, text=dumps({**content, "versions": versions()})),
+        "receipt.json": partial(write_text, text=record_of(receipt)),
         "README.md": partial(write_text, text=card),
     }
     return write_model(pretrained(model), tokenizer, out_dir, side_files, overwrite=overwrite)
 
 
-def _card(plan: Plan, receipt: ExpertReceipt, name: str) -> str:
-    """The model card of a model that lost experts."""
+def record_of(receipt: ExpertReceipt) -> str:
+    """Return the content of ``receipt.json``."""
+    content = {"schema_version": SCHEMA_VERSION, "plan_digest": receipt.plan_digest, **receipt.counted()}
+    return dumps({**content, "versions": versions()})
+
+
+def card_of(plan: Plan, receipt: ExpertReceipt, use: str, **options: Any) -> str:
+    """Return the model card of a model that lost experts; ``use`` and the options are those of ``model_card``."""
     rows = {
         "experts": f"{receipt.experts['after']} of {receipt.experts['before']}",
         "parameters": f"{receipt.parameters['before']:,} before, {receipt.parameters['after']:,} now",
         "of a token": f"{receipt.active['after']:,} parameters",
     }
     what = "with fewer experts and the same routing among them. `plan.json` says which stay, `receipt.json` what was counted."
-    return model_card(
-        plan,
-        "finetune",
-        "left with fewer experts",
-        what,
-        rows,
-        loading(name, alike=receipt.even),
-        architecture=name,
-        tags=("pruned", "moe"),
-    )
+    return model_card(plan, "finetune", "left with fewer experts", what, rows, use, **options)
