@@ -15,8 +15,8 @@ from . import display
 
 #: What a default text costs: SmolLM2 in 3 bits, benchmarks/results/texts.md.
 ON_DEFAULT_TEXT = (
-    "Nothing names a text, so code of Python's standard library decides. On other text, rounding that it decided lost 36 to "
-    "44 % more than rounding that such text decided. Give text that the model is for: --data."
+    "Nothing names a text, so code of Python's standard library decides. On prose, 3-bit rounding of SmolLM2 that it decided "
+    "lost 36 to 44 % more than rounding that prose decided. Give text that the model is for: --data."
 )
 
 

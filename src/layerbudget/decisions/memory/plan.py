@@ -138,7 +138,7 @@ def plan_memory(
     parts, scores = measured_formats(source, data, check, resume, table, measuring, progress)
 
     def measure_cache() -> Any:
-        """What scores hold of a cache: its space, and the damage of every format."""
+        """Return what scores hold of a cache: its space, and the damage of every format."""
         damage, rest, passes = cache_damage(source, data, fit.space, draws, seed, 1, progress)
         return {**kept, "damage": damage.tolist(), "rest": rest.tolist(), "passes": passes}
 

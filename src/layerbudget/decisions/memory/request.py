@@ -56,7 +56,7 @@ class MemoryRequest(FormatsRequest):
 
     @property
     def terms(self) -> dict[str, Any]:
-        """What has to fit, as :func:`~layerbudget.decisions.memory.plan.plan_memory` takes it."""
+        """Return what has to fit, as :func:`~layerbudget.decisions.memory.plan.plan_memory` takes it."""
         return {
             **self.given("memory", "batch", "cache"),
             "context": self.tokens,
