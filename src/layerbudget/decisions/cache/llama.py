@@ -60,7 +60,7 @@ def hadamard(size: int) -> np.ndarray:
 
 
 def written(rows: np.ndarray, name: str) -> np.ndarray:
-    """Return what is read back of rows ``(n, channels)`` in a type, float32: rounded as a runtime rounds, block by block, at once.
+    """Return what is read back of rows ``(n, channels)`` in a type, float32: rounded as a runtime rounds, by blocks, at once.
 
     Files are rounded otherwise: for IQ4_NL they get the best of many scales.
     """
