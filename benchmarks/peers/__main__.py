@@ -3,7 +3,8 @@
 from benchmarks.stamp import run_parts
 
 PARTS = {
-    "exports": "exports of bits, read by the released packages of their tools",
+    "exports": "exports, read by the released packages of their tools",
+    "further": "checkpoints with layers that predict further tokens, before and after",
     "pruning": "masks, time and memory beside wanda, sparsegpt and llm-compressor",
     "sparsity": "our counts in wanda's code; EvoPress's own search beside ours",
 }
