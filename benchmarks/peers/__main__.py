@@ -1,4 +1,4 @@
-"""Beside the code of other projects, and plans read by it. Writes results/peers.md."""
+"""Beside the code of other projects, and plans read by it; checkpoints with further layers. Writes results/peers.md."""
 
 from benchmarks.stamp import run_parts
 

@@ -10,8 +10,11 @@ from tests import zoo
 
 import layerbudget as lb
 from layerbudget.decision import decision_of
+from layerbudget.decisions.bits.requantise import requantise
+from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.decisions.shapes.nemotron import save_nemotron
 from layerbudget.decisions.shapes.save import save_gguf
+from layerbudget.gguf.names import find_names
 from layerbudget.models.blocks import describe
 
 LEFT_OUT = ("fewer experts", "smaller shapes")
@@ -82,3 +85,35 @@ def test_files_of_other_architectures_leave_them_out_and_say_so(dense, tmp_path,
     notes = json.loads((tmp_path / "save_gguf" / "receipt.json").read_text())["notes"]
     assert any(note.startswith(f"{len(names)} tensors of the checkpoint") and "not in the file" in note for note in notes)
     assert torch.is_tensor(next(iter(torch_tensors(folder).values())))
+
+
+def test_a_converted_gguf_file_keeps_them_as_they_are(tmp_path):
+    """llama.cpp counts the layer further on among its blocks; its tensors have names that no plan has."""
+    import gguf
+
+    names = further.write_source("glm4_moe", tmp_path / "source")
+    model = lb.load_model(str(tmp_path / "source"), quiet=True)
+    damage = rounding_damage(model, further.tokens(), family="gguf", formats=["Q8_0", "Q4_0"], draws=1, unwritten="plan")
+    plan = lb.plan_bits(damage, bits=7.0)
+    assert any("MTP" in line or "does not load" in line for line in decision_of(plan).describe(plan).advice)
+    file, count = tmp_path / "converted.gguf", further.SIZES["num_hidden_layers"]
+    writer, weights = gguf.GGUFWriter(file, "glm4moe"), model.state_dict()
+    writer.add_block_count(count + 1)
+    writer.add_nextn_predict_layers(1)
+    for matrix, places in find_names(plan.payload.formats).items():
+        whole = weights.get(f"{matrix}.weight", weights.get(matrix))
+        for place, part in zip(places, whole.chunk(len(places), -2), strict=True):
+            writer.add_tensor(f"{place}.weight", part.contiguous().float().numpy())
+    stored = torch_tensors(tmp_path / "source")
+    further_on = {f"blk.{count}.{n.split(f'.{count}.')[1]}": stored[n].float().numpy() for n in names}
+    for name, values in further_on.items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    requantise(file, plan, tmp_path / "planned.gguf")
+    after = {t.name: t for t in gguf.GGUFReader(tmp_path / "planned.gguf").tensors}
+    assert {after[n].tensor_type.name for n in further_on} == {"F32"} and len(after) > len(further_on)
+    assert all((after[n].data == values).all() for n, values in further_on.items())
+    assert {"Q8_0", "Q4_0"} & {t.tensor_type.name for t in after.values()}
