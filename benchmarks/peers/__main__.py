@@ -1,9 +1,10 @@
-"""Beside the code of other projects, and plans read by it. Writes results/peers.md."""
+"""Beside the code of other projects, and plans read by it; checkpoints with further layers. Writes results/peers.md."""
 
 from benchmarks.stamp import run_parts
 
 PARTS = {
-    "exports": "exports of bits, read by the released packages of their tools",
+    "exports": "exports, read by the released packages of their tools",
+    "further": "checkpoints with layers that predict further tokens, before and after",
     "pruning": "masks, time and memory beside wanda, sparsegpt and llm-compressor",
     "sparsity": "our counts in wanda's code; EvoPress's own search beside ours",
 }

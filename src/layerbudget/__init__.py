@@ -64,6 +64,7 @@ if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and 
     from .sensitivity.certificate import direct_check as direct_check
     from .sensitivity.gain import score as score
     from .sensitivity.importing import import_scores as import_scores
+    from .storage.folders import write_model as write_model
 
 __version__ = "0.1.0"
 
@@ -99,6 +100,7 @@ _HOMES = {
     "comparison.run": "compare_scores",
     "comparison.bench": "TextBench TaskBench",
     "reporting.page": "write_report",
+    "storage.folders": "write_model",
 }
 _PUBLIC = {name: module for module, names in _HOMES.items() for name in names.split()}
 

@@ -58,6 +58,21 @@ def spent_of(plan: Plan) -> str:
     return f"{amount} of {bytes_of}" if bytes_of else amount
 
 
+def on_further(plan: Plan, *, kept: bool = True) -> list[str]:
+    """A sentence on the layers that predict further tokens, where the model's checkpoint has some.
+
+    Args:
+        plan: The plan; its model says how many tensors they are.
+        kept: Whether they fit the model that the plan makes, which then has them as they are.
+    """
+    further = plan.model.get("further")
+    if not further:
+        return []
+    what = f"{further['tensors']} tensors of layers that predict further tokens (MTP), {further['bytes']:,} bytes"
+    after = "apply copies them as they are" if kept else "they do not fit the smaller model, and apply leaves them out"
+    return [f"Not planned: {what}; {after}."]
+
+
 def on_budget(plan: Plan, uses: str = "", *, by_size: str = "", units: str = "blocks") -> list[str]:
     """Sentences on what is decided, what it uses, and which blocks get most and least.
 

@@ -25,6 +25,7 @@ from ..models.loading import class_for, find_checkpoint, foreign, held_dtype, qu
 from ..plan import Plan
 from ..sensitivity.adapter_space import accumulated_gradients
 from ..storage import reading
+from ..storage.source import named_unread
 from .merging import REMEDY, merge_adapter, sparse, zeros_of
 from .protocol import DEVICES, Protocol
 from .rows import Rows, TextRows, is_causal
@@ -234,6 +235,10 @@ def load_adapter(model: nn.Module, folder: Path | str, *, merge: bool = False) -
     if lost:
         what = f"{len(lost)} of the {len(saved)} tensors of {folder} have no place in this model, first {lost[0]}."
         raise BadModel(what, "", remedy)
+    if merge and (named := named_unread(model)):
+        logger.warning(
+            "%s are not in this model: lb.write_model(merged, tokenizer, DIR) copies them, save_pretrained does not.", named
+        )
     return merge_adapter(adapted) if merge else adapted.eval()
 
 

@@ -20,6 +20,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from ..errors import BadModel, CoverageError, InvalidInput, UnknownBlock, UnknownStructure
 from ..records import Block, Module, natural_key
+from ..storage.source import predicting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -364,10 +365,15 @@ def name_of(model: nn.Module) -> str:
 
 
 def describe(model: nn.Module, identifier: str | None = None) -> dict[str, Any]:
-    """``{id, revision, digest, skeleton, quantised}`` of a loaded model, as the files carry it."""
+    """``{id, revision, digest, skeleton, quantised}`` of a loaded model, as the files carry it.
+
+    Where its checkpoint has layers that predict further tokens, ``further`` has the number of their tensors and their bytes.
+    """
     revision = getattr(getattr(model, "config", None), "_commit_hash", None)
     record = {"id": identifier or name_of(model), "revision": revision, "digest": fingerprint(model)}
-    return {**record, "skeleton": skeleton(model), "quantised": bool(quantised(model))}
+    further = None if getattr(model, "config", None) is None else predicting(model)
+    beside = {} if further is None else {"further": further}
+    return {**record, "skeleton": skeleton(model), "quantised": bool(quantised(model)), **beside}
 
 
 _FINITE: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -165,23 +165,24 @@ def write_model(
     model: Any,
     tokenizer: Any,
     out_dir: Path | str,
-    writers: Mapping[str, Callable[[Path], object]],
+    writers: Mapping[str, Callable[[Path], object]] | None = None,
     *,
     overwrite: bool = False,
+    fits: bool = True,
     **options: Any,
 ) -> Path:
     """Write the weights of a model and all that its checkpoint has beside them, its tokenizer, and other files.
 
     What no decision touched is as it came: see :func:`~layerbudget.storage.source.complete`.
 
-    ``writers`` has by name what writes such a file; ``options`` go to the model's ``save_pretrained``. The folder is that of
-    :func:`new_folder`, and is returned.
+    ``writers`` has by name what writes such a file; ``fits`` is that of ``complete``, and ``options`` go to the model's
+    ``save_pretrained``. The folder is that of :func:`new_folder`, and is returned.
     """
     with new_folder(out_dir, overwrite=overwrite) as folder:
         save_weights(model, folder, **options)
-        for note in complete(model, tokenizer, folder):
+        for note in complete(model, tokenizer, folder, fits=fits):
             logger.warning(note)
-        for name, write in writers.items():
+        for name, write in (writers or {}).items():
             write(folder / name)
     return Path(out_dir)
 

@@ -115,6 +115,13 @@ def ahead(names: Collection[str], model: Any) -> list[str]:
     return [n for n in names if (named and _AHEAD.search(n)) or beyond(n)]
 
 
+def predicting(model: Any) -> dict[str, int] | None:
+    """How many tensors of a model's checkpoint belong to layers which predict a token further on, and their bytes; or None."""
+    further = ahead(unread(model), model)
+    stored = origin(model) if further else None
+    return None if stored is None else {"tensors": len(further), "bytes": sum(stored.bytes(name) for name in further)}
+
+
 def added(model: Any, changed: Collection[str] | None = None) -> tuple[str, ...]:
     """Names of the tensors that :func:`complete` copies into a folder of the model: no verb reads them, and they still fit.
 
@@ -149,6 +156,15 @@ def origin(model: Any) -> Stored | None:
     if source is None or _fields(source).get("model_type") != model.config.model_type:  # a part of it, as a model of its own
         return None
     return Stored(source)
+
+
+def named_unread(model: Any) -> str:
+    """Return how many tensors no verb reads, and what they are: the start of a sentence; empty where every tensor is read."""
+    names = unread(model)
+    if not names:
+        return ""
+    what = "of layers that predict further tokens (MTP)" if ahead(names, model) else f"such as {names[0]}"
+    return f"{len(names)} tensors of the checkpoint that transformers does not load, {what},"
 
 
 def told(model: Any) -> str:
@@ -264,8 +280,8 @@ def _alike(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _without_ahead(fields: Any, gone: list[str]) -> Any:
-    """The fields with a count of zero of layers that predict further on; their names are added to ``gone``."""
+def without_ahead(fields: Any, gone: list[str]) -> Any:
+    """Return fields with a count of zero of layers that predict further on; their names are added to ``gone``."""
     if not isinstance(fields, dict):
         return fields
     made = {}
@@ -274,7 +290,7 @@ def _without_ahead(fields: Any, gone: list[str]) -> Any:
         if counts and value and _AHEAD.search(name):
             gone.append(name)
             value = 0
-        made[name] = _without_ahead(value, gone)
+        made[name] = without_ahead(value, gone)
     return made
 
 
@@ -489,7 +505,14 @@ def _count_again(folder: Path, more: Collection[str]) -> None:
 
 
 def complete(
-    model: Any, tokenizer: Any, folder: Path, *, keep: Collection[str] = (), halved: bool = False, precision: bool = True
+    model: Any,
+    tokenizer: Any,
+    folder: Path,
+    *,
+    keep: Collection[str] = (),
+    halved: bool = False,
+    precision: bool = True,
+    fits: bool = True,
 ) -> list[str]:
     """Make a folder with configuration and weights like the source of its model in all that no decision touched; return notes.
 
@@ -500,6 +523,7 @@ def complete(
         keep: Names of tensors that stay as they were written.
         halved: See :func:`restore_tensors`.
         precision: Whether ``config.json`` says the source's precision again where all tensors have it.
+        fits: Whether tensors that transformers does not load fit what is written, where the configuration is as it was.
     """
     source, stored = source_of(model), origin(model)
     if source is None or stored is None:
@@ -507,17 +531,15 @@ def complete(
         return []
     alike = restore_tensors(folder, stored, keep=keep, halved=halved)
     fields, changed = _restore_config(folder, source, model, narrow=alike and precision)
-    further, more, notes = ahead(unread(model), model), added(model, changed), list[str]()
+    further, more, notes = ahead(unread(model), model), added(model, changed) if fits else (), list[str]()
     if not set(further) & set(more):
         gone = list[str]()
-        fields = _without_ahead(fields, gone)
-        if gone:
-            what = (
-                f"its {len(further)} tensors do not fit what was planned" if further else "the checkpoint holds no tensor of it"
-            )
+        fields = without_ahead(fields, gone)
+        if gone or further:
             notes.append(
-                f"The layer that predicts a token further on (multi-token prediction, MTP) is not in the folder: {what}. "
-                f"{' and '.join(dict.fromkeys(gone))} of config.json is 0."
+                "The layer that predicts a token further on (multi-token prediction, MTP) is not in the folder: "
+                + (f"its {len(further)} tensors do not fit what was planned." if further else "the checkpoint has none of it.")
+                + (f" {' and '.join(dict.fromkeys(gone))} of config.json is 0." if gone else "")
             )
     if more:
         restore_tensors(folder, stored, keep=stored.names, more=more)

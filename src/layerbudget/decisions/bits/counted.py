@@ -20,7 +20,7 @@ from ...llama_cpp.writer import fixed_terms, head_bytes
 from ...models.blocks import end_modules, pretrained, weight_of
 from ...plan import Plan, payload_of
 from ...records import Block
-from ...storage.source import added, ahead, origin, unread, written_dtype
+from ...storage.source import added, ahead, named_unread, origin, unread, written_dtype
 from . import packed
 from .payload import BitsPayload
 from .saved_names import Part, experts_of, halved, names_of, tensor_names
@@ -228,12 +228,6 @@ class Counted:
 
 def _on_unread(model: nn.Module, terms: Mapping[str, int]) -> list[str]:
     """A note on the tensors that transformers does not load: copied, or not in the file."""
-    names = unread(model)
-    if not names:
-        return []
-    what = "of layers that predict further tokens (MTP)" if ahead(names, model) else f"such as {names[0]}"
-    size = terms.get(AHEAD, terms.get(UNREAD, 0))
-    many = f"{len(names)} tensors of the checkpoint that transformers does not load, {what}"
-    if size:
-        return [f"{many}, are copied as they are: {size:,} bytes, which the plan counted."]
-    return [f"{many}, are not in the file."]
+    size, named = terms.get(AHEAD, terms.get(UNREAD, 0)), named_unread(model)
+    copied = f"are copied as they are: {size:,} bytes, which the plan counted."
+    return [f"{named} {copied if size else 'are not in the file.'}"] if named else []

@@ -22,6 +22,7 @@ from ..formats.describe import (
     on_prediction,
     on_slack,
     on_ties,
+    on_unread,
     on_unwritten,
     verdict,
 )
@@ -49,13 +50,13 @@ def summary_of(plan: Plan) -> Summary:
             *on_certificate(plan),
             on_prediction(plan, payload, _BITS, ENDS, without=("mix",)),
             *on_unwritten(plan, payload),
-            *_on_unread(payload),
+            *on_unread(payload),
             *on_more_bytes(plan),
             *on_ties(plan, payload),
             *on_check(payload),
             _on_bytes(plan, payload) + _on_mix(plan, payload),
         ),
-        advice=(*on_slack(plan), *on_unwritten(plan, payload)),
+        advice=(*on_slack(plan), *on_unwritten(plan, payload), *on_unread(payload)),
         comparison=compared(plan, payload, names, against, ends=ENDS, sizes=_sizes(plan, payload), counted=counted),
         figures=figures_of(payload),
         passes=payload.passes,
@@ -84,12 +85,6 @@ def _on_bytes(plan: Plan, payload: BitsPayload) -> str:
     most = "at most " if head and not exact else ""
     total = f"Bytes: {' + '.join(parts)} = {most}{whole_bytes(plan):,} bytes of {'the whole file' if head else 'all tensors'}"
     return total if head or not exact else f"{total}; the metadata and the vocabulary of the file are not counted"
-
-
-def _on_unread(payload: BitsPayload) -> list[str]:
-    """A sentence on tensors that transformers does not load."""
-    terms = {name: size for name, size in (payload.fixed_terms or {}).items() if "does not load" in name or "further" in name}
-    return [f"Not planned: {name}{f', {size:,} bytes' if size else ''}." for name, size in terms.items()]
 
 
 def _on_mix(plan: Plan, payload: BitsPayload) -> str:

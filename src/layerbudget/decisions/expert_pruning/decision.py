@@ -13,7 +13,16 @@ from ...requests import PLACING, READING
 from ...scores import Scores
 from ...storage.checkpoint import GGUF_FILE
 from ...verdicts import named, plus_minus
-from ..describe import compared_with_even, damage_figures, expected_damage, on_budget, on_even, on_objective, on_program
+from ..describe import (
+    compared_with_even,
+    damage_figures,
+    expected_damage,
+    on_budget,
+    on_even,
+    on_further,
+    on_objective,
+    on_program,
+)
 from .payload import ExpertPruningPayload
 from .program import bend
 from .request import ExpertPruningRequest
@@ -68,8 +77,9 @@ class ExpertPruning(Decision):
                 *on_budget(plan, f"keeps {plan.counts.sum()} of {_experts(plan)} experts", units="layers"),
                 *on_program(plan, on_objective(plan)),
                 *_on_damage(plan, payload),
+                *on_further(plan, kept=False),
             ),
-            advice=(*_on_limit(plan), *([bent] if bent else [])),
+            advice=(*_on_limit(plan), *([bent] if bent else []), *on_further(plan, kept=False)),
             comparison=_comparison(plan, payload),
             passes=payload.forward_passes,
             figures=damage_figures(

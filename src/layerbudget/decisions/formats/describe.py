@@ -243,6 +243,12 @@ def on_slack(plan: Plan) -> list[str]:
     return [c["message"]] if "multiplier" in c and c["status"] != "binding" else []
 
 
+def on_unread(payload: WeightsPayload) -> list[str]:
+    """A sentence on tensors that transformers does not load."""
+    terms = {name: size for name, size in (payload.fixed_terms or {}).items() if "does not load" in name or "further" in name}
+    return [f"Not planned: {name}{f', {size:,} bytes' if size else ''}." for name, size in terms.items()]
+
+
 def on_unwritten(plan: Plan, payload: WeightsPayload) -> list[str]:
     """A sentence on matrices that no file holds in fewer bits."""
     if not (kept := payload.unwritten):

@@ -12,6 +12,7 @@ from ..describe import (
     expected_damage,
     on_budget,
     on_flat_scores,
+    on_further,
     on_objective,
     on_program,
     on_rounding,
@@ -73,8 +74,9 @@ class Joint(Decision):
                 *on_program(plan, on_objective(plan)),
                 *on_rounding(plan, payload.rounding),
                 *flat,
+                *on_further(plan),
             ),
-            advice=(*slack, *flat),
+            advice=(*slack, *flat, *on_further(plan)),
         )
 
     def column(self, plan: Plan) -> tuple[str, Sequence[Any]] | None:

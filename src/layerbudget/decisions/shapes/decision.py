@@ -20,6 +20,7 @@ from ..describe import (
     expected_damage,
     on_budget,
     on_even,
+    on_further,
     on_objective,
     on_program,
     percent,
@@ -88,7 +89,9 @@ class Shapes(Decision):
                 *on_budget(plan, _saves(plan)),
                 *_on_program(plan, payload),
                 *_on_damage(payload),
+                *on_further(plan, kept=False),
             ),
+            advice=tuple(on_further(plan, kept=False)),
             comparison=compared_with_even(
                 plan, payload.beside, first, alike=not layers_differ(plan), passes=payload.forward_passes
             ),

@@ -23,6 +23,7 @@ from ...plan import Plan
 from ...records import Receipt, dumps, write_text
 from ...storage import reading
 from ...storage.folders import write_model
+from ...storage.source import without_ahead
 from .save import beside_model, left_parts
 
 ARCHITECTURE = "DeciLMForCausalLM"
@@ -115,7 +116,7 @@ def save_nemotron(
     side_files = beside_model(plan, record, model, use, ("nemotron-nas", "pruned"))
     side_files |= {"config.json": partial(_write_config, config=nemotron_config(model))}
     side_files |= {f"{_MODULE}.py": partial(write_text, text=_CODE)}
-    return write_model(pretrained(model), tokenizer, out_dir, side_files, overwrite=overwrite)
+    return write_model(pretrained(model), tokenizer, out_dir, side_files, overwrite=overwrite, fits=False)
 
 
 def _write_config(path: Path, config: Mapping[str, Any]) -> None:
@@ -123,6 +124,7 @@ def _write_config(path: Path, config: Mapping[str, Any]) -> None:
     fields = reading.read(path, "configuration", limit=1 << 26, as_type=dict[str, Any])
     stays = {name: fields[name] for name in ("dtype", "torch_dtype", "transformers_version") if name in fields}
     precision = fields.get("dtype") or fields.get("torch_dtype") or config["dtype"]
+    config = without_ahead(config, [])  # vLLM's architecture has no layers that predict further tokens
     write_text(path, dumps({**fields, **config, "dtype": precision, **stays}), overwrite=True)
 
 

@@ -29,6 +29,7 @@ from ...models.machine import versions
 from ...plan import Plan, payload_of
 from ...records import SCHEMA_VERSION, Receipt, dumps, write_text
 from ...storage.folders import new_folder, write_model
+from ...storage.source import named_unread
 from .layouts import FIND, Attention, Where
 from .payload import ShapesPayload
 from .program import NEITHER, OTHER_KIND, Part, layers_differ
@@ -272,6 +273,7 @@ def save_gguf(
         for piece in writer.head.pieces:
             writer.add(writer.tensors(piece, {}))
         notes = writer.close()
+        notes += [f"{named} are not in the file."] if (named := named_unread(model)) else []
         if check:
             known = tokenizer if writer.head.has_vocabulary else None
             notes.append(check_file(folder / GGUF_FILE, model, known, {}))

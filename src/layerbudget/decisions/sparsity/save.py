@@ -55,7 +55,7 @@ def save_pruned(
     Raises:
         AlreadyExists: The folder exists and is not empty (with ``overwrite``: and is none of ours).
     """
-    limits = {} if mapped(model) is None else {"max_shard_size": "1GB"}
+    limits: dict[str, Any] = {} if mapped(model) is None else {"max_shard_size": "1GB"}
     name = type(pretrained(model)).__name__
     rows = {"zeros": f"{receipt.sparsity:.4%} of the matrices' weights, recounted", "pruned by": receipt.method}
     what = "with zeros where `plan.json` says so; `receipt.json` has what was counted. Zeros save neither disk nor time."
