@@ -25,7 +25,7 @@ from layerbudget.decision import DECISIONS
 from layerbudget.decisions.rules import rules_of
 from layerbudget.errors import InvalidInput
 from layerbudget.exports import EXPORTS
-from layerbudget.registry import spoken
+from layerbudget.registry import describe_type
 from layerbudget.requests import ADVANCED, EVERY, PLACE, TEXT, Request, flag_of, kind_of, positional
 from layerbudget.sensitivity.estimators import ESTIMATORS
 
@@ -49,8 +49,8 @@ def kind_words(request: type[Request], name: str) -> str:
     if kind is bool:
         return "switch"
     if typing.get_origin(kind) is tuple:
-        return f"several: {known['metavar'] or spoken(typing.get_args(kind)[0])}"
-    return known["metavar"] or spoken(kind)
+        return f"several: {known['metavar'] or describe_type(typing.get_args(kind)[0])}"
+    return known["metavar"] or describe_type(kind)
 
 
 def _cell(text: str) -> str:

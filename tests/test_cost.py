@@ -12,8 +12,8 @@ from transformers import LlamaConfig, Qwen2Config
 from layerbudget import cost
 from layerbudget.cli import main
 from layerbudget.cost import (
-    Part,
     Text,
+    WorkItem,
     choosing,
     comparing,
     long_verbs,
@@ -80,8 +80,8 @@ def test_seven_billion_fit_into_sixteen_gigabytes_at_the_default_sizes():
 
 def test_prices_add_up():
     shape, text = shape_in_memory(zoo.tiny("llama")), Text(samples=8, length=32)
-    one = price("one", [Part("norms", text)], shape, TOKEN, 1 << 34)
-    parts = [Part("norms", text, times=2.0), Part("forward", text, 3.0)]
+    one = price("one", [WorkItem("norms", text)], shape, TOKEN, 1 << 34)
+    parts = [WorkItem("norms", text, times=2.0), WorkItem("forward", text, 3.0)]
     both = price("both", parts, shape, TOKEN, 1 << 34)
     assert both.seconds == pytest.approx(2 * one.seconds + 3 * TOKEN * text.tokens) and both.forwards == 7.0
     assert scoring("nobody's", text) == []
@@ -90,7 +90,7 @@ def test_prices_add_up():
     grids = (comparing(text, text, ["kfac"], "wanda", seeds=n, plans=3 * n) for n in (1, 3))
     few, many = (price("c", grid, shape, TOKEN, 1 << 34) for grid in grids)
     assert many.seconds == pytest.approx(3 * few.seconds)
-    search = price("s", [Part("directional", text)], shape, TOKEN, 1 << 34)
+    search = price("s", [WorkItem("directional", text)], shape, TOKEN, 1 << 34)
     assert search.seconds > one.seconds and "demo" in long_verbs(demo=True)
     small = price("c", comparing(text, text, ["kfac"], "wanda", seeds=1, plans=3), shape, TOKEN, 1000)
     assert small.how == "layers" and not small.fits and small.memory > shape.weights  # a comparison holds the model

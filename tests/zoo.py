@@ -19,7 +19,7 @@ from layerbudget.compressors.formats import find_format
 from layerbudget.compressors.select import share
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.decision import DECISIONS
-from layerbudget.decisions.cache.formats import Kept
+from layerbudget.decisions.cache.formats import CachedTensor
 from layerbudget.execution import loss as L
 from layerbudget.models import blocks as B
 from layerbudget.plan import Plan, PlanBlock
@@ -367,7 +367,7 @@ def fit_scores(seed: int = 0, layers: int = 2) -> Scores:
     modules = [Module(name=f"model.layers.{i}.mlp.{n}", d_out=64, d_in=64) for i in range(layers) for n in ("up", "down")]
     held = [Block(name=m.name, modules=(m,)) for m in modules]
     kept = [
-        Kept(layer=i, name=f"model.layers.{i}", part=p, heads=1, channels=32, window=None)
+        CachedTensor(layer=i, name=f"model.layers.{i}", part=p, heads=1, channels=32, window=None)
         for i in range(layers)
         for p in (0, 1)
     ]

@@ -32,13 +32,13 @@ import layerbudget as lb
 from layerbudget.compressors import ggml, quantisers
 from layerbudget.compressors.base import Level
 from layerbudget.compressors.formats import find_format
-from layerbudget.compressors.treating import Treating, matrices
+from layerbudget.compressors.treating import LayerCompressor, matrices
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.decisions.bits.apply import quantiser_of
 from layerbudget.decisions.bits.blocks import formats_table
 from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.decisions.formats.program import uniform
-from layerbudget.decisions.formats.table import Table
+from layerbudget.decisions.formats.table import FormatTable
 from layerbudget.execution.inputs import InputStatistics
 from layerbudget.execution.modes import inference
 from layerbudget.execution.walk import Walk
@@ -149,18 +149,18 @@ class Bench:
         self.dense = {n: [v.clone() for v in self.views(n)] for n in self.modules}
         self.clean = self.log_probabilities(self.held)
         self.moments = {}
-        self.treating = {method: Treating(self.model, quantiser_of(method)) for method in METHODS}
+        self.treating = {method: LayerCompressor(self.model, quantiser_of(method)) for method in METHODS}
         for method in METHODS:
             self._moments(method)
         self.imatrix = a.scratch / f"{self.name}-{a.seed}.imatrix.gguf"
         named = places(self.model, list(self.modules))
         sums = [entries(own, self.modules[n].d_in, named[n]) for n, own in self.moments["weighted"].items()]
         write_imatrix(self.imatrix, {k: v for each in sums for k, v in each.items()}, self.fit.describe())
-        self._tables: dict[tuple[str, str], tuple[Table, float]] = {}
+        self._tables: dict[tuple[str, str], tuple[FormatTable, float]] = {}
         self._made: dict[tuple[str, str, str], list[np.ndarray]] = {}
         self._prepared: dict[Any, Any] = {}
 
-    def _table(self, menu: list[str], method: str) -> Table:
+    def _table(self, menu: list[str], method: str) -> FormatTable:
         return formats_table(self.model, formats=menu, family="gguf", method=method, unwritten="plan")
 
     def views(self, name: str) -> list[torch.Tensor]:
@@ -230,7 +230,7 @@ class Bench:
 
     # ---- damages
 
-    def damages(self, rule: str, method: str) -> tuple[Table, float]:
+    def damages(self, rule: str, method: str) -> tuple[FormatTable, float]:
         """Damages by a score, and the passes that it took; kept on disk."""
         if (rule, method) not in self._tables:
             kept = {r: self.a.scratch / f"{self.name}-{self.a.seed}-{method}-{r}.npz" for r in (rule, *SIMPLE)}
@@ -244,9 +244,9 @@ class Bench:
             self._tables[rule, method] = self._with(held["damage"], method), float(held["passes"])
         return self._tables[rule, method]
 
-    def _with(self, damage: np.ndarray, method: str) -> Table:
+    def _with(self, damage: np.ndarray, method: str) -> FormatTable:
         kept = np.where(self.table.has, damage, np.inf)
-        return Table(
+        return FormatTable(
             **{**{f: getattr(self.table, f) for f in self.table.__dataclass_fields__}, "damage": kept, "method": method}
         )
 
@@ -282,7 +282,7 @@ class Bench:
     def _directional(self, method: str, whole: bool = False) -> tuple[np.ndarray, float, float]:
         start, own = time.process_time(), {"method": method, "unwritten": "plan", "whole": whole}
         found = rounding_damage(self.model, self.fit, family="gguf", formats=self.menu, **own)
-        return Table.of(found).damage, found.extra["formats"]["passes"], time.process_time() - start
+        return FormatTable.of(found).damage, found.extra["formats"]["passes"], time.process_time() - start
 
     def _levels(self) -> Iterator[tuple[int, int, str, str]]:
         for i, block in enumerate(self.table.blocks):
@@ -368,7 +368,7 @@ class Bench:
         weights, types, size = from_file(self.model, file, list(self.modules))
         return weights, types, size, file.stat().st_size
 
-    def choice(self, like: str, method: str, rule: str) -> tuple[Table, np.ndarray, float | None, float]:
+    def choice(self, like: str, method: str, rule: str) -> tuple[FormatTable, np.ndarray, float | None, float]:
         """The table and the types chosen in it, their predicted damage and the passes that it took."""
         limit, passes = self.mix(like)[2], 1.0
         if rule == "uniform":

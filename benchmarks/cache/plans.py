@@ -33,7 +33,7 @@ from layerbudget.decisions.cache.plan import cache_space
 from layerbudget.decisions.cache.sensitivity import cache_damage
 from layerbudget.decisions.cache.space import CacheSpace
 from layerbudget.decisions.formats.program import BASELINES
-from layerbudget.decisions.formats.table import Table
+from layerbudget.decisions.formats.table import FormatTable
 from layerbudget.models.blocks import layers
 from layerbudget.sensitivity.sequences import per_token
 from layerbudget.solvers.choices import choose
@@ -95,7 +95,7 @@ def kl_of(model: Any, dense: DenseOutput, space: CacheSpace, chosen: np.ndarray)
         return per_token(*dense.rows(model)[:, :2].T)[0]
 
 
-def menu(table: Table, name: str) -> Table:
+def menu(table: FormatTable, name: str) -> FormatTable:
     """The same with some formats alone: those of one size of groups, or those without five and six bits."""
     no = np.array([("-g" in n and MENUS[name] == 1) or (n in ("int5", "int6") and MENUS[name] < 1) for n in table.formats])
     return dataclasses.replace(table, damage=np.where(no, np.inf, table.damage), size=np.where(no, 0, table.size))

@@ -40,7 +40,7 @@ from layerbudget.decisions.bits.plan import describe_rows
 from layerbudget.decisions.bits.sensitivity import DenseOutput
 from layerbudget.decisions.cache.cache import caching, rounding
 from layerbudget.decisions.memory.plan import plan_memory, settled, write_memory
-from layerbudget.decisions.memory.program import MIX, UNIFORM, Fit, Fitted, Terms
+from layerbudget.decisions.memory.program import MIX, UNIFORM, Fit, Fitted, MemoryLimits
 from layerbudget.models.blocks import weight_of
 
 RATIOS = (1.08, 1.2, 1.35, 1.6, 2.0)
@@ -139,10 +139,12 @@ def main() -> None:
     if not scores.is_file():
         plan_memory(model, fit_text, memory="1 TiB", context=a.length, save_scores=scores, **own)
     measured = lb.Scores.load(scores)
-    terms = Terms(memory="1 TiB", context=a.length, batch=a.batches[0])
+    terms = MemoryLimits(memory="1 TiB", context=a.length, batch=a.batches[0])
     smallest = Fitted.of(measured, terms).fit
     least = int(smallest.table.smallest.sum())
-    first = Fitted.of(measured, Terms(memory=f"{least * 2 + smallest.beside} bytes", context=a.length, batch=a.batches[0]))
+    first = Fitted.of(
+        measured, MemoryLimits(memory=f"{least * 2 + smallest.beside} bytes", context=a.length, batch=a.batches[0])
+    )
     said, imatrix = check_bytes(a, model, tokenizer, fit_text, first.plan("exact"))
     runner = Runner(model, fit_text, a.method, imatrix)
     dense, checked = DenseOutput(model, held, 4), DenseOutput(model, check, 4)
@@ -154,11 +156,11 @@ def main() -> None:
         + " | plan against the better of both | predicted |", "|" + "---|" * (5 + len(COLUMNS)),
     ]  # fmt: skip
     for batch in a.batches:
-        fit = Fitted.of(measured, Terms(memory="1 TiB", context=a.length, batch=batch)).fit
+        fit = Fitted.of(measured, MemoryLimits(memory="1 TiB", context=a.length, batch=batch)).fit
         least = int(fit.table.smallest.sum())
         for ratio in RATIOS:
             memory = int(ratio * least) + fit.beside
-            found = Fitted.of(measured, Terms(memory=f"{memory} bytes", context=a.length, batch=batch))
+            found = Fitted.of(measured, MemoryLimits(memory=f"{memory} bytes", context=a.length, batch=batch))
             lines.append(line(found, runner, dense, checked, f"{a.length} x {batch}"))
             print(lines[-1], flush=True)
     write_section("memory", f"Weights and cache: {name}, {a.length} tokens", lines, out=a.out)

@@ -97,7 +97,7 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class WorkItem:
     """One kind of ``WORK`` on some text, as a part of a verb.
 
     It is done ``times`` times, with so many ``forwards`` (its kind's by default); ``resident`` weights are never streamed.
@@ -201,62 +201,62 @@ WORK: dict[str, Work] = SCORES | {
 # --- verbs ------------------------------------------------------------------------------------------------------------------
 
 
-def scoring(name: str, text: Text, blocks: int | None = None) -> list[Part]:
+def scoring(name: str, text: Text, blocks: int | None = None) -> list[WorkItem]:
     """Parts of ``score`` for so many blocks, one per layer by default; empty for an estimator whose cost is not known."""
     if name not in SCORES:
         return []
     work = SCORES[name]
-    return [Part(name, text, None if blocks is None else work.forwards + work.each * blocks)]
+    return [WorkItem(name, text, None if blocks is None else work.forwards + work.each * blocks)]
 
 
-def treating(method: str, text: Text, *, again: float = 1.0) -> list[Part]:
+def treating(method: str, text: Text, *, again: float = 1.0) -> list[WorkItem]:
     """Parts of applying a plan of sparsity or bits: inputs are collected ``again`` times, then the method works on them."""
     rounds = method in QUANTISERS.names()
     statistic = (find_quantiser if rounds else find_treatment)(method).statistic
     if statistic == "none":
-        return [Part("round" if rounds else "forward", Text(samples=1, length=text.length))]
+        return [WorkItem("round" if rounds else "forward", Text(samples=1, length=text.length))]
     name = method if method in WORK else "gram" if statistic == "gram" else "norms"
-    return [Part(name, text, 1.0 + again)]
+    return [WorkItem(name, text, 1.0 + again)]
 
 
-def choosing(text: Text, check: Text | None, *, draws: int = 4, ggml: bool = False, method: str = "rtn") -> list[Part]:
+def choosing(text: Text, check: Text | None, *, draws: int = 4, ggml: bool = False, method: str = "rtn") -> list[WorkItem]:
     """Parts of ``plan bits``: ``1 + 2 draws`` passes along the rounding errors, and the check of five plans.
 
     ``ggml`` says that the formats are its types, which take their time to be searched. The check rounds the whole model by the
     ``method``, and one that reads inputs collects them for every plan.
     """
     rounded = [dataclasses.replace(part, times=5.0) for part in treating(method, text)]
-    whole = [] if check is None else [*rounded, Part("forward", check, times=6.0)]
-    searched = [Part("ggml", text, times=4.0)] if ggml else []
-    return [Part("directional", text, 1.0 + 2.0 * draws), *whole, *searched]
+    whole = [] if check is None else [*rounded, WorkItem("forward", check, times=6.0)]
+    searched = [WorkItem("ggml", text, times=4.0)] if ggml else []
+    return [WorkItem("directional", text, 1.0 + 2.0 * draws), *whole, *searched]
 
 
-def certifying(curvature: str, text: Text, blocks: int, dampings: int) -> list[Part]:
+def certifying(curvature: str, text: Text, blocks: int, dampings: int) -> list[WorkItem]:
     """Parts of ``explain certify``: loss and gradient of every block, then three Hessian products and a loss of every damping.
 
     A product counts seven forwards. Curvatures other than ``fisher`` solve for the steps, at the price of their scores.
     """
-    solved = [] if curvature == "fisher" else [Part(curvature, text, WORK[curvature].each * blocks * (1 + dampings))]
-    return [Part("direct check", text, blocks * (4.0 + 22.0 * dampings)), *solved]
+    solved = [] if curvature == "fisher" else [WorkItem(curvature, text, WORK[curvature].each * blocks * (1 + dampings))]
+    return [WorkItem("direct check", text, blocks * (4.0 + 22.0 * dampings)), *solved]
 
 
-def shaping(text: Text, passes: float) -> list[Part]:
+def shaping(text: Text, passes: float) -> list[WorkItem]:
     """Parts of ``plan shapes``: its forwards and backwards, and at every point the refits of what stays."""
-    return [Part("directional", text, passes), Part("refit", text, times=max(1.0, passes / 7.0))]
+    return [WorkItem("directional", text, passes), WorkItem("refit", text, times=max(1.0, passes / 7.0))]
 
 
-def removing(text: Text, *, draws: int = 4) -> list[Part]:
+def removing(text: Text, *, draws: int = 4) -> list[WorkItem]:
     """Parts of ``plan expert-pruning``: a look, and forwards with experts masked: the plan, its rivals, halves of the text."""
-    return [Part("directional", text, 1.0 + 2.0 * draws + 36.0)]
+    return [WorkItem("directional", text, 1.0 + 2.0 * draws + 36.0)]
 
 
-def training(text: Text, epochs: float, seeds: int, held_out: int) -> list[Part]:
+def training(text: Text, epochs: float, seeds: int, held_out: int) -> list[WorkItem]:
     """Parts of ``finetune``: every row once per epoch, held-out rows after each seed."""
-    judged = Part("forward", dataclasses.replace(text, samples=held_out), times=seeds)
-    return [Part("train", text, times=epochs * seeds), *([judged] if held_out else [])]
+    judged = WorkItem("forward", dataclasses.replace(text, samples=held_out), times=seeds)
+    return [WorkItem("train", text, times=epochs * seeds), *([judged] if held_out else [])]
 
 
-def comparing(text: Text, held_out: Text, scores: Sequence[str], method: str, *, seeds: int, plans: int) -> list[Part]:
+def comparing(text: Text, held_out: Text, scores: Sequence[str], method: str, *, seeds: int, plans: int) -> list[WorkItem]:
     """Parts of ``compare`` on text: every score once per seed; every plan applied and measured.
 
     Args:
@@ -268,21 +268,21 @@ def comparing(text: Text, held_out: Text, scores: Sequence[str], method: str, *,
         plans: How many plans are applied and measured.
     """
     known = [(part, seeds) for name in scores for part in scoring(name, text)]
-    applied = [(part, plans) for part in (*treating(method, text), Part("forward", held_out))]
+    applied = [(part, plans) for part in (*treating(method, text), WorkItem("forward", held_out))]
     return [dataclasses.replace(part, times=part.times * count, resident=True) for part, count in (*known, *applied)]
 
 
-def demonstrating() -> list[Part]:
+def demonstrating() -> list[WorkItem]:
     """Parts of ``demo``: it scores, searches twice, and prunes and measures four plans at two targets."""
     text = Text(samples=64)
     treated = [dataclasses.replace(part, times=8.0) for part in treating("wanda", text)]
-    search, measured = Part("directional", Text(samples=16), times=2.0), Part("forward", Text(samples=96), times=9.0)
+    search, measured = WorkItem("directional", Text(samples=16), times=2.0), WorkItem("forward", Text(samples=96), times=9.0)
     return [*scoring("fisher-gram", text), search, *treated, measured]
 
 
 def long_verbs(
     *, samples: int | None = None, length: int = 256, batch: int = 8, demo: bool = False, experts: bool = False, widest: int = 0
-) -> dict[str, list[Part]]:
+) -> dict[str, list[WorkItem]]:
     """Parts of every long verb by what users type, each at its own default sizes or at those given.
 
     Args:
@@ -298,12 +298,12 @@ def long_verbs(
         return Text(samples=samples or default, length=length, batch=batch)
 
     verbs = {f"score {name}": scoring(name, text(128)) for name in SCORES}
-    verbs |= {"plan sparsity": [Part("directional", text(16))], "plan shapes": shaping(text(16), 46.0)}
+    verbs |= {"plan sparsity": [WorkItem("directional", text(16))], "plan shapes": shaping(text(16), 46.0)}
     verbs |= {"plan bits": choosing(text(32), text(16))}
     verbs |= {"plan bits --method gptq": choosing(text(max(32, -(-TOKENS * widest // length))), text(16), method="gptq")}
     verbs |= {"plan expert-pruning": removing(text(16))} if experts else {}
     verbs |= {f"apply, {method}": treating(method, text(128)) for method in ("wanda", "sparsegpt", "rtn", "gptq")}
-    verbs |= {"finetune": training(text(128), 1.0, 1, 0), "evaluate": [Part("forward", text(96))]}
+    verbs |= {"finetune": training(text(128), 1.0, 1, 0), "evaluate": [WorkItem("forward", text(96))]}
     verbs["compare"] = comparing(text(64), text(96), ["fisher-gram"], "wanda", seeds=1, plans=3)
     return {**verbs, "demo": demonstrating()} if demo else verbs
 
@@ -400,7 +400,7 @@ def place_of(model: nn.Module, text: Text) -> tuple[Shape, float, int, bool]:
     return shape, token, free_bytes(home.device) + (shape.weights if lies is None else 0), lies is not None
 
 
-def price(verb: str, parts: Sequence[Part], shape: Shape, token: float, machine: int, streamed: bool | None = None) -> Cost:
+def price(verb: str, parts: Sequence[WorkItem], shape: Shape, token: float, machine: int, streamed: bool | None = None) -> Cost:
     """Return what a verb takes: seconds and forwards add up over its parts, memory is that of the largest.
 
     Args:
@@ -423,7 +423,7 @@ def price(verb: str, parts: Sequence[Part], shape: Shape, token: float, machine:
     return Cost(verb=verb, how=how, memory=int(memory), seconds=seconds, forwards=forwards, fits=memory <= machine)
 
 
-def _memory(part: Part, shape: Shape, machine: int, streamed: bool | None) -> tuple[float, str]:
+def _memory(part: WorkItem, shape: Shape, machine: int, streamed: bool | None) -> tuple[float, str]:
     """Bytes at the peak and how the weights are held."""
     work, text, half = WORK[part.kind], part.text, SHARE * machine
     backwards = work.graph != "none"

@@ -247,7 +247,7 @@ class RowGroups:
         """Write the counts beside a plan's file, atomically."""
         from safetensors.numpy import save_file
 
-        path = beside(plan)
+        path = row_groups_file(plan)
         path.parent.mkdir(parents=True, exist_ok=True)
         with new_file(path.parent, path.name, lambda _: path) as temporary:
             save_file({n: np.ascontiguousarray(c, dtype=np.int64) for n, c in self.counts.items()}, temporary)
@@ -264,7 +264,7 @@ class RowGroups:
         from safetensors import SafetensorError
         from safetensors.numpy import load_file
 
-        path = beside(plan)
+        path = row_groups_file(plan)
         if not path.is_file():
             raise NotFound(f"{plan} decides groups of rows and {path} is missing.", "", "Copy both files, or plan again.")
         try:
@@ -280,7 +280,7 @@ class RowGroups:
         return groups
 
 
-def beside(plan: Path | str) -> Path:
+def row_groups_file(plan: Path | str) -> Path:
     """Return where the counts of a plan's file lie: ``plan.rows.safetensors`` for ``plan.json``."""
     return Path(plan).with_suffix(".rows.safetensors")
 

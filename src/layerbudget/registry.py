@@ -39,7 +39,7 @@ class Option:
     @property
     def kind(self) -> str:
         """Its type in words, such as ``a number``; empty where there are none, as for an array."""
-        words = spoken(self.type)
+        words = describe_type(self.type)
         if words == "Any" or "_" in words:
             return "a number" if isinstance(self.default, (int, float)) else ""
         return words
@@ -62,23 +62,23 @@ class Option:
             converted = msgspec.convert(plain, self.type)
         except msgspec.ValidationError:
             problem = f"The option {self.name} of {what} is {value!r}."
-            raise InvalidInput(problem, f"It is {spoken(self.type)}.", "Correct it.") from None
+            raise InvalidInput(problem, f"It is {describe_type(self.type)}.", "Correct it.") from None
         except TypeError:  # a type that is checked by whoever reads the option
             return value
         return converted if isinstance(value, list) else value
 
 
-def spoken(declared: Any) -> str:
+def describe_type(declared: Any) -> str:
     """A type in words, such as ``a number or a list of numbers``."""
     origin, parts = typing.get_origin(declared), typing.get_args(declared)
     if origin in (types.UnionType, typing.Union):
-        return " or ".join(spoken(part) for part in parts if part not in (types.NoneType, Any))
+        return " or ".join(describe_type(part) for part in parts if part not in (types.NoneType, Any))
     if origin is typing.Literal:
         return ", ".join(map(str, parts))
     if origin is Mapping:
-        return f'JSON such as {{"name": {spoken(parts[1])}}}'
+        return f'JSON such as {{"name": {describe_type(parts[1])}}}'
     if parts:
-        return f"a list of {spoken(parts[0]).removeprefix('a ')}s"
+        return f"a list of {describe_type(parts[0]).removeprefix('a ')}s"
     words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     return words.get(declared, getattr(declared, "__name__", str(declared)))
 

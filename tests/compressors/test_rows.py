@@ -14,7 +14,7 @@ from layerbudget.decisions.sparsity.apply import prune
 from layerbudget.decisions.sparsity.payload import SparsityPayload
 from layerbudget.decisions.sparsity.save import recipe
 from layerbudget.errors import CorruptFile, InvalidInput, NotFound
-from layerbudget.plan import Plan, RowGroups, beside
+from layerbudget.plan import Plan, RowGroups, row_groups_file
 from layerbudget.records import dumps
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
@@ -77,13 +77,13 @@ def test_counts_lie_beside_the_plan_and_belong_to_it(tmp_path):
     plan.save(tmp_path / "a.json")
     other.save(tmp_path / "b.json")
     assert Plan.load(tmp_path / "a.json").digest == plan.digest != other.digest
-    beside(tmp_path / "a.json").replace(tmp_path / "kept")
+    row_groups_file(tmp_path / "a.json").replace(tmp_path / "kept")
     with pytest.raises(NotFound, match="missing"):
         Plan.load(tmp_path / "a.json")
-    beside(tmp_path / "b.json").replace(beside(tmp_path / "a.json"))
+    row_groups_file(tmp_path / "b.json").replace(row_groups_file(tmp_path / "a.json"))
     with pytest.raises(CorruptFile, match="other counts"):
         Plan.load(tmp_path / "a.json")
-    beside(tmp_path / "a.json").write_bytes(b"no tensors")
+    row_groups_file(tmp_path / "a.json").write_bytes(b"no tensors")
     with pytest.raises(CorruptFile):
         Plan.load(tmp_path / "a.json")
     bare = Plan.from_dict(json.loads(dumps(plan.to_dict())))

@@ -29,7 +29,7 @@ import json, sys
 sys.path.insert(0, {root!r})
 sys.modules["hqq"] = None  # transformers imports it where it is installed, and with it torch's compilers, for seconds
 from layerbudget.cli import main
-from layerbudget.execution.processes import join, leave
+from layerbudget.execution.processes import join, shutdown
 from tests.execution.test_processes import everything
 group = join("cpu")
 out, codes = everything(), []
@@ -38,7 +38,7 @@ for words in json.loads(sys.argv[1]):
     join("cpu").barrier()  # the next command reads what the main process has written
 if group.is_main:
     open(sys.argv[2], "w").write(json.dumps([out, codes]))
-leave()
+shutdown()
 """
 
 

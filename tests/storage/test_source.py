@@ -19,7 +19,7 @@ from layerbudget.decisions.sparsity.save import save_pruned
 from layerbudget.models.experts import cut_experts, find_experts
 from layerbudget.models.loading import load_model, load_tokenizer
 from layerbudget.storage.folders import write_model
-from layerbudget.storage.source import told
+from layerbudget.storage.source import on_unread
 
 THREE = {
     "rope_type": "llama3",
@@ -166,7 +166,7 @@ def test_what_a_verb_does_not_touch_leaves_as_it_came(tmp_path, tokenizer, verb,
 def test_layers_for_tokens_further_on_are_there_or_counted_as_none(tmp_path, tokenizer, verb, caplog):
     folder, out = source(tmp_path, "glm4-moe", tokenizer), tmp_path / "out"
     model = load_model(str(folder), dtype="auto")
-    assert "multi-token prediction" in caplog.text and "no verb reads them" in told(model)
+    assert "multi-token prediction" in caplog.text and "no verb reads them" in on_unread(model)
     verb(model, load_tokenizer(str(folder)), out)
     config = json.loads((out / "config.json").read_text())
     tensors = load_file(out / "model.safetensors")

@@ -155,7 +155,7 @@ def run(session: Session) -> dict[str, Any]:
 
 def _show(session: Session, result: ScoreComparison, *, again: bool) -> dict[str, str]:
     """Show the tables, leave the files unless they are there, and end with the verdict; returns the files."""
-    from ..comparison.run import leave
+    from ..comparison.run import write_comparison
     from ..reporting.tables import contest_sheets
 
     request = session.request
@@ -164,7 +164,7 @@ def _show(session: Session, result: ScoreComparison, *, again: bool) -> dict[str
     if again:
         files = {end: str(Path(request.out, f"comparison.{end}")) for end in ("json", "csv")}
     else:
-        files = dict(leave(result, request.out, overwrite=request.overwrite))
+        files = dict(write_comparison(result, request.out, overwrite=request.overwrite))
     ends = [line for line in result.sentences if line.startswith("At ")]
     details = [line for line in result.sentences if line not in ends]
     done = (

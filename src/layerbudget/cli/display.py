@@ -15,7 +15,7 @@ from rich.console import Console
 from ..errors import LayerbudgetError
 
 if TYPE_CHECKING:
-    from ..cost import Part, Text
+    from ..cost import Text, WorkItem
     from .session import Session
 
 ROWS = 400  # of a table: drawing a million takes minutes
@@ -248,7 +248,7 @@ def named_text(source: str, flag: str = "--data") -> str:
     return f"stdlib (Python's standard library; {flag} names another text)" if source == "stdlib" else source
 
 
-def expect(a: Session, what: str, model: Any = None, parts: Sequence[Part] = ()) -> None:
+def expect(a: Session, what: str, model: Any = None, parts: Sequence[WorkItem] = ()) -> None:
     """Say model, device, precision, expected time and memory in one line on stderr, and begin the clock.
 
     Called once the model is loaded, before the work. A second call (another model of the same run) says only what was loaded.

@@ -157,7 +157,7 @@ def _read(path: str) -> dict[str, Any]:
 
 def _measured(session: Session, models: float = 1.0) -> tuple[dict[str, Any], list[str]]:
     """Evaluate one model, of so many; also which texts hold the rows that trained its adapter."""
-    from ..cost import Part, Text
+    from ..cost import Text, WorkItem
     from ..evaluation.perplexity import evaluation_set, perplexity
     from ..models.loading import precision_of
 
@@ -169,7 +169,7 @@ def _measured(session: Session, models: float = 1.0) -> tuple[dict[str, Any], li
     texts = [Text(samples=d.samples, length=d.length, batch=min(options.batch, d.samples)) for d in sets.values()]
     named = {source: named_text(source, "--perplexity") for source in sets}
     windows = [f"{data.samples} windows of {data.length} tokens of {named[source]}" for source, data in sets.items()]
-    parts = [Part("forward", text, times=models) for text in (*texts, *(options for _ in request.names))]
+    parts = [WorkItem("forward", text, times=models) for text in (*texts, *(options for _ in request.names))]
     session.expect(", ".join([*windows, *request.names]), model, parts)
     precision, learned = precision_of(model), list[str]()
     called = f"{request.model} with the adapter {request.adapter}" if request.adapter else request.model

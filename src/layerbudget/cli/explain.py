@@ -185,7 +185,7 @@ class CertifyQuestion(TextRequest):
 def run_plan(session: Session) -> dict[str, Any]:
     """Say what a plan does."""
     from ..reporting.explain import explain_plan
-    from ..reporting.verdict import standing, verdict
+    from ..reporting.verdict import comparison_table, verdict
     from .shown import show_plan
 
     request: PlanQuestion = session.request
@@ -205,7 +205,7 @@ def run_plan(session: Session) -> dict[str, Any]:
     sentences = result["sentences"]
     sentences = sentences if request.table or result.codelengths is None else sentences[:-1]  # bits: in a table
     session.say(*(s for s in sentences if s[1:].rstrip(".") not in ends))  # what the verdict says is said once
-    if result.matrices and (table := standing(plan)):
+    if result.matrices and (table := comparison_table(plan)):
         session.show(*table)
     if budgets is None or scores is None:
         session.say(ends)

@@ -43,7 +43,7 @@ class Entry:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Grid:
+class PlanGrid:
     """All entries of one budget and one seed, uniform first.
 
     ``ignoring`` are rules that make the same plan whatever the score says, ``impossible`` is ``{entry: reason}``.
@@ -147,7 +147,7 @@ def make_grid(
     options: Mapping[str, Any] | None = None,
     blocks: Sequence[Block] = (),
     plans: Mapping[str, Plan] | None = None,
-) -> Grid:
+) -> PlanGrid:
     """Return every score under every rule at one budget, in the unit of the kind's door.
 
     A control of every pair that reads its score is the rule's own, or the rule on permuted scores. A rule gets those of the
@@ -202,4 +202,4 @@ def make_grid(
             entries[name] = Entry(name=name, rule=plan.rule, score=None, control="", plan=plan)
     if len(entries) == 1 and impossible and not plans:
         raise InvalidInput(f"No score makes a plan under any rule: {next(iter(impossible.values()))}", "", "Choose others.")
-    return Grid(entries=tuple(entries.values()), ignoring=tuple(ignoring), impossible=impossible)
+    return PlanGrid(entries=tuple(entries.values()), ignoring=tuple(ignoring), impossible=impossible)

@@ -27,7 +27,7 @@ from ..sensitivity.gain import score
 from ..storage.parts import Cells
 from ..verdicts import by_chance, outcome
 from .bench import Bench, counted
-from .grid import UNIFORM, Grid, check_request, make_grid
+from .grid import UNIFORM, PlanGrid, check_request, make_grid
 from .names import METHODS, Given, by_name, read_given
 
 _COST = ("forward", "backward", "seconds")
@@ -197,7 +197,7 @@ def _unfinished(result: ScoreComparison, cells: Cells) -> ScoreComparison:
 
 
 def _measured(
-    bench: Bench, cells: Cells, grids: Mapping[float, Mapping[int, Grid]], tick: Steps
+    bench: Bench, cells: Cells, grids: Mapping[float, Mapping[int, PlanGrid]], tick: Steps
 ) -> dict[float, dict[str, dict[str, list[Any]]]]:
     """``{budget: {entry: {values[seeds][items], spent[seeds]}}}``, without the cells that are left to other parts."""
     tables: dict[float, dict[str, dict[str, list[Any]]]] = {budget: {} for budget in grids}
@@ -221,7 +221,7 @@ def _measured(
 
 
 def _budget(
-    budget: float, grids: Mapping[int, Grid], cells: Mapping[str, Mapping[str, Any]], weights: np.ndarray | None
+    budget: float, grids: Mapping[int, PlanGrid], cells: Mapping[str, Mapping[str, Any]], weights: np.ndarray | None
 ) -> dict[str, Any]:
     """Tests and ranking at one budget; an entry counts where every seed has it."""
     first = next(iter(grids.values()))
@@ -379,7 +379,7 @@ def holds(result: ScoreComparison, record: Mapping[str, Any]) -> bool:
     return digest({n: to_jsonable(result[n]) for n in parts}) == digest({n: record.get(n) for n in parts})
 
 
-def leave(result: ScoreComparison, out: Path | str, *, overwrite: bool = False) -> Mapping[str, str]:
+def write_comparison(result: ScoreComparison, out: Path | str, *, overwrite: bool = False) -> Mapping[str, str]:
     """Write ``comparison.json`` and ``comparison.csv``."""
     texts = {"json": dumps({"schema_version": 1, **result, "made_by": made_by()}), "csv": to_csv(result)}
     return {k: str(write_text(Path(out) / f"comparison.{k}", text, overwrite=overwrite)) for k, text in texts.items()}

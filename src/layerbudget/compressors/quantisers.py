@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Grid:
+class QuantGrid:
     """Grids of some groups, all of shape ``(..., 1)`` over the inputs of the group.
 
     Attributes:
@@ -88,7 +88,7 @@ def grouped(weight: torch.Tensor, form: Format) -> torch.Tensor:
     return weight.to(torch.float32).reshape(weight.shape[0], form.groups(weight.shape[1]), -1)
 
 
-def grid_of(groups: torch.Tensor, form: Format, peak: float | None, shrink: float | torch.Tensor = 1.0) -> Grid:
+def grid_of(groups: torch.Tensor, form: Format, peak: float | None, shrink: float | torch.Tensor = 1.0) -> QuantGrid:
     """The grid of groups of weights ``(..., inputs)``, float32, whose range ``shrink`` makes smaller.
 
     Zero is a point of the grid; scales of integers are kept in bfloat16, zero points in int8. ``peak`` is the largest magnitude
@@ -104,10 +104,10 @@ def grid_of(groups: torch.Tensor, form: Format, peak: float | None, shrink: floa
     zero = torch.zeros_like(raw) if form.symmetric else torch.round((least - low / raw).clamp(least, least + span))
     scale = raw.to(torch.bfloat16)
     d = scale.to(torch.float32)
-    return Grid(d=d, base=(least - zero) * d, top=form.levels - 1, scale=scale, zero=zero.to(torch.int8))
+    return QuantGrid(d=d, base=(least - zero) * d, top=form.levels - 1, scale=scale, zero=zero.to(torch.int8))
 
 
-def _float_grid(high: torch.Tensor, floats: Floats, peak: float | None) -> Grid:
+def _float_grid(high: torch.Tensor, floats: Floats, peak: float | None) -> QuantGrid:
     """The grid of groups of the largest magnitudes ``(..., 1)``.
 
     Powers of two in one byte are those of compressed-tensors: the largest magnitude of e2m1 becomes 3.5 to 7, above 6 it is 6.
@@ -117,15 +117,15 @@ def _float_grid(high: torch.Tensor, floats: Floats, peak: float | None) -> Grid:
     if floats.scale == "uint8":  # as far as every code is a normal number of bfloat16
         whole = 2.0 ** (top.bit_length() - 1)
         d = (_power_below(high / 0.875) / whole).clamp(2.0 ** (floats.mantissa - floats.least - 126), 2.0**127 / whole)
-        return Grid(d=d, scale=d.to(torch.bfloat16), **codes)
+        return QuantGrid(d=d, scale=d.to(torch.bfloat16), **codes)
     if not floats.united:
         d = 1 / _power_below(top / torch.where(high == 0, top, high))
-        return Grid(d=d, scale=d.to(torch.bfloat16), **codes)
+        return QuantGrid(d=d, scale=d.to(torch.bfloat16), **codes)
     if peak is None:
         raise ValueError("A grid under one number over all scales needs the largest magnitude of the matrix.")
     unit = float(_power_below(torch.tensor(_E4M3 * top / (peak or top))))
     scale = (high * (unit / top)).clamp(2.0**-9, _E4M3).to(torch.float8_e4m3fn)  # the least is the smallest above zero
-    return Grid(d=scale.float() / unit, scale=scale, unit=unit, **codes)
+    return QuantGrid(d=scale.float() / unit, scale=scale, unit=unit, **codes)
 
 
 def _power_below(values: torch.Tensor) -> torch.Tensor:
@@ -135,7 +135,7 @@ def _power_below(values: torch.Tensor) -> torch.Tensor:
 
 def _best_grid(
     groups: torch.Tensor, form: Format, peak: float | None, importance: torch.Tensor, ranges: Sequence[float] = _SHRINK
-) -> Grid:
+) -> QuantGrid:
     """For every group the grid of least ``sum_j h_j (w_j - Q(w_j))^2`` among ranges.
 
     They are shares of the whole range, by default 26 from all of it to half.
@@ -161,7 +161,7 @@ class Rounded:
 
     Attributes:
         weight: ``(d_out, d_in)``, float32: exactly what a runtime reads back.
-        scale, zero: Of compressed-tensors, ``(d_out, groups)``; see :class:`Grid`.
+        scale, zero: Of compressed-tensors, ``(d_out, groups)``; see :class:`QuantGrid`.
         unit: The number over all scales, of formats that have one.
         data: Of GGUF, the bytes of the file, ``(d_out, bytes of a row)``; None for 16 bits.
     """
@@ -243,7 +243,7 @@ class Quantiser(Treatment):
         )
 
 
-def _on_grid(groups: torch.Tensor, grid: Grid, shape: torch.Size) -> Rounded:
+def _on_grid(groups: torch.Tensor, grid: QuantGrid, shape: torch.Size) -> Rounded:
     zero = None if grid.zero is None else grid.zero[..., 0]
     return Rounded(weight=grid.round(groups).reshape(shape), scale=grid.scale[..., 0], zero=zero, unit=grid.unit)
 
@@ -321,7 +321,7 @@ class GPTQ(Quantiser):
         outputs = torch.linalg.solve_triangular(upper.to(errors), errors[:, order], upper=True, left=False)
         return outputs.square().sum(1)
 
-    def grid(self, groups: torch.Tensor, form: Format, peak: float | None, importance: torch.Tensor) -> Grid:
+    def grid(self, groups: torch.Tensor, form: Format, peak: float | None, importance: torch.Tensor) -> QuantGrid:
         """The grid of one group ``(rows, inputs)`` as the columns before it have left it, whose inputs count so much."""
         return grid_of(groups, form, peak)
 
@@ -406,7 +406,7 @@ class Descent(GPTQ):
         """See :meth:`Quantiser.weigh`: ``e (X X' + damping) e'``."""
         return ((errors @ prepared.whole.to(errors)) * errors).sum(1)
 
-    def grid(self, groups: torch.Tensor, form: Format, peak: float | None, importance: torch.Tensor) -> Grid:
+    def grid(self, groups: torch.Tensor, form: Format, peak: float | None, importance: torch.Tensor) -> QuantGrid:
         """See :meth:`GPTQ.grid`: the range is searched, as ggml does it."""
         return grid_of(groups, form, peak) if form.floating else _best_grid(groups, form, peak, importance, _COARSE)
 

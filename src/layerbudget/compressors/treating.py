@@ -21,7 +21,7 @@ from ..records import Module
 from .base import Level, Treatment
 from .select import by_groups, share
 
-Found = Mapping[str, list[InputMoments]]
+InputStats = Mapping[str, list[InputMoments]]
 _ROUNDING = 10_000  # an update of 45 million weights in float32 ends at an exact zero about twice: one in so many may
 
 
@@ -41,7 +41,7 @@ def matrices(owner: nn.Module, parameter: nn.Parameter) -> list[torch.Tensor]:
     return [data.T] if is_conv1d(owner) else [data]
 
 
-class Treating:
+class LayerCompressor:
     """One treatment on a model.
 
     Args:
@@ -77,7 +77,7 @@ class Treating:
             notes += self.jobs(members, {n: statistics.found.pop(n) for n in group if n in statistics.found})
         return notes
 
-    def jobs(self, work: Sequence[Job], moments: Found, made: dict[InputMoments, Any] | None = None) -> list[str]:
+    def jobs(self, work: Sequence[Job], moments: InputStats, made: dict[InputMoments, Any] | None = None) -> list[str]:
         """Treat matrices with statistics that were collected before, one per copy; return notes.
 
         ``made`` holds what was prepared from statistics, and grows.

@@ -68,7 +68,7 @@ def is_harmless_key(name: str) -> bool:
     return is_harmless(name, _HARMLESS_KEYS)
 
 
-def meant(names: Iterable[Any], known: Sequence[str]) -> str:
+def suggestion(names: Iterable[Any], known: Sequence[str]) -> str:
     """A question whether a name that is nearly a known one is that one; empty where none is."""
     for name in map(str, names):
         if name not in known and (close := difflib.get_close_matches(name, known, n=1, cutoff=0.75)):
@@ -133,7 +133,7 @@ class Columns:
         if any(name in LABELS for name in left):
             return what, known, "Use --task for rows with a label, or drop the column."
         unknown = [name for name in left if name not in COLUMNS]
-        return what, known, meant(unknown, COLUMNS) or "Drop the column, or rename it to metadata."
+        return what, known, suggestion(unknown, COLUMNS) or "Drop the column, or rename it to metadata."
 
 
 def _upper(text: str) -> str:

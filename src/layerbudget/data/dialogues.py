@@ -31,10 +31,10 @@ from .columns import (
     is_harmless_key,
     json_cell,
     lowered,
-    meant,
     messages_cell,
     of_every_row,
     strings,
+    suggestion,
     text_cell,
     without_nulls,
 )
@@ -106,7 +106,7 @@ def text_of(row: Any, where: object, column: str = "") -> str:
     if name is None:
         problem = f"There is no text in {where}: its columns are {', '.join(map(str, row)) or 'none'}."
         known = f"Known columns are {', '.join(TEXTS)}; formats {', '.join(FORMATS)}."
-        raise InvalidInput(problem, known, meant(columns.row, COLUMNS) or "Rename one.")
+        raise InvalidInput(problem, known, suggestion(columns.row, COLUMNS) or "Rename one.")
     text = columns.text(name)
     columns.finish(f"a row of {name}", text)
     return text
@@ -338,7 +338,7 @@ def _part(keys: Mapping[str, Any], names: tuple[str, str], turn: Mapping[str, An
     if any(str(name).strip().lower() in names for name in turn):
         raise InvalidInput(f"{where} has an empty {names[0]} (null).", known, "Drop the row, or write what is missing.")
     problem = f"{where} has no {names[0]}: its keys are {', '.join(map(str, turn)) or 'none'}."
-    raise InvalidInput(problem, known, meant(turn, ("role", "content", "from", "value")) or "Correct or drop the row.")
+    raise InvalidInput(problem, known, suggestion(turn, ("role", "content", "from", "value")) or "Correct or drop the row.")
 
 
 def _content(value: Any, where: str) -> str:
@@ -410,14 +410,14 @@ def _named(messages: Sequence[Message], template: str, where: str) -> list[Messa
         role, here = message["role"], f"Message {number} in {where}"
         if role not in _KNOWN and not knows(role):
             known = f"Known roles are {', '.join(_KNOWN[:4])}, ..."
-            raise InvalidInput(f"{here} has the role {role!r}.", known, meant([role], (*_KNOWN, *_ROLES)) or "Correct it.")
+            raise InvalidInput(f"{here} has the role {role!r}.", known, suggestion([role], (*_KNOWN, *_ROLES)) or "Correct it.")
         unknown = [
             n for n in message if n not in _KEYS and not is_harmless_key(n) and not re.search(rf"\b{re.escape(n)}\b", template)
         ]
         if unknown:
             problem = f"{here} has the key{'s' * (len(unknown) > 1)} {', '.join(unknown)}."
             known = "Keys are read by name, or are ids, dates and metadata, or the chat template names them."
-            raise InvalidInput(problem, known, meant(unknown, (*_KEYS, *_THOUGHTS, *_FLAGS)) or "Drop the key.")
+            raise InvalidInput(problem, known, suggestion(unknown, (*_KEYS, *_THOUGHTS, *_FLAGS)) or "Drop the key.")
         if role == "function_call" and not knows(role):
             calls = json_cell(message["content"], f"The function_call of {here[:1].lower()}{here[1:]}")
             called, _ = _calls(calls if isinstance(calls, list) else [calls], None, here)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import InvalidInput, NotEnoughText
-from .columns import COLUMNS, meant, of_every_row
+from .columns import COLUMNS, of_every_row, suggestion
 from .dialogues import dialogue, format_of, text_of
 from .files import Row
 from .templates import Dialogue, said_of_rows
@@ -78,7 +78,7 @@ def check_one_format(rows: Sequence[tuple[Row, str]]) -> None:
         first.setdefault(format_of(row), (row, where))
     if len(first) > 1:
         named = " and ".join(f"{kind or 'text'} in {where}" for kind, (_, where) in first.items())
-        guess = meant(first[None][0], COLUMNS) if None in first and isinstance(first[None][0], dict) else ""
+        guess = suggestion(first[None][0], COLUMNS) if None in first and isinstance(first[None][0], dict) else ""
         what = f"The rows are of several formats: {named}."
         raise InvalidInput(what, "All rows of one source have one.", guess or "Correct those rows, or split them.")
 

@@ -183,7 +183,7 @@ def recorded(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Terms:
+class CapacityBounds:
     """Bounds of a plan of capacity under every rule: floors, caps, multiples, fixed blocks, and what a unit costs.
 
     ``kind`` is ``lora-experts`` or ``ranks``. Counts are multiples of ``multiple`` between ``floor`` and ``cap``, scalars or of
@@ -287,7 +287,7 @@ def one_budget(budgets: Mapping[str, Any], default: str) -> Budget:
 
 def decide(
     scores: Scores | Sequence[Block],
-    terms: Terms,
+    terms: CapacityBounds,
     wanted: Budget,
     rule: str | Callable[..., Any],
     rule_options: Mapping[str, Any],
@@ -367,7 +367,7 @@ def _checked(name: str, problem: Problem, decision: RuleResult, units: str) -> n
     return counts.astype(np.int64)
 
 
-def _check_floors(problem: Problem, terms: Terms, wanted: Budget, record: Mapping[str, Any]) -> None:
+def _check_floors(problem: Problem, terms: CapacityBounds, wanted: Budget, record: Mapping[str, Any]) -> None:
     """Refuse a budget that the floors do not leave anything of, with the smallest one that works, as it is typed."""
     step, cost, limit = problem.multiple, problem.amount, problem.target
     whole = np.ceil(problem.low / step - 1e-9) * step

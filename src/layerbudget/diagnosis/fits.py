@@ -10,7 +10,7 @@ import torch
 from ..compressors.formats import GGUF, PACKED, find_format
 from ..decisions.bits import formats_table
 from ..decisions.formats.program import mix_of
-from ..decisions.formats.table import Table
+from ..decisions.formats.table import FormatTable
 from ..decisions.memory import share_of
 from ..errors import InvalidInput
 from ..gguf.architectures import computes_windows
@@ -62,6 +62,6 @@ def what_fits(config: Any, memory: int, context: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _bits(table: Table, left: int) -> float:
+def _bits(table: FormatTable, left: int) -> float:
     """Mean bits per weight of so many bytes; 0 where the smallest formats do not fit."""
     return 0.0 if left < int(table.smallest.sum()) else min(16.0, 8 * left / table.numel)

@@ -13,7 +13,7 @@ from torch import nn
 from ..data.calibration import CalibrationSet
 from ..models.offload import mapped
 from .inputs import InputStatistics
-from .loss import IGNORE, compared, pad_right
+from .loss import IGNORE, divergence_mask, pad_right
 from .modes import inference, overflowed
 from .processes import process_group, shard
 from .walk import Walk
@@ -88,7 +88,7 @@ class Reference:
         for hidden in self.final:
             if not bool(torch.isfinite(hidden).all()):
                 raise overflowed("The hidden states of the model", hidden.dtype)
-        self.counted = (compared(model, self.walk.data) != IGNORE).to(self.walk.device).split(batch_size)
+        self.counted = (divergence_mask(model, self.walk.data) != IGNORE).to(self.walk.device).split(batch_size)
         self._clean: dict[int, torch.Tensor] = {}
 
     def clean(self, batch: int) -> torch.Tensor:

@@ -204,7 +204,7 @@ def batches(model: nn.Module, data: Data, size: int) -> Iterator[Batch]:
     yield from _cut(model, data, targets_of(model, data), size)
 
 
-def compared(model: nn.Module, data: Data) -> torch.Tensor:
+def divergence_mask(model: nn.Module, data: Data) -> torch.Tensor:
     """Where the output's distribution counts: 0 there, else -100, shaped as the targets.
 
     It counts at all real tokens; where a causal LM's data has token labels (answers), at those that predict one.
@@ -217,24 +217,24 @@ def compared(model: nn.Module, data: Data) -> torch.Tensor:
     return torch.zeros_like(data.input_ids).masked_fill(counts == 0, IGNORE)
 
 
-def answers(model: nn.Module, data: Data) -> np.ndarray:
+def count_scored_tokens(model: nn.Module, data: Data) -> np.ndarray:
     """Tokens of every sequence at which the output's distribution counts, ``(samples,)``."""
-    return (compared(model, pad_right(data)) != IGNORE).reshape(data.samples, -1).sum(1).cpu().numpy()
+    return (divergence_mask(model, pad_right(data)) != IGNORE).reshape(data.samples, -1).sum(1).cpu().numpy()
 
 
-def deal(counts: np.ndarray, folds: int) -> np.ndarray:
+def assign_folds(counts: np.ndarray, folds: int) -> np.ndarray:
     """The fold of every sequence, ``(samples,)``: in turn among those that have answers, whose numbers are given.
 
-    >>> deal(np.array([5, 0, 3, 2]), 2)
+    >>> assign_folds(np.array([5, 0, 3, 2]), 2)
     array([0, 0, 1, 0])
     """
     return np.maximum(np.cumsum(counts > 0) - 1, 0) % folds
 
 
 def unlabelled(model: nn.Module, data: Data, size: int) -> Iterator[Batch]:
-    """Batches for those who look at the output's distribution, not at labels: their targets are :func:`compared`."""
+    """Batches for those who look at the output's distribution, not at labels: their targets are :func:`divergence_mask`."""
     data = pad_right(data)
-    yield from _cut(model, data, compared(model, data), size)
+    yield from _cut(model, data, divergence_mask(model, data), size)
 
 
 def _cut(model: nn.Module, data: Data, targets: torch.Tensor, size: int) -> Iterator[Batch]:

@@ -111,11 +111,11 @@ def join(device: str | None = None) -> ProcessGroup:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         dist.init_process_group("nccl" if accelerated else "gloo")
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # else transformers reads weights in process 0 alone
-        atexit.register(leave)
+        atexit.register(shutdown)
     return process_group()
 
 
-def leave() -> None:
+def shutdown() -> None:
     """Leave the group, so that no process warns."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -21,7 +21,7 @@ from ..records import Block
 from ..storage import reading
 from ..storage.checkpoint import gguf_of, weight_files
 from ..storage.hub import check_id
-from ..storage.source import told
+from ..storage.source import on_unread
 from .blocks import check_finite, partition, pretrained, text_config
 from .experts import EXPERTS_KEPT, uneven
 from .machine import ROOM, SHARE, free_bytes
@@ -489,7 +489,7 @@ def load_model(
     model.config._name_or_path = name
     vars(model).update(_read_from=where, _unread=tuple(report["unexpected_keys"]))
     file = gguf_of(name)
-    sentences = (told(model), "" if file is None else rounded_before(file))
+    sentences = (on_unread(model), "" if file is None else rounded_before(file))
     for sentence in sentences if not quiet else ():
         if sentence:
             logger.warning("%s: %s", name, sentence)

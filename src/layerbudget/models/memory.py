@@ -29,7 +29,7 @@ _THOUSANDS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cache:
+class MemoryModel:
     """The numbers that memory beside the weights depends on.
 
     Attributes:
@@ -76,7 +76,7 @@ def _up(tokens: int) -> int:
     return -(-tokens // _STEP) * _STEP
 
 
-def cache_of(config: Any) -> Cache | None:
+def cache_of(config: Any) -> MemoryModel | None:
     """Return what the cache of a model depends on, by its configuration; None for layers that are not known here."""
     configs = layer_configs(config)
     if not configs or not all(getattr(c, "num_attention_heads", None) for c in configs):
@@ -91,7 +91,7 @@ def cache_of(config: Any) -> Cache | None:
         or not all(isinstance(n, int) for h in heads for n in h)
     ):
         return None
-    return Cache(
+    return MemoryModel(
         layers=[(_token(c), _window(c, kind)) for c, kind in zip(configs, kinds, strict=False) if kind in _WINDOWS],
         state=kinds.count("linear_attention") * state,
         vocabulary=config.vocab_size,

@@ -204,7 +204,7 @@ _PLACE = re.compile(r"^(?P<stack>.*?)\.(?P<layer>\d+)(?:\.(?P<rest>.*))?$")
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid:
+class LayerGrid:
     """Where every matrix stands: labels of layers and of matrices in order, and ``(row, column) -> index of the block``."""
 
     rows: tuple[str, ...]
@@ -224,7 +224,7 @@ def _turn(column: str) -> int:
     return _READ.index(name) if name in _READ else len(_READ)
 
 
-def grid_of(blocks: Sequence[Block | PlanBlock]) -> Grid:
+def grid_of(blocks: Sequence[Block | PlanBlock]) -> LayerGrid:
     """Blocks of scores or of a plan by layer and matrix; what stands in no layer gets a row of its own."""
     places: list[tuple[str, str, int]] = []
     for k, block in enumerate(blocks):
@@ -239,4 +239,4 @@ def grid_of(blocks: Sequence[Block | PlanBlock]) -> Grid:
     cells = {(down[r], across[c]): k for r, c, k in places}
     stacks = {r.rpartition(".")[0] for r in rows if _PLACE.match(r)}
     short = [r.rpartition(".")[2] if len(stacks) == 1 and _PLACE.match(r) else r for r in rows]
-    return Grid(tuple(short), tuple(c.rpartition(".")[2] for c in columns), cells)
+    return LayerGrid(tuple(short), tuple(c.rpartition(".")[2] for c in columns), cells)

@@ -16,7 +16,7 @@ def expected(plan: Plan) -> str:
     return decision_of(plan).describe(plan).expected
 
 
-def standing(plan: Plan) -> Table | None:
+def comparison_table(plan: Plan) -> Table | None:
     """Return the damage of a plan beside that of other choices, as a table; None where nothing else is known."""
     return decision_of(plan).describe(plan).comparison
 

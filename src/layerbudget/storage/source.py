@@ -167,7 +167,7 @@ def named_unread(model: Any) -> str:
     return f"{len(names)} tensors of the checkpoint that transformers does not load, {what},"
 
 
-def told(model: Any) -> str:
+def on_unread(model: Any) -> str:
     """One sentence on the tensors that no verb reads; empty where every tensor is read."""
     names = unread(model)
     if not names:

@@ -15,7 +15,7 @@ from tests.decisions.formats.test_program import gguf_record, mix_bytes, record
 
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.formats.reasons import reasons
-from layerbudget.decisions.formats.table import Table
+from layerbudget.decisions.formats.table import FormatTable
 from layerbudget.decisions.memory.parts import parts_of
 from layerbudget.decisions.memory.plan import plan_memory
 from layerbudget.errors import CorruptFile, InvalidInput, ModelMismatch
@@ -24,7 +24,7 @@ from layerbudget.plan import Plan
 from layerbudget.reporting.explain import explain_plan
 from layerbudget.reporting.page import build_page, plan_details
 from layerbudget.reporting.sweep import diff_plans, sweep
-from layerbudget.reporting.verdict import standing, verdict
+from layerbudget.reporting.verdict import comparison_table, verdict
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 def test_the_next_formats_are_those_of_a_search_through_all(forbid):
     """Smaller: least damage among fewer bytes; larger: fewest bytes among less damage, of the formats that are allowed."""
     scores = gguf_record()
-    plan, table = plan_bits(scores, like="Q4_K_M", forbid=forbid), Table.of(scores)
+    plan, table = plan_bits(scores, like="Q4_K_M", forbid=forbid), FormatTable.of(scores)
     gone = {f for f in table.formats if f.startswith("IQ2") or f.startswith("IQ3") or f == "Q4_K"} if forbid else set()
     rows = reasons(Plan.from_dict(plan.to_dict()))
     assert [r["name"] for r in rows] == plan.names and sum(r["bytes"] for r in rows) == plan.budget["spent"]
@@ -124,7 +124,7 @@ def test_an_example_of_a_change_fits_the_limit():
 
 def test_the_table_beside_the_verdict_has_bytes_and_both_comparisons():
     plan = plan_bits(gguf_record(), like="Q4_K_M")
-    title, head, rows = standing(plan)
+    title, head, rows = comparison_table(plan)
     assert head == ("plan", "bytes of the file", "predicted", "against uniform", "against Q4_K_M")
     assert "ends: first and last layers" in title and "predicted" in title
     found, payload = {row[0]: row for row in rows}, plan.payload
@@ -139,11 +139,11 @@ def test_the_table_beside_the_verdict_has_bytes_and_both_comparisons():
         )
     rows = {n: {"kl": v, "difference": 0.1, "difference_error": 0.03} for n, v in (("uniform", 0.4), ("mix", 0.2))}
     check = {"rows": {"exact": {"kl": 0.1}, **rows}, "verdict": "x", "taken": "exact"}
-    title, head, rows = standing(zoo.saying(plan, check=check))
+    title, head, rows = comparison_table(zoo.saying(plan, check=check))
     assert "measured on held-out text, +- two standard errors" in title and head[2] == "measured"
     assert rows[0][3:] == ("-75.0% +-15%", "-50.0% +-30%") and rows[1][3:] == ("–", "+100.0%")
     check["rows"]["mix"] |= {"kl": 0.9, "difference": 0.8, "difference_error": 0.1}  # no damage is below none
-    title, _, rows = standing(zoo.saying(plan, check=check))
+    title, _, rows = comparison_table(zoo.saying(plan, check=check))
     assert rows[0][4] == "-88.9% (to -67%)" and "+- two standard errors (to: their upper end)" in title
 
 

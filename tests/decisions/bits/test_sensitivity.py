@@ -23,13 +23,13 @@ from layerbudget.decisions.bits.blocks import blocks_of, formats_table, in_forma
 from layerbudget.decisions.bits.plan import check_plan, check_record, plan_bits
 from layerbudget.decisions.bits.sensitivity import DenseOutput, rounding_damage
 from layerbudget.decisions.formats.program import PEER
-from layerbudget.decisions.formats.table import Table
+from layerbudget.decisions.formats.table import FormatTable
 from layerbudget.decisions.memory.plan import plan_memory
 from layerbudget.errors import InvalidInput
 from layerbudget.execution import memory
 from layerbudget.execution.walk import Walk
 from layerbudget.models.blocks import describe, end_modules, weight_of
-from layerbudget.reporting.verdict import passes_of, standing, verdict
+from layerbudget.reporting.verdict import comparison_table, passes_of, verdict
 from layerbudget.scores import Scores
 from layerbudget.sensitivity.directional.terms import quadratic_terms
 from layerbudget.sensitivity.sequences import deviations, per_token
@@ -74,7 +74,7 @@ def test_the_damage_of_the_ends_is_that_of_a_plain_loop(name, walk, monkeypatch)
     model, dense = zoo.build(name), zoo.build(name)
     before = describe(model)
     monkeypatch.setattr(R, "quadratic_terms", functools.partial(quadratic_terms, walk=walk))
-    table = Table.of(rounding_damage(model, data, family="gguf", draws=32, batch_size=5))
+    table = FormatTable.of(rounding_damage(model, data, family="gguf", draws=32, batch_size=5))
     assert describe(model) == before
     ends = [i for i, b in enumerate(table.blocks) if "layers" not in b.name]
     assert len(ends) == (2 if name == "llama" else 1)
@@ -92,7 +92,7 @@ def test_the_fisher_form_along_the_rounding_error_predicts_what_is_measured(meth
     model, data = zoo.build("llama", intermediate_size=64), zoo.tokens(16, 16)
     other = zoo.tokens(64, 16, seed=7) if by_moments else data
     scores = rounding_damage(model, data, formats=["w4-g32", "w5-g32", "w8-g32"], method=method)
-    table, dense = Table.of(scores), DenseOutput(model, other)
+    table, dense = FormatTable.of(scores), DenseOutput(model, other)
     formats = [[{m.name: form for m in b.modules} for form in table.formats[:3]] for b in table.blocks]
     rows = [[dense.rows_of(model, each, data, method)[:, :2] for each in row] for row in formats]
     found = np.array([[per_token(*each.T)[0] for each in row] for row in rows])
@@ -108,7 +108,7 @@ def test_the_fisher_form_along_the_rounding_error_predicts_what_is_measured(meth
 def test_damages_from_some_rows_are_those_of_all_rows(name, method):
     model, data = zoo.build(name, hidden_size=128, intermediate_size=128, num_hidden_layers=2), zoo.tokens(4, 16)
     options = {"family": "gguf", "formats": ["Q4_0", "IQ4_NL", "Q5_1"], "method": method, "draws": 2}
-    some, every = (Table.of(rounding_damage(model, data, rows=rows, **options)) for rows in (16, 10**6))
+    some, every = (FormatTable.of(rounding_damage(model, data, rows=rows, **options)) for rows in (16, 10**6))
     inside = [i for i, b in enumerate(some.blocks) if "layers" in b.name]
     off = np.log(some.damage[inside, :3] / every.damage[inside, :3])
     spread = [
@@ -125,9 +125,9 @@ def test_large_matrices_are_measured_along_some_rows(name, method, monkeypatch):
     wide = {"intermediate_size": 512} if name == "llama" else {"moe_intermediate_size": 64}
     model, data = zoo.build(name, hidden_size=64, num_hidden_layers=2, **wide), zoo.tokens(8, 16, padded=True)
     options = {"family": "gguf", "formats": ["Q4_0", "Q5_1", "Q8_0"], "method": method, "draws": 8}
-    every = Table.of(rounding_damage(model, data, **options))
+    every = FormatTable.of(rounding_damage(model, data, **options))
     monkeypatch.setattr(rounding, "ROWS", 96)
-    some = Table.of(rounding_damage(model, data, **options))
+    some = FormatTable.of(rounding_damage(model, data, **options))
     sizes = {b.name: sum(m.copies * m.d_out for m in b.modules) for b in some.blocks}
     large = [i for i, n in enumerate(sizes) if "layers" in n and sizes[n] > 96]
     small = [i for i in range(len(sizes)) if i not in large]
@@ -136,7 +136,7 @@ def test_large_matrices_are_measured_along_some_rows(name, method, monkeypatch):
     assert np.abs(off[large]).max() < 0.7 and abs(np.median(off[large])) < 0.25
     more = np.sqrt(np.maximum(some.error**2 - (some.rest**2).sum(-1), 0.0))[large, :3] / some.damage[large, :3]
     assert (np.abs(off[large]) < 2 * more).mean() > 0.8 and np.median(more) < 0.3
-    again = Table.of(rounding_damage(model, data, batch_size=3, **options))
+    again = FormatTable.of(rounding_damage(model, data, batch_size=3, **options))
     off = np.abs(np.log(again.damage / some.damage))[:, :3]
     assert off.max() < 0.3 and np.median(off) < 0.02, "a code at a tie of two changes all behind it"
 
@@ -145,10 +145,10 @@ def test_rows_are_sampled_without_a_bias_whatever_their_number(monkeypatch):
     """No row twice: nearly all rows give what all rows give."""
     model, data = zoo.build("llama", hidden_size=128, intermediate_size=128, num_hidden_layers=2), zoo.tokens(8, 16)
     options = {"family": "gguf", "formats": ["Q4_0", "Q8_0"], "draws": 8}
-    every = Table.of(rounding_damage(model, data, **options)).damage
+    every = FormatTable.of(rounding_damage(model, data, **options)).damage
     for rows in (127, 120, 100):
         monkeypatch.setattr(rounding, "ROWS", rows)
-        off = np.log(Table.of(rounding_damage(model, data, **options)).damage / every)
+        off = np.log(FormatTable.of(rounding_damage(model, data, **options)).damage / every)
         assert abs(off[np.isfinite(off)].mean()) < 0.1
 
 
@@ -157,7 +157,7 @@ def test_what_scales_all_weights_is_taken_apart(method):
     """Types of 256 that make weights smaller or larger, none of them an anchor: as if each had been measured itself."""
     model, data = zoo.build("llama", hidden_size=256, intermediate_size=256, num_hidden_layers=2), zoo.tokens(12, 16)
     options = {"family": "gguf", "formats": ["Q2_K", "IQ3_S", "Q5_K", "Q6_K"], "method": method, "draws": 8}
-    table, every = (Table.of(rounding_damage(model, data, whole=w, **options)) for w in (False, True))
+    table, every = (FormatTable.of(rounding_damage(model, data, whole=w, **options)) for w in (False, True))
     inside = [i for i, b in enumerate(table.blocks) if "layers" in b.name]
     off = np.log(table.damage[inside] / every.damage[inside])[:, :4]
     assert np.abs(off.mean(0)).max() < 0.2 and off.std(0).max() < 0.4
@@ -169,7 +169,7 @@ def test_with_feedback_two_lattices_are_measured():
     options = {"family": "gguf", "formats": ["IQ2_XS", "IQ2_S", "Q2_K", "IQ3_S", "Q4_K"], "method": "gptq", "draws": 8}
     scores, every = (rounding_damage(model, data, whole=w, **options) for w in (False, True))
     assert {"IQ2_S", "IQ3_S"} <= set(scores.extra["formats"]["anchors"])
-    table, every = Table.of(scores), Table.of(every)
+    table, every = FormatTable.of(scores), FormatTable.of(every)
     inside = [i for i, b in enumerate(table.blocks) if "layers" in b.name]
     off = np.log(table.damage[inside] / every.damage[inside])[:, :5]
     assert np.abs(off.mean(0)).max() < 0.25
@@ -181,9 +181,9 @@ def test_the_damage_of_every_format_can_be_measured_along_its_own_error():
     menu, own = ["Q4_0", "IQ4_NL", "Q5_1", "Q8_0"], {"family": "gguf", "draws": 16, "whole": True}
     scores = rounding_damage(model, data, formats=menu, **own)
     assert scores.extra["formats"]["anchors"] == tuple(scores.extra["formats"]["formats"])
-    found = Table.of(scores)
+    found = FormatTable.of(scores)
     for form in menu:
-        alone = Table.of(rounding_damage(model, data, formats=[form], **own))
+        alone = FormatTable.of(rounding_damage(model, data, formats=[form], **own))
         ratio = found.damage[:, found.formats.index(form)] / alone.damage[:, 0]
         assert np.abs(np.log(ratio)).max() < 0.4 and abs(np.log(np.median(ratio))) < 0.1
 
@@ -194,8 +194,8 @@ def test_streamed_models_and_batches_of_any_size_give_the_same(tmp_path):
     streamed = lb.load_model(tmp_path / "model", stream=True)
     options = {"family": "gguf", "formats": ["Q4_0", "Q5_1"], "draws": 2}
     for method in ("weighted", "gptq"):
-        one = Table.of(rounding_damage(model, data, method=method, batch_size=6, **options)).damage
-        other = Table.of(rounding_damage(streamed, data, method=method, batch_size=2, **options)).damage
+        one = FormatTable.of(rounding_damage(model, data, method=method, batch_size=6, **options)).damage
+        other = FormatTable.of(rounding_damage(streamed, data, method=method, batch_size=2, **options)).damage
         off = np.abs(np.log(one / other))[np.isfinite(one)]
         assert off.max() < (0.1 if method == "weighted" else 0.3), "a code at a tie of two changes all behind it"
         assert np.median(off) < (0.01 if method == "weighted" else 0.02)
@@ -219,7 +219,7 @@ def test_runtimes_say_what_must_agree():
 
 
 def test_matrices_that_blocks_do_not_divide_stay_in_sixteen_bits():
-    table = Table.of(rounding_damage(zoo.build("llama"), zoo.tokens(2, 8), family="gguf", draws=1))
+    table = FormatTable.of(rounding_damage(zoo.build("llama"), zoo.tokens(2, 8), family="gguf", draws=1))
     odd = [i for i, b in enumerate(table.blocks) if b.name.endswith("down_proj")]  # 48 inputs
     assert (np.isfinite(table.damage[odd]).sum(1) == 1).all() and np.isfinite(table.damage[:, -1]).all()
     formats = plan_bits(rounding_damage(zoo.build("llama"), zoo.tokens(2, 8), family="gguf", draws=1), bits=9).payload.formats
@@ -265,7 +265,7 @@ def test_a_plan_with_feedback_stands_beside_the_file_that_llama_quantize_writes(
     written = DenseOutput(model, held_out).rows_of(model, mix.payload.formats, fit, "weighted")
     assert rows[PEER].kl == pytest.approx(per_token(*written[:, :2].T)[0], rel=1e-6) and rows[PEER].kl > rows["mix"].kl
     assert "than Q4_K_M by llama-quantize within" in verdict(plan) and "llama.cpp's" not in verdict(plan)
-    head, table = standing(plan)[1:]
+    head, table = comparison_table(plan)[1:]
     assert head[-1] == "against llama-quantize" and [r[0] for r in table][2:] == [
         "the types of Q4_K_M with gptq",
         "Q4_K_M by llama-quantize",
@@ -291,7 +291,7 @@ def test_a_check_says_where_baselines_are_the_same_plan():
 
 
 def test_with_feedback_sequences_with_answers_tell_the_damage():
-    table = Table.of(
+    table = FormatTable.of(
         rounding_damage(zoo.build("llama", intermediate_size=64), zoo.half_answered(6, 12), family="gguf", method="gptq")
     )
     assert np.isfinite(table.damage[table.has]).all() and table.damage[:, 0].max() > 0
@@ -337,11 +337,11 @@ def test_damages_are_those_of_a_head_that_runs_some_positions_at_a_time(monkeypa
     model, data = zoo.build("llama", intermediate_size=64), zoo.tokens(4, 16, padded=True)
     own = {"family": "gguf", "draws": 2, "batch_size": 4, "method": "weighted"}
     monkeypatch.setattr("layerbudget.execution.backward.fits_whole", lambda *_: False)
-    wanted = Table.of(rounding_damage(model, data, **own))
+    wanted = FormatTable.of(rounding_damage(model, data, **own))
     monkeypatch.setattr(memory, "HEAD", 4 * 4 * 5 * model.config.vocab_size)
     sizes = []
     handle = model.lm_head.register_forward_hook(lambda m, given, out: sizes.append(given[0].shape[1]))
-    found = Table.of(rounding_damage(model, data, **own))
+    found = FormatTable.of(rounding_damage(model, data, **own))
     handle.remove()
     assert sizes.count(5) >= 3 and sizes[-1] == 1, "five positions at a time, then what is left"
     np.testing.assert_allclose(found.damage[found.has], wanted.damage[found.has], rtol=1e-3)
@@ -400,7 +400,7 @@ def test_every_damage_of_a_table_is_of_the_answers():
     other = dataclasses.replace(data, labels=data.labels.masked_fill(torch.arange(12) < 9, -100))
     rows = []
     for text in (data, other):
-        table = Table.of(rounding_damage(model, text, family="gguf", draws=8))
+        table = FormatTable.of(rounding_damage(model, text, family="gguf", draws=8))
         rows.append((table.damage[:, 0], [measured(model, text, table, i, 0) for i in range(len(table.blocks))]))
     predicted, found = (np.log(np.array(b) / np.array(a)) for a, b in zip(*rows, strict=True))
     there = np.isfinite(predicted) & np.isfinite(found)
@@ -420,7 +420,7 @@ def table_of(rows):
     """A table of one format from ``(K, sequences, 2)`` sums and tokens."""
     damage = [sums.sum() / counts.sum() for sums, counts in np.moveaxis(rows, 2, 1)]
     rest = np.array([deviations(*r.T, mean) for r, mean in zip(rows, damage, strict=True)])[:, None]
-    return Table(
+    return FormatTable(
         blocks=[None] * len(rows), formats=("w4",), size=np.ones((len(rows), 1), int), damage=np.array(damage)[:, None],
         error=np.linalg.norm(rest, axis=-1), rest=rest, fixed=0, family="", runtime="", method="rtn",
     )  # fmt: skip
@@ -445,12 +445,12 @@ def test_the_error_of_a_plan_is_that_of_its_damage_by_sequence(monkeypatch):
     """The oracle takes every sequence alone: labels are drawn by content, so a sequence gives the same there."""
     data, model = answers(zoo.tokens(5, 12)), zoo.build("llama", intermediate_size=64)
     scores = rounding_damage(model, data, formats=["w3-g32", "w4-g32"])
-    plan, table = plan_bits(scores, bits=5.0), Table.of(scores)
+    plan, table = plan_bits(scores, bits=5.0), FormatTable.of(scores)
     k, chosen = np.arange(len(table.blocks)), [table.formats.index(plan.payload.formats[b.name]) for b in table.blocks]
     assert len(set(chosen)) > 1
     np.testing.assert_allclose(np.linalg.norm(table.rest, axis=-1)[:, :2], table.error[:, :2], rtol=1e-3)
     monkeypatch.setattr(R, "pooled", lambda damage, error, norm: (damage, 1.0))
-    alone = [Table.of(rounding_damage(model, data.select([s]), formats=["w3-g32", "w4-g32"])).damage for s in range(5)]
+    alone = [FormatTable.of(rounding_damage(model, data.select([s]), formats=["w3-g32", "w4-g32"])).damage for s in range(5)]
     tokens = (data.labels[:, 1:] != -100).sum(1).numpy()
     wanted = per_token(np.array([d[k, chosen].sum() for d in alone]) * tokens, tokens)[1]
     assert plan.payload.predicted_error == pytest.approx(wanted, rel=3e-2), "each alone is pooled by itself"
@@ -500,7 +500,7 @@ def test_a_rule_without_a_program_measures_its_own_formats_alone(rule, family, l
     beside = {n: row["spent"] for n, row in everything.payload.baselines.items() if n != "exact"}
     assert {n: row["spent"] for n, row in alone.payload.baselines.items()} == beside
     assert alone.payload.curve == [], "the best plans would have other formats"
-    assert "the exact program" not in str(standing(alone)) and "nats per token" in verdict(alone)
+    assert "the exact program" not in str(comparison_table(alone)) and "nats per token" in verdict(alone)
 
 
 FEW_HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}  # of 32 channels, for caches of llama.cpp

@@ -18,7 +18,7 @@ from layerbudget.decisions.bits.sensitivity import DenseOutput
 from layerbudget.decisions.cache import cache
 from layerbudget.decisions.cache.cache import caching, kept, rounded, rounding
 from layerbudget.decisions.cache.export import llama_cache, modelopt_cache, vllm_cache
-from layerbudget.decisions.cache.formats import Kept, find_cache
+from layerbudget.decisions.cache.formats import CachedTensor, find_cache
 from layerbudget.decisions.cache.hqq import PackedLayer
 from layerbudget.decisions.cache.plan import cache_space, plan_cache
 from layerbudget.decisions.cache.sensitivity import cache_damage
@@ -235,7 +235,7 @@ def test_groups_are_a_choice_where_they_are_smaller_than_the_others(widths, grou
 
 @pytest.mark.parametrize("names", [None, ["int2-g32", "int4"], ["int4-g32", "int4-g16"]])
 def test_formats_keep_their_groups_in_records_and_at_other_contexts(names):
-    held = [Kept(layer=0, name="a", part=part, heads=2, channels=64, window=None) for part in (0, 1)]
+    held = [CachedTensor(layer=0, name="a", part=part, heads=2, channels=64, window=None) for part in (0, 1)]
     space = CacheSpace.of(held, 24, formats=names)
     for other in (space.at(48, 1), CacheSpace.read(json.loads(json.dumps(space.record())), 48, 1)):
         assert other.formats == space.formats

@@ -16,7 +16,7 @@ from layerbudget.models.card import model_card
 from layerbudget.plan import Plan
 from layerbudget.records import to_jsonable
 from layerbudget.reporting.explain import advice, explain_plan
-from layerbudget.reporting.verdict import expected, standing, verdict
+from layerbudget.reporting.verdict import comparison_table, expected, verdict
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_one_summary_is_what_all_say(plans, name):
     assert verdict(plan) == f"Verdict: {summary.verdict}" and expected(plan) == summary.expected
     assert f"{plan.payload.predicted:.3g} nats per token" in summary.verdict
     assert list(explain_plan(plan).sentences) == list(summary.sentences) and advice(plan) == list(summary.advice)
-    assert standing(plan) == summary.comparison and (summary.comparison is None) == (name in ("weights", "cache"))
+    assert comparison_table(plan) == summary.comparison and (summary.comparison is None) == (name in ("weights", "cache"))
     card = model_card(plan, "quantized", "quantised", "in formats.", {}, "use")
     assert all(f"| {row} | {text} |" in card for row, text in summary.figures.items())
     assert f"{plan.payload.predicted:.4g}" in summary.figures["predicted KL divergence"]

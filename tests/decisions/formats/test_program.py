@@ -15,7 +15,7 @@ from layerbudget.compressors.formats import find_format
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.formats.program import BASELINES, is_allowed, other_plan
-from layerbudget.decisions.formats.table import Table
+from layerbudget.decisions.formats.table import FormatTable
 from layerbudget.errors import CorruptFile, InfeasibleBudget, InvalidInput, UnknownUnit
 from layerbudget.llama_cpp.mixes import MIXES, LlamaModel, Tensor, types_of
 from layerbudget.models.memory import cache_of
@@ -70,7 +70,7 @@ def test_baselines_spend_what_they_can():
         for rule in ("uniform", "protect-ends"):
             assert plan_bits(scores, bits=bits, rule=rule).budget["spent"] > 0.97 * limit
     even = plan_bits(scores, bits=3.5, rule="uniform").payload.formats
-    table = Table.of(scores)
+    table = FormatTable.of(scores)
     exact = int(table.size[:, 1].sum())
     same = plan_bits(scores, budget=f"{exact + 1000} bytes", rule="uniform")
     assert set(same.payload.formats.values()) == {"w3-g32"} and same.budget["spent"] == exact

@@ -25,14 +25,14 @@ from layerbudget.decisions.cache.cache import caching, layer_formats, rounding
 from layerbudget.decisions.cache.export import vllm_options
 from layerbudget.decisions.memory.parts import parts_of, split_fit
 from layerbudget.decisions.memory.plan import apply_memory, joint_rows, plan_memory, settled, write_memory
-from layerbudget.decisions.memory.program import GIB, MIX, RULES, UNIFORM, Fitted, Terms, fit_of
+from layerbudget.decisions.memory.program import GIB, MIX, RULES, UNIFORM, Fitted, MemoryLimits, fit_of
 from layerbudget.errors import CorruptFile, CoverageError, InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
 from layerbudget.exports import EXPORTS, format_for
 from layerbudget.models.memory import cache_of
 from layerbudget.plan import Plan
 from layerbudget.reporting.explain import explain_plan
 from layerbudget.reporting.records import gather
-from layerbudget.reporting.verdict import standing, verdict
+from layerbudget.reporting.verdict import comparison_table, verdict
 from layerbudget.scores import Scores
 from layerbudget.sensitivity.sequences import per_token
 
@@ -45,7 +45,7 @@ BUFFERS = zoo.buffers()
 def test_one_program_is_the_best_of_all_choices(seed, context, batch):
     """Every choice of four matrices and four parts of the cache, 6,561 of them, by loops."""
     scores = zoo.fit_scores(seed)
-    fit = fit_of(scores, Terms(memory="1 GiB", context=context, batch=batch))
+    fit = fit_of(scores, MemoryLimits(memory="1 GiB", context=context, batch=batch))
     table = fit.table
     size = [table.size[i][table.has[i]].tolist() for i in range(8)]
     damage = [table.damage[i][table.has[i]].tolist() for i in range(8)]
@@ -93,7 +93,7 @@ def one_by_one(plan, damage, size, limit):
 def test_a_plan_says_what_little_more_memory_takes_away():
     """A price is of small changes: the best plans of a few shares more memory are solved."""
     scores, seen = zoo.fit_scores(0), set()
-    low = fit_of(scores, Terms(memory="1 GiB", context=300)).least
+    low = fit_of(scores, MemoryLimits(memory="1 GiB", context=300)).least
     for memory in range(low, low + 120000, 12000):
         plan = plan_memory(scores, memory=f"{memory} bytes", context=300)
         more, said, damage = plan.payload.more, " ".join(explain_plan(plan)["sentences"]), plan.payload.predicted
@@ -109,7 +109,7 @@ def test_a_plan_says_what_little_more_memory_takes_away():
 
 def test_a_plan_is_the_program_and_its_parts_stand_alone():
     scores = zoo.fit_scores(3)
-    terms = Terms(memory=f"{BUFFERS + 30000} bytes", context=64)
+    terms = MemoryLimits(memory=f"{BUFFERS + 30000} bytes", context=64)
     found = Fitted.of(scores, terms)
     for rule in RULES:
         plan = found.plan(rule)
@@ -230,7 +230,7 @@ def test_a_quantiser_that_reads_inputs_rounds_alike_in_the_check_and_when_it_is_
 @pytest.mark.parametrize("factor", [1.4, 1.6])
 def test_more_plans_of_a_rule_are_measured_where_the_program_loses_more_than_predicted(factor):
     """The third uniform cache and the second mix are the best measured ones, and they stand for their rules."""
-    found = Fitted.of(zoo.fit_scores(3), Terms(memory=f"{BUFFERS + 40000} bytes", context=64))
+    found = Fitted.of(zoo.fit_scores(3), MemoryLimits(memory=f"{BUFFERS + 40000} bytes", context=64))
     held = {UNIFORM: found.fit.uniform_caches(found.limit), MIX: found.fit.mixes(found.limit)}
     order = {rule: sorted(c, key=lambda n: found.fit.table.totals(c[n])["predicted"]) for rule, c in held.items()}
     assert len(order[UNIFORM]) == 3 and len(order[MIX]) > 1
@@ -266,7 +266,7 @@ def test_the_plan_of_a_lost_model_is_the_best_of_all_that_were_measured(tmp_path
     own = {"memory": f"{zoo.buffers(batch=8, inner=64) + 110000} bytes", "context": 64, "batch": 8, "runtime": "transformers"}
     own |= {"formats": ["w2-g32", "w4-g32", "w8-g32"], "draws": 1}
     plan = plan_memory(model, data, held, **own, save_scores=tmp_path / "scores.json", resume=tmp_path / "parts")
-    found = Fitted.of(Scores.load(tmp_path / "scores.json"), Terms(memory=own["memory"], context=64, batch=8))
+    found = Fitted.of(Scores.load(tmp_path / "scores.json"), MemoryLimits(memory=own["memory"], context=64, batch=8))
     dense = DenseOutput(model, held)
     for rule, most in ((UNIFORM, 3), (MIX, 2)):
         picks = [found.picks[rule], *found.near[rule]]
@@ -306,7 +306,7 @@ def test_a_plan_that_the_check_takes_stands_beside_the_others_with_paired_errors
         assert record.rows[name].difference_error == pytest.approx(apart.std(ddof=1) / 8, rel=0.02)
     said = record.verdict
     assert said.startswith("The mix has the lowest KL on held-out text, 0.29") and said.count(", level)") == 1
-    found = Fitted.of(zoo.fit_scores(3), Terms(memory=f"{BUFFERS + 30000} bytes", context=64)).plan("mix")
+    found = Fitted.of(zoo.fit_scores(3), MemoryLimits(memory=f"{BUFFERS + 30000} bytes", context=64)).plan("mix")
     plan = zoo.saying(found, check=record, asked="exact")
     assert "program's choice, though they are level, so it was taken." in verdict(plan)
     alike = {n: {"kl": 0.3, **({} if n == "exact" else {"difference_error": 0.1})} for n in rows}
@@ -316,7 +316,7 @@ def test_a_plan_that_the_check_takes_stands_beside_the_others_with_paired_errors
         check={"taken": record.taken, "verdict": record.verdict, "rows": alike},
     )
     assert "token, level with one format for the whole cache or " in verdict(alike)
-    _, head, table = standing(plan)
+    _, head, table = comparison_table(plan)
     cells = dict((row[0], row[-1]) for row in table)
     assert head[-1] == "against one format for the whole cache" and "+-" in cells["this plan"]
     assert "level" not in cells["this plan"]
@@ -327,7 +327,7 @@ def test_a_plan_that_the_check_takes_stands_beside_the_others_with_paired_errors
     own = {name: rows[name] for name in ("exact", "uniform-cache")}
     record = check_record(dense, "exact", own, dict.fromkeys(own, 100), ["uniform-cache"])
     plan = zoo.saying(dataclasses.replace(plan, rule="exact"), check=record)
-    assert standing(plan) is None and "(one format for the whole cache is the best choice here)" in verdict(plan)
+    assert comparison_table(plan) is None and "(one format for the whole cache is the best choice here)" in verdict(plan)
 
 
 def test_a_memory_in_no_unit_of_bytes_is_answered_with_those(capsys):
@@ -462,7 +462,7 @@ def test_a_refusal_advises_other_formats_only_where_they_fit():
         said = str(refused.value)
         assert said.endswith(advised) if advised else not ("--formats" in said or "--cache" in said or "--method" in said), said
     scores = zoo.fit_scores(1)
-    low = fit_of(scores, Terms(memory="1 GiB", context=64)).least
+    low = fit_of(scores, MemoryLimits(memory="1 GiB", context=64)).least
     with pytest.raises(InfeasibleBudget, match="or leave out --cache.$"):
         plan_memory(scores, memory=f"{low} bytes", context=64, cache=[])
     with pytest.raises(InfeasibleBudget) as refused:
@@ -497,8 +497,8 @@ def test_a_memory_that_is_named_is_enough():
         with pytest.raises(InfeasibleBudget) as refused:
             plan_memory(scores, memory="1 KB", context=3000, batch=batch)
         least = re.search(r"Raise the memory \(to (.*?)\)", str(refused.value))[1]
-        fit = fit_of(scores, Terms(memory=least, context=3000, batch=batch))
-        assert fit.least <= Terms(memory=least, context=3000).bytes <= 1.01 * fit.least + 2**20 / 50
+        fit = fit_of(scores, MemoryLimits(memory=least, context=3000, batch=batch))
+        assert fit.least <= MemoryLimits(memory=least, context=3000).bytes <= 1.01 * fit.least + 2**20 / 50
 
 
 def test_the_smallest_memory_of_the_table_is_enough(tmp_path, capsys):

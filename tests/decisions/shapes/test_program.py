@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 
-from layerbudget.decisions.shapes.program import GONE, KINDS, Part, ShapeSpace
+from layerbudget.decisions.shapes.program import GONE, KINDS, PrunablePart, ShapeSpace
 from layerbudget.errors import InfeasibleBudget, InvalidInput, UnknownUnit
 from layerbudget.plan import Plan
 from layerbudget.reporting.explain import explain_plan
@@ -21,7 +21,7 @@ def make_parts(layers=3, heads=4, channels=5):
         name = f"layers.{i}.{kind}"
         sizes = {"units": units, "unit_parameters": each, "parameters": each * units, "flops": 2 * each * units}
         by = "groups" if kind == "heads" else "8 channels"
-        parts.append(Part(name=name, layer=f"layers.{i}", kind=kind, by=by, modules=(f"{name}.weight",), **sizes))
+        parts.append(PrunablePart(name=name, layer=f"layers.{i}", kind=kind, by=by, modules=(f"{name}.weight",), **sizes))
     return parts
 
 

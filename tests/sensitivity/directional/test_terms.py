@@ -14,7 +14,7 @@ from layerbudget.errors import InvalidInput, LengthMismatch, UnknownBlock
 from layerbudget.execution import loss as L
 from layerbudget.models.blocks import weight_of
 from layerbudget.sensitivity.directional import terms as D
-from layerbudget.sensitivity.directional.directions import Apart, InBytes, Itself, Nested, Written, spread
+from layerbudget.sensitivity.directional.directions import Apart, Int8Directions, Itself, Nested, Written, spread
 
 NAMES = {
     "mistral": ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "model.layers.2.mlp.up_proj"],
@@ -270,7 +270,7 @@ def test_a_byte_per_entry_is_enough():
     generator = torch.Generator().manual_seed(0)
     delta = [torch.randn(9, 40, generator=generator) * s for s in (1e-8, 3.0)]
     a, b = torch.randn(2, 7, 40, generator=generator), torch.randn(2, 7, 9, generator=generator)
-    held = InBytes((9, 40), [[delta[0][rows], None, delta[1][rows]] for rows in (slice(0, 4), slice(4, 9))])
+    held = Int8Directions((9, 40), [[delta[0][rows], None, delta[1][rows]] for rows in (slice(0, 4), slice(4, 9))])
     exact = Written([delta[0], torch.zeros(9, 40), delta[1]])
 
     def near(found, whole):
@@ -292,7 +292,7 @@ def test_a_sample_of_rows_has_the_squares_of_all_rows_and_says_how_sure():
     off = []
     for seed in range(24):
         rows = torch.randperm(4096, generator=torch.Generator().manual_seed(seed))[:256].sort().values
-        held = InBytes((256, 24), [[delta[rows]]], rows, 256 / 4096)
+        held = Int8Directions((256, 24), [[delta[rows]]], rows, 256 / 4096)
         found = held.between(a, b)
         assert torch.allclose(held.along(b[:9].mT @ a[:9]), found[:9], rtol=1e-4)
         parts = held.squares.sum(0)[0] / (400 + 9)

@@ -22,7 +22,7 @@ from ...compressors.base import Level, find_quantiser
 from ...compressors.formats import GGUF, RUNTIMES, find_format, find_runtime
 from ...compressors.ggml import dequantise
 from ...compressors.quantisers import FED_BACK, Quantiser, Rounded, joined
-from ...compressors.treating import Found, Job, Treating, check
+from ...compressors.treating import InputStats, Job, LayerCompressor, check
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InvalidInput
 from ...execution.inputs import InputMoments, InputStatistics, share_statistics
@@ -230,7 +230,7 @@ class Shared:
         return np.asarray(np.load(self._files[key]))
 
 
-class _Rounding(Treating):
+class _Rounding(LayerCompressor):
     """Rounds piece after piece, and writes each where there is a writer."""
 
     def __init__(
@@ -258,7 +258,7 @@ class _Rounding(Treating):
         self.notes: list[str] = []
 
     def treat(self, name: str, view: torch.Tensor, prepared: Any, level: Level) -> None:
-        """See :meth:`Treating.treat`: some rows at a time. Bytes, scales and zero points are kept until they are written."""
+        """See :meth:`LayerCompressor.treat`: some rows at a time. Bytes, scales and zero points wait until they are written."""
         form, parts = find_format(str(level.format)), list[Rounded]()
         if form.floating and form.group is not None and level.peak is None:  # one number is of all rows
             level = dataclasses.replace(level, peak=max(float(view.max()), -float(view.min())))
@@ -287,8 +287,8 @@ class _Rounding(Treating):
         data = self.shared.data(key, make)
         return made[0] if made else Rounded(weight=torch.from_numpy(dequantise(data, form.name)).to(rows.device), data=data)
 
-    def jobs(self, work: Sequence[Job], moments: Found, made: dict[InputMoments, Any] | None = None) -> list[str]:
-        """See :meth:`Treating.jobs`. Importances are kept for the file; those of experts without a token are all one."""
+    def jobs(self, work: Sequence[Job], moments: InputStats, made: dict[InputMoments, Any] | None = None) -> list[str]:
+        """See :meth:`LayerCompressor.jobs`. Importances are kept for the file; those of experts without a token are all one."""
         if self.quantiser.statistic != "diagonal" or not moments:
             return super().jobs(work, moments, made)
         notes, whole = [], dict[str, list[InputMoments]]()

@@ -25,7 +25,7 @@ from ...models.blocks import config_of, end_modules, layers, partition, pretrain
 from ...models.memory import cache_of
 from ...records import Block, Module, natural_key, stacks
 from ..formats.request import UNWRITTEN
-from ..formats.table import Table, signature_at
+from ..formats.table import FormatTable, signature_at
 from .counted import terms_beside
 from .saved_names import experts_of
 
@@ -40,7 +40,7 @@ def formats_table(
     group: int | None = None,
     method: str = "rtn",
     unwritten: str = "refuse",
-) -> Table:
+) -> FormatTable:
     """Bytes of every block in every format, all damages zero: what is known before anything is measured.
 
     Args:
@@ -61,7 +61,7 @@ def formats_table(
             check_computed(text_config(config_of(model)))
     blocks, reasons = _split(model, blocks_of(model, target, by), target, unwritten)
     none, terms = np.zeros((len(blocks), 0)), terms_beside(model, [m.name for b in blocks for m in b.modules], family)
-    table = Table(
+    table = FormatTable(
         blocks=blocks,
         formats=(),
         size=none.astype(np.int64),
@@ -81,7 +81,7 @@ def formats_table(
     return in_formats(table, formats, group)
 
 
-def in_formats(table: Table, formats: Sequence[str] | None = None, group: int | None = None) -> Table:
+def in_formats(table: FormatTable, formats: Sequence[str] | None = None, group: int | None = None) -> FormatTable:
     """Return the table of the same blocks in some formats, all damages zero; arguments and errors as of :func:`formats_table`.
 
     No model is read: what depends on it is in the table.

@@ -162,7 +162,7 @@ def write(
 
 def _quantise(session: Session, plan: Plan, weights: Plan, text_files: Mapping[str, str] | None) -> Any:
     """Write the model's own file."""
-    from ...cost import Part, treating
+    from ...cost import WorkItem, treating
     from ...storage.writing import check_space
     from ..sparsity import BESIDE
     from .apply import write_bits
@@ -181,7 +181,7 @@ def _quantise(session: Session, plan: Plan, weights: Plan, text_files: Mapping[s
     size = BESIDE + whole_bytes(weights)  # what the plan counted, and a tokenizer
     check_space(dict.fromkeys(filter(None, (request.out, request.resume)), size))
     text = session.size(data)
-    parts: Sequence[Any] = [Part("ggml", text)] if weights.payload.family == GGUF else []
+    parts: Sequence[Any] = [WorkItem("ggml", text)] if weights.payload.family == GGUF else []
     session.expect(f"{method}{session.on_text(data)}", model, [*treating(method, text), *parts])
     options = {**request.more, **request.given("imatrix", "resume"), "method": method, "overwrite": request.overwrite}
     options |= {} if request.verify is None else {"check": request.verify}
@@ -197,7 +197,7 @@ def _quantise(session: Session, plan: Plan, weights: Plan, text_files: Mapping[s
 
 def _requantise(session: Session, plan: Plan, weights: Plan) -> Any:
     """Give a GGUF file the types of a plan; with the inputs of its model, where that is named."""
-    from ...cost import Part, treating
+    from ...cost import WorkItem, treating
     from .requantise import requantise
 
     request: BitsWrite = session.request
@@ -213,7 +213,7 @@ def _requantise(session: Session, plan: Plan, weights: Plan) -> Any:
         model, _, data = session.load_apart(plan, _checked(plan))
         options |= {"inputs": model, "data": data, "batch_size": session.batch(model, data)}
         method, text = request.method or str(weights.payload.method), session.size(data)
-        session.expect(f"{method}{session.on_text(data)}", model, [*treating(method, text), Part("ggml", text)])
+        session.expect(f"{method}{session.on_text(data)}", model, [*treating(method, text), WorkItem("ggml", text)])
         request.model, request.dtype = file, None
     with session.progress("requantise, tensors") as progress:
         return requantise(file, weights, request.out, overwrite=request.overwrite, progress=progress, **options)

@@ -23,7 +23,7 @@ from ...records import Block
 from ...storage.source import added, ahead, named_unread, origin, unread, written_dtype
 from . import packed
 from .payload import BitsPayload
-from .saved_names import Part, experts_of, halved, names_of, tensor_names
+from .saved_names import CheckpointSlice, experts_of, halved, names_of, tensor_names
 
 ENDS, VECTORS, OTHERS = "embedding and head", "norms, biases and other vectors", "other matrices"
 AHEAD = "layers that predict further tokens (MTP), copied as they are"
@@ -148,7 +148,7 @@ def header_bytes(model: nn.Module, blocks: Sequence[Block], formats: Mapping[str
     digits, files = len(str(size)), 1 + 2 * size // packed.SHARD  # half full at least
     total = sum(other.entry.text(digits) for other in others) + sum(len(n.encode()) + _ENTRY for n in copied)
     for name, m in planned.items():
-        for part in apart.get(name, (Part(name=saved.get(name, name)),)):
+        for part in apart.get(name, (CheckpointSlice(name=saved.get(name, name)),)):
             rows, stack = m.d_out // part.runs, [m.copies] if m.copies > 1 and name not in apart else []
             total += max(_entries(part.name, form, rows, m.d_in, stack, digits) for form in forms[name])
     return total + (files + bool(copied)) * _START if files > 1 else _rounded(total + _START)

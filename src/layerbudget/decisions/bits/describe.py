@@ -10,7 +10,7 @@ from ...plan import Plan, payload_of
 from ..charts import curved_grid
 from ..formats.charts import forecast_of, water_of
 from ..formats.describe import (
-    compared,
+    comparison_of,
     damages_of,
     expected,
     figures_of,
@@ -57,7 +57,7 @@ def summary_of(plan: Plan) -> Summary:
             _on_bytes(plan, payload) + _on_mix(plan, payload),
         ),
         advice=(*on_slack(plan), *on_unwritten(plan, payload), *on_unread(payload)),
-        comparison=compared(plan, payload, names, against, ends=ENDS, sizes=_sizes(plan, payload), counted=counted),
+        comparison=comparison_of(plan, payload, names, against, ends=ENDS, sizes=_sizes(plan, payload), counted=counted),
         figures=figures_of(payload),
         passes=payload.passes,
     )

@@ -19,7 +19,7 @@ from ...models.blocks import config_of, layers, pretrained, weight_of
 from ...models.loading import load_model, silent
 from ...models.machine import SHARE, free_bytes
 from ...storage.source import save_weights
-from .saved_names import Part, as_saved, experts_of, halved, names_of, pattern
+from .saved_names import CheckpointSlice, as_saved, experts_of, halved, names_of, pattern
 
 SHARD = 1 << 29  # bytes of one file; one tensor may be larger
 PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale", "weight_shape")
@@ -41,7 +41,7 @@ class PackedWriter:
         self.model, self.formats, self.folder = model, {n: find_format(f) for n, f in formats.items()}, folder
         self.modules = dict(model.named_modules())
         self.others = [n for n, m in self.modules.items() if isinstance(m, nn.Linear) and n not in self.formats]
-        self.experts: dict[str, tuple[Part, ...]] = {}
+        self.experts: dict[str, tuple[CheckpointSlice, ...]] = {}
         self.saved, self.fused = dict[str, str](), dict[str, str]()
         if runtime == "vllm":  # it reads the names of the first checkpoints, as transformers saves them
             self.experts = experts_of(model, list(formats))
@@ -81,9 +81,9 @@ class PackedWriter:
                 contents |= {f"{part.name}.{key}": t for key, t in stored.items()}
         return contents
 
-    def _parts(self, name: str) -> tuple[Part, ...]:
+    def _parts(self, name: str) -> tuple[CheckpointSlice, ...]:
         """Parts of a matrix in the file: itself, or the experts of a stack."""
-        return self.experts.get(name, (Part(name=self.saved.get(name, name)),))
+        return self.experts.get(name, (CheckpointSlice(name=self.saved.get(name, name)),))
 
     def restore(self, names: Collection[str], tensors: Mapping[str, torch.Tensor]) -> None:
         """Put matrices that were written before into the model again."""
@@ -169,7 +169,7 @@ class PackedWriter:
         }
 
 
-def _rows(rounded: Rounded, part: Part) -> Rounded:
+def _rows(rounded: Rounded, part: CheckpointSlice) -> Rounded:
     """Tensors that go with some rows of a rounded matrix."""
     scale, zero = (None if t is None else part.take(t) for t in (rounded.scale, rounded.zero))
     return dataclasses.replace(rounded, scale=scale, zero=zero)

@@ -32,7 +32,7 @@ from ...storage.parts import Parts
 from ...verdicts import CONVENTION, SAME, outcome, plus_minus
 from ..formats.payload import Check, CheckRow
 from ..formats.program import PEER, Limits, formats_of_rules, is_allowed, other_plan, plan_from_table, types_like
-from ..formats.table import Table
+from ..formats.table import FormatTable
 from .apply import request_of
 from .blocks import formats_table, in_formats
 from .counted import header_bytes
@@ -135,7 +135,7 @@ def measured_formats(
     data: CalibrationSet,
     check: CalibrationSet | None,
     resume: Path | str | None,
-    table: Table,
+    table: FormatTable,
     measuring: Mapping[str, Any],
     progress: Progress | None,
 ) -> tuple[Parts, Scores]:
@@ -173,7 +173,7 @@ def refuse_measuring(*options: Any) -> None:
         )
 
 
-def empty_table(model: nn.Module, tokenizer: Any, options: Mapping[str, Any]) -> Table:
+def empty_table(model: nn.Module, tokenizer: Any, options: Mapping[str, Any]) -> FormatTable:
     """Return the bytes of all formats before anything is measured, with those of the files' metadata where they are written.
 
     Raises:

@@ -35,7 +35,7 @@ from torch import nn
 from ...compressors.base import Level
 from ...compressors.formats import GGUF, PLAIN, ROWS, find_format
 from ...compressors.quantisers import Quantiser
-from ...compressors.treating import Treating, matrices
+from ...compressors.treating import LayerCompressor, matrices
 from ...data.calibration import CalibrationSet
 from ...execution.inputs import InputMoments, InputStatistics, moments_of_sites, share_statistics
 from ...execution.loss import Batch
@@ -45,7 +45,7 @@ from ...llama_cpp.imatrix import importances
 from ...models.blocks import end_modules, reader_of, weight_of
 from ...models.offload import mapped
 from ...records import Block, Module
-from ...sensitivity.directional.directions import Apart, Directions, InBytes, Itself, spread
+from ...sensitivity.directional.directions import Apart, Directions, Int8Directions, Itself, spread
 from ...sensitivity.directional.terms import Watch
 from .blocks import peaks
 
@@ -95,7 +95,7 @@ class RoundingErrors(Watch):
         whole: bool = False,
     ) -> None:
         self.model, self.data, self.quantiser, self.rows, self.seed = model, data, quantiser, rows, seed
-        self.treating, self.offloaded = Treating(model, quantiser), mapped(model)
+        self.treating, self.offloaded = LayerCompressor(model, quantiser), mapped(model)
         feedback = quantiser.statistic == "gram"
         self.formats, self.whole = tuple(formats), whole
         self.anchors = self.formats if whole else anchors_of(formats, family, feedback=feedback)
@@ -105,7 +105,7 @@ class RoundingErrors(Watch):
         self.names = {m.name: [*menu[i], *self._fitting(b.modules)] for i, b in enumerate(blocks) for m in b.modules}
         self.factors, self.measured = dict[str, np.ndarray](), dict[str, np.ndarray]()
         self.sampled = dict[str, tuple[np.ndarray, float]]()
-        self._drawn, self._directions = dict[str, list[_Rows]](), dict[str, InBytes]()
+        self._drawn, self._directions = dict[str, list[_Rows]](), dict[str, Int8Directions]()
         imatrix = quantiser.imatrix
         self._moments = {} if imatrix is None else importances(imatrix, model, list(self.modules.values()))
         self._statistics: InputStatistics | None = None
@@ -151,7 +151,7 @@ class RoundingErrors(Watch):
         self.factors[name] = self._factor(drawn)
         rows, share = self._measured(name)
         shape = self.modules[name].copies * self.modules[name].d_out if rows is None else len(rows), self.modules[name].d_in
-        directions = self._directions[name] = InBytes(shape, self._pieces(name, rows), rows, share)
+        directions = self._directions[name] = Int8Directions(shape, self._pieces(name, rows), rows, share)
         if self.whole:
             return directions
         return Apart(

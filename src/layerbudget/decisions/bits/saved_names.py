@@ -24,7 +24,7 @@ _EXPERT = re.compile(r"(.+\.experts)\.\d+\.(\w+)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
+class CheckpointSlice:
     """Some rows of a matrix under a name of their own.
 
     Attributes:
@@ -43,12 +43,12 @@ class Part:
         return rows.chunk(self.runs)[self.run]
 
 
-def experts_of(model: nn.Module, names: Sequence[str]) -> dict[str, tuple[Part, ...]]:
+def experts_of(model: nn.Module, names: Sequence[str]) -> dict[str, tuple[CheckpointSlice, ...]]:
     """Return the parts that stacks of experts are saved as, by stack; those that are saved whole are left out.
 
     They are found by saving a few numbers in the place of the weights, which say where they come from.
     """
-    parts_by_stack, numbered, start = dict[str, list[Part]](), dict[str, torch.Tensor](), 0
+    parts_by_stack, numbered, start = dict[str, list[CheckpointSlice]](), dict[str, torch.Tensor](), 0
     first: list[tuple[int, str]] = []
     for name in stacks(names):
         owner, parameter = weight_of(model, name)
@@ -63,7 +63,7 @@ def experts_of(model: nn.Module, names: Sequence[str]) -> dict[str, tuple[Part, 
         copy, row = divmod(low - begin, _ROWS)
         whole = numbers.shape == (rows, 1) and numbers.flatten().tolist() == list(range(low, low + rows))
         if whole and row + rows <= _ROWS and row % rows == 0 and _EXPERT.fullmatch(saved.removesuffix(".weight")):
-            part = Part(name=saved.removesuffix(".weight"), copy=copy, run=row // rows, runs=_ROWS // rows)
+            part = CheckpointSlice(name=saved.removesuffix(".weight"), copy=copy, run=row // rows, runs=_ROWS // rows)
             parts_by_stack.setdefault(name, []).append(part)
     complete = {n: sum(1 / p.runs for p in parts) == len(numbered[n]) for n, parts in parts_by_stack.items()}
     return {n: tuple(sorted(parts_by_stack[n], key=lambda p: (p.copy, p.run))) for n in names if complete.get(n)}

@@ -31,7 +31,7 @@ from torch import nn
 from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
 from ...execution.divergence import next_tokens, token_divergence, token_losses
-from ...execution.loss import IGNORE, Batch, answers, deal, unlabelled
+from ...execution.loss import IGNORE, Batch, assign_folds, count_scored_tokens, unlabelled
 from ...execution.memory import Store, pieces_of, room_for
 from ...execution.modes import inference
 from ...execution.replay import Replay, unwalkable
@@ -44,7 +44,7 @@ from ...scores import Scores
 from ...sensitivity.directional.terms import QuadraticTerms, interpolated, pooled, quadratic_terms
 from ...sensitivity.directional.trials import Originals
 from ...storage.writing import check_space
-from ..formats.table import ESTIMATOR, Table
+from ..formats.table import ESTIMATOR, FormatTable
 from .apply import Shared, quantiser_of, round_matrices
 from .blocks import formats_table, modules_by_name
 from .rounding import RoundingErrors
@@ -67,7 +67,7 @@ def rounding_damage(
     rows: int = 16,
     whole: bool = False,
     imatrix: str | None = None,
-    table: Table | None = None,
+    table: FormatTable | None = None,
     progress: Progress | None = None,
     **formats: Any,
 ) -> Scores:
@@ -93,9 +93,9 @@ def rounding_damage(
         units = {m.name: k for k, b in enumerate(blocks) for m in b.modules}
         options: dict[str, Any] = {"draws": draws, "seed": seed, "batch_size": batch_size, "progress": progress}
         shape = len(blocks), errors.levels
-        judges, options["watched"], counts = np.arange(data.samples), None, answers(model, data)
+        judges, options["watched"], counts = np.arange(data.samples), None, count_scored_tokens(model, data)
         if quantiser.statistic == "gram" and (counts > 0).sum() > 1:
-            dealt = deal(counts, 2)
+            dealt = assign_folds(counts, 2)
             shown = data.select(torch.from_numpy(np.flatnonzero(dealt == 0)))
             judges, options["draws"], options["watched"] = np.flatnonzero(dealt == 1), 2 * draws, shown
         some = data.select(torch.from_numpy(judges))
@@ -126,7 +126,7 @@ def rounding_damage(
 
 
 def _damages(
-    errors: RoundingErrors, table: Table, decided: Sequence[int], terms: QuadraticTerms
+    errors: RoundingErrors, table: FormatTable, decided: Sequence[int], terms: QuadraticTerms
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
     """Damage, standard error and ``rest`` of the decided blocks in all formats, and what pooling kept of the differences."""
     count, blocks, number = len(table.formats), [table.blocks[i] for i in decided], len(errors.anchors)

@@ -22,7 +22,7 @@ from ...execution.loss import head_of
 from ...execution.modes import inference
 from ...models.blocks import config_of, describe, layers
 from ...plan import Plan, payload_of
-from .formats import CacheFormat, Kept, find_cache
+from .formats import CachedTensor, CacheFormat, find_cache
 from .hqq import off_grid, on_grid, packed_layers
 from .llama import hadamard, piece, written
 from .payload import CachePayload
@@ -101,7 +101,7 @@ def rounding(formats: Mapping[int, tuple[CacheFormat, CacheFormat]]) -> Change:
     return change
 
 
-def kept(model: nn.Module) -> list[Kept]:
+def kept(model: nn.Module) -> list[CachedTensor]:
     """Return what a model keeps, from one forward of one token.
 
     Layers with a sliding window keep no more than it, layers that share another one's keys and values keep none, nor do those
@@ -112,14 +112,16 @@ def kept(model: nn.Module) -> list[Kept]:
     """
     if head_of(model) != "causal":
         raise _none(model)
-    kept_states: list[Kept] = []
+    kept_states: list[CachedTensor] = []
     names = [name for name, _ in layers(model)]
     windows: dict[int, int | None] = {}
 
     def listen(layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         for part, x in enumerate((keys, values)):
             name, window = names[min(layer, len(names) - 1)], windows.get(layer)
-            kept_states.append(Kept(layer=layer, name=name, part=part, heads=x.shape[1], channels=x.shape[3], window=window))
+            kept_states.append(
+                CachedTensor(layer=layer, name=name, part=part, heads=x.shape[1], channels=x.shape[3], window=window)
+            )
         return keys, values
 
     try:

@@ -8,7 +8,7 @@ from ...decision import Summary
 from ...plan import Plan, payload_of
 from ..formats.charts import forecast_of, water_of
 from ..formats.describe import (
-    compared,
+    comparison_of,
     expected,
     figures_of,
     names_of,
@@ -47,7 +47,7 @@ def summary_of(plan: Plan) -> Summary:
             *on_check(payload),
         ),
         advice=on_slack(plan),
-        comparison=compared(plan, payload, names, {"uniform": "uniform"}, within=within(plan), ends=ENDS),
+        comparison=comparison_of(plan, payload, names, {"uniform": "uniform"}, within=within(plan), ends=ENDS),
         figures=figures_of(payload),
         passes=payload.passes,
     )

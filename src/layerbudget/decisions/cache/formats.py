@@ -57,7 +57,7 @@ class CacheFormat:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Kept:
+class CachedTensor:
     """Keys or values that one layer keeps.
 
     Attributes:

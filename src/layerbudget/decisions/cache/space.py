@@ -11,8 +11,8 @@ import numpy as np
 from ...budget import LARGEST
 from ...errors import InvalidInput
 from ...records import Block, Module
-from ..formats.table import CACHE, Table
-from .formats import PARTS, CacheFormat, CacheRuntime, Kept, find_cache
+from ..formats.table import CACHE, FormatTable
+from .formats import PARTS, CachedTensor, CacheFormat, CacheRuntime, find_cache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class CacheSpace:
 
     runtime: CacheRuntime
     formats: list[CacheFormat]
-    members: list[list[Kept]]
+    members: list[list[CachedTensor]]
     blocks: list[Block]
     context: int
     batch: int
@@ -29,7 +29,7 @@ class CacheSpace:
     @classmethod
     def of(
         cls,
-        kept_states: Sequence[Kept],
+        kept_states: Sequence[CachedTensor],
         context: int,
         batch: int = 1,
         runtime: str = "transformers",
@@ -38,12 +38,12 @@ class CacheSpace:
         rotated: bool | None = None,
     ) -> CacheSpace:
         """Return what may be decided about what a model keeps; arguments as of :func:`~.plan.plan_cache`."""
-        target, groups = find_cache(runtime), dict[str, list[Kept]]()
+        target, groups = find_cache(runtime), dict[str, list[CachedTensor]]()
         for k in kept_states:
             layer, part = k.name if target.layers else "", PARTS[k.part] if target.parts else ""
             groups.setdefault(".".join(filter(None, (layer, part))), []).append(k)
 
-        def module(k: Kept) -> Module:
+        def module(k: CachedTensor) -> Module:
             return Module(name=k.module, d_in=batch * target.tokens(context, k.window), d_out=k.heads * k.channels)
 
         blocks = [Block(name=n, modules=tuple(module(k) for k in each)) for n, each in groups.items()]
@@ -60,12 +60,12 @@ class CacheSpace:
         names = [f.name for f in self.formats]
         return CacheSpace.of(kept_states, context, batch, self.runtime.name, names, self._group(), self.rotated)
 
-    def table(self, damage: np.ndarray | None = None, rest: np.ndarray | None = None) -> Table:
+    def table(self, damage: np.ndarray | None = None, rest: np.ndarray | None = None) -> FormatTable:
         """Return bytes and damages of every block in every format; without damages they are zero."""
         size = np.array([[sum(self._bytes(k, f) for k in each) for f in self.formats] for each in self.members], dtype=np.int64)
         damage = np.zeros(size.shape) if damage is None else damage
         rest = np.zeros((*size.shape, 0)) if rest is None else rest
-        return Table(
+        return FormatTable(
             blocks=self.blocks,
             formats=tuple(f.name for f in self.formats),
             size=size,
@@ -78,7 +78,7 @@ class CacheSpace:
             method="",
         )
 
-    def _bytes(self, k: Kept, form: CacheFormat) -> int:
+    def _bytes(self, k: CachedTensor, form: CacheFormat) -> int:
         tokens = self.batch * self.runtime.tokens(self.context, k.window)
         return tokens * k.heads * (k.channels // form.group) * form.bytes
 
@@ -113,4 +113,4 @@ class CacheSpace:
     def read(cls, record: Mapping[str, Any], context: int, batch: int) -> CacheSpace:
         """Return the space of a record at a context."""
         options = {**{k: record[k] for k in ("runtime", "formats", "group")}, "rotated": record.get("rotated", False)}
-        return cls.of([Kept(**k) for k in record["kept"]], context, batch, **options)
+        return cls.of([CachedTensor(**k) for k in record["kept"]], context, batch, **options)

@@ -10,7 +10,7 @@ from torch import nn
 
 from ...data.calibration import CalibrationSet
 from ...execution.divergence import Reference
-from ...execution.loss import answers
+from ...execution.loss import count_scored_tokens
 from ...models.experts import ExpertLayer, masked
 from ...sensitivity.sequences import per_token
 from .program import Fold, Kept, KeptProgram
@@ -66,7 +66,7 @@ def folds_for(
     programs: Sequence[KeptProgram],
 ) -> tuple[list[Fold], list[Masked]]:
     """The folds of a text, ``programs`` being what the others choose without each of them; and what measures there."""
-    parts = [Masked(model, expert_layers, data, batch_size, rows) for rows in folds_of(answers(model, data))]
+    parts = [Masked(model, expert_layers, data, batch_size, rows) for rows in folds_of(count_scored_tokens(model, data))]
     return [Fold(program=p, measure=_without(parts, i), judge=parts[i].judge) for i, p in enumerate(programs)], parts
 
 

@@ -34,7 +34,7 @@ from torch import nn
 
 from ...data.calibration import CalibrationSet
 from ...execution.backward import Accumulator, Loss, SampledLoss, feed
-from ...execution.loss import IGNORE, Batch, deal, unlabelled
+from ...execution.loss import IGNORE, Batch, assign_folds, unlabelled
 from ...execution.sites import Site
 from ...models.experts import ExpertLayer
 from ...progress import Progress, Steps
@@ -262,7 +262,7 @@ def _apart(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> 
 
 def folds_of(counts: np.ndarray) -> list[np.ndarray]:
     """The sequences of each fold, dealt in turn, as masks; none where too few have answers, whose numbers are given."""
-    dealt = deal(counts, FOLDS)
+    dealt = assign_folds(counts, FOLDS)
     return [dealt == fold for fold in range(FOLDS)] if (counts > 0).sum() >= 2 * FOLDS else []
 
 

@@ -116,7 +116,7 @@ def expected(plan: Plan, payload: FormatsPayload) -> str:
     return f"Verdict: when it was planned, {cost} ({payload.predicted:.3g} predicted); {COMPARE}."
 
 
-def compared(
+def comparison_of(
     plan: Plan,
     payload: FormatsPayload,
     names: Mapping[str, str],

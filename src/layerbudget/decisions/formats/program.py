@@ -25,7 +25,7 @@ from ...records import Block, to_jsonable
 from ...scores import Scores
 from ...solvers.choices import Choice, choose
 from .payload import WeightsPayload
-from .table import CACHE, HUGE, Table
+from .table import CACHE, HUGE, FormatTable
 
 _LARGEST = 16.0  # bits per weight: sixteen bits are always among the formats
 _LAYER = re.compile(r"\.(\d+)\.")
@@ -82,7 +82,7 @@ class Limits:
             name: to_jsonable(value) for name in ("like", "forbid", "keep") if (value := getattr(self, name))
         }
 
-    def restrict(self, table: Table) -> Table:
+    def restrict(self, table: FormatTable) -> FormatTable:
         """Return the table without the formats that may not be used."""
         gone = {find_format(f, table.family).name for name in self.forbid for f in SLOW.get(name, (name,))}
         has = table.has & np.array([f not in gone for f in table.formats])
@@ -96,7 +96,7 @@ class Limits:
             )
         return dataclasses.replace(table, damage=np.where(has, table.damage, np.inf), size=np.where(has, table.size, 0))
 
-    def bytes(self, table: Table) -> int:
+    def bytes(self, table: FormatTable) -> int:
         """Return the bytes that the blocks may take; a budget below the smallest plan is refused."""
         what, per = ("cache", "number") if table.family == CACHE else ("plan", "weight")
         if self.bits is not None:
@@ -126,7 +126,7 @@ class Limits:
         return limit
 
 
-def _matching(table: Table, pattern: str) -> list[int]:
+def _matching(table: FormatTable, pattern: str) -> list[int]:
     """Blocks with a matrix whose name, here or in the file, a regular expression finds."""
     try:
         wanted = re.compile(pattern)
@@ -172,7 +172,7 @@ def plan_from_table(scores: Scores, limits: Limits, rule: str = "exact") -> Plan
     if rule not in RULES:
         raise InvalidInput(f"There is no rule {rule!r} for bits.", f"There are {', '.join(RULES)}.", "Choose one of those.")
     limits.check()
-    table = Table.of(scores)
+    table = FormatTable.of(scores)
     limit = limits.bytes(limits.restrict(table))
     hyperparameters = {**limits.record(), "rule": rule, "method": table.method, "runtime": table.runtime}
     hyperparameters |= imatrix_of(scores)
@@ -180,7 +180,7 @@ def plan_from_table(scores: Scores, limits: Limits, rule: str = "exact") -> Plan
     return plan.with_payload(curve=curve(limits.restrict(table)))
 
 
-def curve(table: Table, count: int = CURVE) -> list[dict[str, Any]]:
+def curve(table: FormatTable, count: int = CURVE) -> list[dict[str, Any]]:
     """Return the best plans from the smallest to the largest, evenly in the ratio of bytes; none of more than 400 blocks.
 
     Each has its mean ``bits`` per weight, the ``predicted`` damage, and the bits per weight of every block as ``values``.
@@ -196,7 +196,7 @@ def curve(table: Table, count: int = CURVE) -> list[dict[str, Any]]:
     return rows
 
 
-def bits_of(table: Table, chosen: np.ndarray) -> list[float]:
+def bits_of(table: FormatTable, chosen: np.ndarray) -> list[float]:
     """Return the bits per weight of every block in four digits, as a page shows them."""
     size = table.size[np.arange(len(table.blocks)), chosen]
     return [float(f"{8 * s / b.numel:.4g}") for b, s in zip(table.blocks, size, strict=True)]
@@ -216,14 +216,14 @@ def other_plan(plan: Plan, scores: Scores, rule: str) -> Plan:
 
 def is_allowed(plan: Plan, scores: Scores) -> bool:
     """Return whether a plan keeps to the limits that it was asked for with: a mix has formats of its own."""
-    table, formats = Limits.of(plan).restrict(Table.of(scores)), payload_of(plan, WeightsPayload).formats
+    table, formats = Limits.of(plan).restrict(FormatTable.of(scores)), payload_of(plan, WeightsPayload).formats
     wanted = [table.formats.index(formats[b.modules[0].name]) for b in table.blocks]
     return bool(table.has[np.arange(len(wanted)), wanted].all()) and plan.budget["spent"] <= plan.budget["limit"]
 
 
 def _plan(scores: Scores, limits: Limits, limit: int, hyperparameters: Mapping[str, Any], *, free: bool) -> Plan:
     """The plan of a rule; whether the mix beside it is ``free`` of the limits of plans, and so what llama-quantize writes."""
-    whole = Table.of(scores)
+    whole = FormatTable.of(scores)
     table = limits.restrict(whole)
     mix, mixed = best_mix(whole if free else table, limit, limits.like, free=free)
     others = {name: make(table, limit) for name, make in BASELINES.items()} | ({} if mixed is None else {"mix": mixed})
@@ -236,7 +236,7 @@ def _plan(scores: Scores, limits: Limits, limit: int, hyperparameters: Mapping[s
     decision = FormatDecision.of(table, limit, others, whole)
     chosen, spent = decision.choices[hyperparameters["rule"]], decision.totals[hyperparameters["rule"]]["spent"]
     if free and mix is not None:
-        decision.totals["mix"]["spent"] -= _spared(whole, mix)
+        decision.totals["mix"]["spent"] -= bytes_saved_elsewhere(whole, mix)
     return Plan(
         kind="bits",
         rule=hyperparameters["rule"],
@@ -270,7 +270,7 @@ def sizes_of(spent: int, family: str, fixed: int, head: int) -> dict[str, int]:
     return {"tensors": tensors, **({"file": tensors + head} if family == GGUF and head else {})}
 
 
-def few_tokens(table: Table, scores: Scores) -> dict[str, Any]:
+def few_tokens(table: FormatTable, scores: Scores) -> dict[str, Any]:
     """Return the tokens of the text and the columns of the widest matrix where they are too few to choose codes by.
 
     What is known of the inputs is known from this text: the codes fit the text, and other text less.
@@ -291,13 +291,15 @@ class FormatDecision:
         found: The program's choice with its certificate.
     """
 
-    table: Table
+    table: FormatTable
     choices: Mapping[str, np.ndarray]
     totals: Mapping[str, dict[str, Any]]
     choice: Choice
 
     @classmethod
-    def of(cls, table: Table, limit: int, others: Mapping[str, np.ndarray], whole: Table | None = None) -> FormatDecision:
+    def of(
+        cls, table: FormatTable, limit: int, others: Mapping[str, np.ndarray], whole: FormatTable | None = None
+    ) -> FormatDecision:
         """Return the decision within so many bytes, beside other rules' choices, whose formats may be any of ``whole``."""
         what = DECISIONS.find("cache" if table.family == CACHE else "bits").bytes_of
         choice = dataclasses.replace(choose(table.damage, table.size, limit), among=f" of {what}")
@@ -336,7 +338,7 @@ def file_of(plan: Plan) -> dict[str, Any]:
 
 def mixes_within(scores: Scores) -> list[str]:
     """Return the mixes of llama.cpp whose bytes a plan can have, the smallest first; of several with the same types one."""
-    table = Table.of(scores)
+    table = FormatTable.of(scores)
     names = MIXES if table.llama is None else table.llama.mixes
     size = {mix: mix_of(table, mix)[0] for mix in names}
     alike = {tuple(_mixed(table, mix)[1].values()): mix for mix in names}
@@ -344,13 +346,13 @@ def mixes_within(scores: Scores) -> list[str]:
     return [mix for mix in distinct if size[mix] >= table.smallest.sum()]
 
 
-def plan_blocks(table: Table, chosen: np.ndarray) -> tuple[PlanBlock, ...]:
+def plan_blocks(table: FormatTable, chosen: np.ndarray) -> tuple[PlanBlock, ...]:
     """Return the blocks of a plan: bits per weight and bytes."""
     size = table.size[np.arange(len(table.blocks)), chosen]
     return tuple(PlanBlock.of(b, 8 * s / b.numel, s) for b, s in zip(table.blocks, size, strict=True))
 
 
-def of_weights(table: Table, chosen: np.ndarray) -> dict[str, Any]:
+def of_weights(table: FormatTable, chosen: np.ndarray) -> dict[str, Any]:
     """Return the fields of a :class:`WeightsPayload` that follow from a table and a choice, ``(K,)``."""
     fields = {name: getattr(table, name) for name in ("family", "runtime", "method")}
     return {"formats": table.formats_of(chosen), "fixed_bytes": table.fixed, "head_bytes": table.head, **fields, **table.kept}
@@ -370,12 +372,12 @@ def formats_of_plan(plan: Plan) -> Mapping[str, str]:
 # ---- formats without a program: one for all, first and last layers protected, llama.cpp's mixes
 
 
-def uniform(table: Table, limit: int) -> np.ndarray:
+def uniform(table: FormatTable, limit: int) -> np.ndarray:
     """Return the largest format that fits for all blocks; what is left buys the next one for blocks spread evenly."""
     return _protect(table, np.zeros(len(table.blocks), dtype=bool), limit)
 
 
-def mix_of(table: Table, mix: str) -> tuple[int, np.ndarray | None]:
+def mix_of(table: FormatTable, mix: str) -> tuple[int, np.ndarray | None]:
     """Return the bytes that the blocks take in a mix of llama.cpp, and the choice of formats, ``(K,)``.
 
     What it rounds beside them and no plan does, it saves: that is taken off.
@@ -387,7 +389,7 @@ def mix_of(table: Table, mix: str) -> tuple[int, np.ndarray | None]:
     parts = [(name, m) for block, names in named_blocks for name, m in zip(names, block.modules, strict=True)]
     apart = [(types[name], m, split_stacks(m.name, m.copies)) for name, m in parts]  # gate and up are two tensors
     size = sum(n * find_format(kind, GGUF).bytes(m.d_out // n, m.d_in, m.copies) for kind, m, n in apart)
-    size -= _spared(table, mix)
+    size -= bytes_saved_elsewhere(table, mix)
     chosen, has = np.zeros(len(table.blocks), dtype=np.int64), table.has
     for i, names in enumerate(table.stored):
         kinds = {types[name] for name in names}
@@ -398,7 +400,7 @@ def mix_of(table: Table, mix: str) -> tuple[int, np.ndarray | None]:
     return size, None if refused else chosen
 
 
-def _mixed(table: Table, mix: str) -> tuple[bool, dict[str, str]]:
+def _mixed(table: FormatTable, mix: str) -> tuple[bool, dict[str, str]]:
     """Whether llama.cpp refuses a mix for want of an importance matrix, and the type of every tensor (then as with one)."""
     if table.llama is None:
         why = f"This table is for {table.family}." if table.family != GGUF else "llama.cpp's name of the model is not known."
@@ -416,7 +418,7 @@ def _mixed(table: Table, mix: str) -> tuple[bool, dict[str, str]]:
     return refused, {t.name: kind for t, kind in zip(whole, types, strict=True)}
 
 
-def _spared(table: Table, mix: str) -> int:
+def bytes_saved_elsewhere(table: FormatTable, mix: str) -> int:
     """Bytes that a mix saves of the tensors that plans leave in 16 bits."""
     tensors = [] if table.llama is None else table.llama.tensors
     types = _mixed(table, mix)[1] if tensors else {}
@@ -424,7 +426,7 @@ def _spared(table: Table, mix: str) -> int:
     return sum(plain.bytes(t.d_out, t.d_in, t.copies) - form.bytes(t.d_out, t.d_in, t.copies) for plain, form, t in forms)
 
 
-def types_like(table: Table, mix: str) -> list[str]:
+def types_like(table: FormatTable, mix: str) -> list[str]:
     """Return the formats of a table and those of a mix, where the table's quantiser can round to them."""
     if table.llama is None:
         return list(table.formats)
@@ -434,7 +436,7 @@ def types_like(table: Table, mix: str) -> list[str]:
     return list(dict.fromkeys((*table.formats, *known)))
 
 
-def formats_of_rules(table: Table, limits: Limits) -> list[str]:
+def formats_of_rules(table: FormatTable, limits: Limits) -> list[str]:
     """Return the formats that the rules without a program may use within the limits, by bytes alone; no damage is read."""
     allowed, k = limits.restrict(table), np.arange(len(table.blocks))
     limit = limits.bytes(allowed)
@@ -442,13 +444,15 @@ def formats_of_rules(table: Table, limits: Limits) -> list[str]:
     mixes = () if table.llama is None else table.llama.mixes if limits.like is None else (find_mix(limits.like),)
     for mix in mixes:
         chosen = mix_of(table, mix)[1]
-        if chosen is not None and table.size[k, chosen].sum() - _spared(table, mix) <= limit:
+        if chosen is not None and table.size[k, chosen].sum() - bytes_saved_elsewhere(table, mix) <= limit:
             ways.append(chosen)
     used = {int(j) for chosen in ways for j in chosen}
     return [name for j, name in enumerate(table.formats) if j in used]
 
 
-def best_mix(table: Table, limit: int, like: str | None = None, *, free: bool = True) -> tuple[str | None, np.ndarray | None]:
+def best_mix(
+    table: FormatTable, limit: int, like: str | None = None, *, free: bool = True
+) -> tuple[str | None, np.ndarray | None]:
     """Return the mix that a plan of so many bytes is compared with, and its formats: the one named, or the best that fits.
 
     One that is not ``free`` has to fit as a plan, which spares nothing beside its blocks.
@@ -459,7 +463,7 @@ def best_mix(table: Table, limit: int, like: str | None = None, *, free: bool = 
     least, k = np.inf, np.arange(len(table.blocks))
     for mix in table.llama.mixes if like is None else (find_mix(like), *table.llama.mixes):
         chosen = mix_of(table, mix)[1]
-        if chosen is None or table.size[k, chosen].sum() - (_spared(table, mix) if free else 0) > limit:
+        if chosen is None or table.size[k, chosen].sum() - (bytes_saved_elsewhere(table, mix) if free else 0) > limit:
             continue
         damage = float(table.damage[k, chosen].sum())
         if damage < least:
@@ -469,14 +473,14 @@ def best_mix(table: Table, limit: int, like: str | None = None, *, free: bool = 
     return best
 
 
-def _ends(table: Table, limit: int) -> np.ndarray:
+def _ends(table: FormatTable, limit: int) -> np.ndarray:
     """A better format for embedding, head, and the first and last eighth of the layers (one at least)."""
     numbers, depth = _layers(table.blocks)
     edge = max(1, depth // 8)
     return _protect(table, np.array([n is None or n < edge or n >= depth - edge for n in numbers]), limit)
 
 
-BASELINES: Mapping[str, Callable[[Table, int], np.ndarray]] = {"uniform": uniform, "protect-ends": _ends}
+BASELINES: Mapping[str, Callable[[FormatTable, int], np.ndarray]] = {"uniform": uniform, "protect-ends": _ends}
 RULES = ("exact", *BASELINES, "mix")
 PEER = "llama-quantize"  # beside plans with error feedback: the mix as that writes it, with importances and no feedback
 
@@ -488,7 +492,7 @@ def _layers(blocks: Sequence[Block]) -> tuple[list[int | None], int]:
     return numbers, 1 + max((n for n in numbers if n is not None), default=0)
 
 
-def _protect(table: Table, protected: np.ndarray, limit: int) -> np.ndarray:
+def _protect(table: FormatTable, protected: np.ndarray, limit: int) -> np.ndarray:
     """The largest format that fits for all; what is left raises the protected blocks by up to two formats, then the others."""
     size, has, k = table.size, table.has, np.arange(len(table.blocks))
     order = np.argsort(np.where(has, size, 0).sum(0) / np.maximum(has.sum(0), 1), kind="stable")

@@ -11,7 +11,7 @@ from ...plan import Plan, payload_of
 from ...scores import Scores
 from .payload import FormatsPayload
 from .program import Limits
-from .table import Table
+from .table import FormatTable
 
 
 def types_of_blocks(plan: Plan) -> list[str] | None:
@@ -63,7 +63,7 @@ def _measured(plan: Plan, scores: Scores, kinds: list[str]) -> dict[str, Any]:
         raise ModelMismatch(
             "The plan was made from other scores.", f"Its scores have the digest {plan.scores_digest}.", "Name that file."
         )
-    table = Limits.of(plan).restrict(Table.of(scores))
+    table = Limits.of(plan).restrict(FormatTable.of(scores))
     chosen = np.array([table.formats.index(kind) for kind in kinds])
     error = table.error[np.arange(len(chosen)), chosen]
     return {**vars(table.reasons(chosen)), "error": [float(f"{e:.3g}") for e in error]}

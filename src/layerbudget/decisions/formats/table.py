@@ -10,7 +10,7 @@ import numpy as np
 
 from ...errors import InvalidInput
 from ...llama_cpp.mixes import LlamaModel
-from ...models.memory import Cache
+from ...models.memory import MemoryModel
 from ...records import Block
 from ...scores import Scores
 from ...solvers.choices import Choice, near_ties
@@ -32,7 +32,7 @@ def signature_at(tokens: int, width: int) -> list[tuple[int, int]]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Table:
+class FormatTable:
     """Bytes and damage of K blocks in m formats.
 
     Attributes:
@@ -66,10 +66,10 @@ class Table:
     head: int = 0
     fixed_terms: Mapping[str, int] = dataclasses.field(default_factory=dict)
     signature: Sequence[float] = ()
-    cache: Cache | None = None
+    cache: MemoryModel | None = None
 
     @classmethod
-    def of(cls, scores: Scores) -> Table:
+    def of(cls, scores: Scores) -> FormatTable:
         """Return the table in a record."""
         record = scores.extra.get("formats") if isinstance(scores, Scores) else None
         if not isinstance(record, Mapping):
@@ -93,7 +93,7 @@ class Table:
             head=record.get("head", 0),
             fixed_terms=record.get("fixed_terms", {}),
             signature=record.get("signature", ()),
-            cache=Cache(**record["cache"]) if record.get("cache") else None,
+            cache=MemoryModel(**record["cache"]) if record.get("cache") else None,
             **{k: record[k] for k in ("fixed", "family", "runtime", "method")},
         )
 
@@ -187,7 +187,7 @@ class Table:
         """Return the format of every matrix in a choice."""
         return {m.name: self.formats[j] for b, j in zip(self.blocks, chosen, strict=True) for m in b.modules}
 
-    def stacked(self, other: Table) -> Table:
+    def stacked(self, other: FormatTable) -> FormatTable:
         """Return the table of the blocks of both, each with formats of its own; bytes beside the blocks add up."""
         rows, columns = len(self.blocks), len(self.formats)
         shape = rows + len(other.blocks), columns + len(other.formats)

@@ -17,7 +17,7 @@ from ...solvers.inputs import Vector, bound_vector, choice
 from ...solvers.joint import JointSolution, solve_joint
 from ...solvers.programs import allocate
 from ...solvers.rounding import Rounded, round_capacity, round_parameters
-from ..capacity import Terms, make_plan, smallest_sides
+from ..capacity import CapacityBounds, make_plan, smallest_sides
 from ..rules import RuleResult
 from .payload import Capacity, JointPayload
 
@@ -129,7 +129,7 @@ def split_joint(plan: Plan) -> tuple[Plan, Plan]:
     prune = dataclasses.replace(plan, kind="sparsity", budget=zeros, payload=None)
     blocks = tuple(dataclasses.replace(b, value=adapters.values[b.name], count=adapters.counts[b.name]) for b in plan.blocks)
     money = {"unit": "bytes", "limit": adapters.bytes, "spent": adapters.bytes}
-    terms = Terms(  # as a plan of adapters alone records them
+    terms = CapacityBounds(  # as a plan of adapters alone records them
         kind=adapters.kind,
         floor=hyperparameters["min_capacity"],
         cap=hyperparameters["max_capacity"],

@@ -14,7 +14,7 @@ from ...records import Block
 from ...scores import Scores
 from ...solvers import published
 from ...solvers.inputs import Vector
-from ..capacity import Terms, decide, one_budget
+from ..capacity import CapacityBounds, decide, one_budget
 from ..rules import Problem, RuleResult, rule
 
 
@@ -60,7 +60,7 @@ def plan_lora_experts(
         InfeasibleBudget: The budget is below the minimum, or cannot be spent under the caps.
     """
     wanted = one_budget({"total": total, "budget": budget}, "experts")
-    terms = Terms(
+    terms = CapacityBounds(
         kind="lora-experts",
         base=min_experts,
         floor=lower,

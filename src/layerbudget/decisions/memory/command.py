@@ -11,7 +11,7 @@ from ..bits import command as bits
 from ..files import need_scores
 from ..formats.request import need_samples, on_check
 from .parts import parts_of
-from .program import Terms
+from .program import MemoryLimits
 
 if TYPE_CHECKING:
     from ...decision import Session
@@ -38,18 +38,18 @@ def _from_scores(session: Session) -> Plan:
 
 
 def _by_damage(session: Session) -> Plan:
-    from ...cost import Part, choosing
+    from ...cost import WorkItem, choosing
     from .plan import plan_memory, share_of
 
     request: MemoryRequest = session.request
     runtime, method = request.target, request.method or "rtn"
-    Terms(**request.terms, utilization=share_of(runtime, request.utilization)).check(request.rule)  # before it is loaded
+    MemoryLimits(**request.terms, utilization=share_of(runtime, request.utilization)).check(request.rule)  # before it is loaded
     need_samples(session)
     model, tokenizer, data, check = session.load_checked(8 if request.checked is None else request.checked)
     text, draws = session.size(data), request.draws or 4
     checked = None if check is None else session.size(check)
     parts = choosing(text, checked, draws=draws, ggml=runtime == "llama.cpp", method=method)
-    parts.append(Part("directional", text, 1.0 + 2.0 * draws))
+    parts.append(WorkItem("directional", text, 1.0 + 2.0 * draws))
     session.expect(f"weights and cache{session.on_text(data)}{on_check(check)}", model, parts)
     options = {**request.given(*_MEASURED), **request.terms, "runtime": runtime, "rule": request.rule}
     with session.progress("measuring formats") as progress:

@@ -11,7 +11,7 @@ from ...verdicts import nats
 from ..charts import curved_grid
 from ..formats.charts import water_of
 from ..formats.describe import (
-    compared,
+    comparison_of,
     damages_of,
     expected,
     figures_of,
@@ -53,7 +53,7 @@ def summary_of(plan: Plan) -> Summary:
             *on_check(payload),
         ),
         advice=(*shares, *on_slack(plan), *on_unwritten(plan, payload), *on_unread(payload)),
-        comparison=compared(plan, payload, names, {base: called}, within=within(plan)),
+        comparison=comparison_of(plan, payload, names, {base: called}, within=within(plan)),
         figures=figures_of(payload),
         passes=payload.passes,
     )

@@ -42,7 +42,7 @@ from ..bits import (
 from ..cache import cache_damage, cache_space, caching, find_cache, llama_cache, planned_cache, rounding, vllm_options
 from ..formats.payload import CachedPayload
 from .parts import parts_of
-from .program import KIND, Fit, Fitted, Pick, Terms
+from .program import KIND, Fit, Fitted, MemoryLimits, Pick
 
 if TYPE_CHECKING:
     from torch import nn
@@ -114,7 +114,7 @@ def plan_memory(
     wanted: dict[str, Any] = {"memory": memory, "context": context, "batch": batch, "cache": cache}
     cache_record = source.extra.get("cache") if isinstance(source, Scores) else None
     share = share_of(str(cache_record["runtime"]) if isinstance(cache_record, Mapping) else runtime or "llama.cpp", utilization)
-    terms = Terms(**wanted, forbid=forbid, keep=keep or {}, utilization=share)
+    terms = MemoryLimits(**wanted, forbid=forbid, keep=keep or {}, utilization=share)
     terms.check(rule)
     if isinstance(source, Scores):
         refuse_measuring(data, check, resume, save_scores, tokenizer, runtime, options)
@@ -179,12 +179,12 @@ def check_memory(model: nn.Module) -> None:
         raise CoverageError(what, "", "Use --no-stream.")
 
 
-def _space(model: nn.Module, terms: Terms, options: Mapping[str, Any]) -> CacheSpace:
+def _space(model: nn.Module, terms: MemoryLimits, options: Mapping[str, Any]) -> CacheSpace:
     """Bytes of all formats of the cache."""
     return cache_space(model, terms.tokens, terms.batch, str(options["runtime"]), terms.cache)
 
 
-def check_needed(fit: Fit, terms: Terms) -> None:
+def check_needed(fit: Fit, terms: MemoryLimits) -> None:
     """Refuse a memory in which everything fits in 16 bits, which no plan can better.
 
     Raises:
@@ -202,10 +202,12 @@ def check_needed(fit: Fit, terms: Terms) -> None:
         )
 
 
-def _other_formats(model: nn.Module, terms: Terms, tokenizer: Any, options: Mapping[str, Any]) -> Iterator[tuple[str, Fit]]:
+def _other_formats(
+    model: nn.Module, terms: MemoryLimits, tokenizer: Any, options: Mapping[str, Any]
+) -> Iterator[tuple[str, Fit]]:
     """What is decided with all formats, and with those that need the inputs of a matrix; each with what leads to it."""
     named = [*(["--formats"] if options.get("formats") else []), *([terms.given] if terms.given else [])]
-    ways: list[tuple[str, Terms, dict[str, str | None]]] = []
+    ways: list[tuple[str, MemoryLimits, dict[str, str | None]]] = []
     if named:
         ways.append((f"leave out {' and '.join(named)}", terms.free, {"formats": None}))
     if options["family"] == GGUF and find_quantiser(str(options.get("method", "rtn"))).statistic == "none":

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import InfeasibleBudget, InvalidInput
-from ...models.memory import Cache, check_positions, read_context
+from ...models.memory import MemoryModel, check_positions, read_context
 from ...plan import Plan
 from ...records import rounded_up, to_jsonable, unit_of
 from ...scores import Scores
@@ -41,7 +41,7 @@ from ..formats.program import (
     plan_blocks,
     read_bytes,
 )
-from ..formats.table import Table
+from ..formats.table import FormatTable
 from .payload import MemoryPayload, More, PartErrors
 
 KIND = "memory"
@@ -54,7 +54,7 @@ _NEAR = {UNIFORM: 3, MIX: 2}  # plans of a rule that may be measured as a whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Terms:
+class MemoryLimits:
     """Memory, context and batch that a plan has to fit.
 
     Attributes:
@@ -86,7 +86,7 @@ class Terms:
         return " and ".join(f"--{name}" for name, said in named.items() if said)
 
     @property
-    def free(self) -> Terms:
+    def free(self) -> MemoryLimits:
         """The same with all formats."""
         return dataclasses.replace(self, forbid=(), keep={}, cache=None)
 
@@ -119,17 +119,17 @@ class Fit:
         known: What other memory depends on.
     """
 
-    weights: Table
+    weights: FormatTable
     space: CacheSpace
-    cache: Table
-    known: Cache
+    cache: FormatTable
+    known: MemoryModel
 
     @classmethod
     def of(
         cls,
-        weights: Table,
+        weights: FormatTable,
         space: CacheSpace,
-        terms: Terms,
+        terms: MemoryLimits,
         damage: np.ndarray | None = None,
         rest: np.ndarray | None = None,
     ) -> Fit:
@@ -167,7 +167,7 @@ class Fit:
         return self.weights.beside + self.state + self.buffers
 
     @functools.cached_property
-    def table(self) -> Table:
+    def table(self) -> FormatTable:
         """The blocks of matrices and cache."""
         return self.weights.stacked(self.cache)
 
@@ -253,7 +253,7 @@ class Fit:
         choice = choose(self.table.damage, self.table.size, memory - self.beside)
         return dataclasses.replace(choice, among=" of the planned matrices and the cache")
 
-    def shown(self, chosen: np.ndarray) -> tuple[tuple[Table, np.ndarray], ...]:
+    def shown(self, chosen: np.ndarray) -> tuple[tuple[FormatTable, np.ndarray], ...]:
         """Return the tables whose blocks a plan has, each with its choice."""
         weights, cache = self.apart(chosen)
         return (self.weights, weights), (self.cache, cache)
@@ -267,7 +267,7 @@ class Fit:
         return row | ({"values": [v for t, c in self.shown(choice.chosen) for v in bits_of(t, c)]} if few else {})
 
 
-def fit_of(scores: Scores, terms: Terms) -> Fit:
+def fit_of(scores: Scores, terms: MemoryLimits) -> Fit:
     """Return what was measured, at a context."""
     record = scores.extra.get("cache")
     if not isinstance(record, Mapping):
@@ -277,7 +277,7 @@ def fit_of(scores: Scores, terms: Terms) -> Fit:
         )
     space = CacheSpace.read(record, terms.tokens, terms.batch)
     damage, rest = (np.array(record[k], dtype=np.float64) for k in ("damage", "rest"))
-    return Fit.of(Table.of(scores), space, terms, damage, rest)
+    return Fit.of(FormatTable.of(scores), space, terms, damage, rest)
 
 
 def curve(fit: Fit, count: int = CURVE) -> list[dict[str, Any]]:
@@ -351,7 +351,7 @@ class Fitted:
     """
 
     scores: Scores
-    terms: Terms
+    terms: MemoryLimits
     fit: Fit
     limit: int
     choice: Choice
@@ -360,7 +360,7 @@ class Fitted:
     caches: Mapping[str, dict[str, Any]]
 
     @classmethod
-    def of(cls, scores: Scores, terms: Terms) -> Fitted:
+    def of(cls, scores: Scores, terms: MemoryLimits) -> Fitted:
         """Return the decision under some terms."""
         fit = fit_of(scores, terms)
 

@@ -12,7 +12,7 @@ from ...budget import Budget, rank_parameters
 from ...plan import Plan
 from ...records import Block
 from ...scores import Scores
-from ..capacity import Terms, blocks_of, decide, one_budget
+from ..capacity import CapacityBounds, blocks_of, decide, one_budget
 from .gains import measured, on_gains
 from .rules import served
 
@@ -61,7 +61,7 @@ def plan_ranks(
     if mean_rank is not None:
         everywhere = float(rank_parameters(blocks_of(scores)).sum())
         wanted = Budget(amount=mean_rank * everywhere, unit="params", text=f"mean rank {mean_rank:g}")
-    terms = Terms(
+    terms = CapacityBounds(
         kind="ranks",
         floor=min_rank,
         cap=max_rank,

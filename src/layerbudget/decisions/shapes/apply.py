@@ -25,7 +25,7 @@ from ...records import Receipt
 from .compensation import Stream
 from .layouts import FIND, Attention
 from .payload import ShapesPayload
-from .program import DAMPING, KINDS, Part
+from .program import DAMPING, KINDS, PrunablePart
 from .save import follow, shorten
 from .units import Remake, cut, find_parts, refitted, where_is
 
@@ -151,7 +151,7 @@ def remove_units(
     return {n: FIND[kind](layer, n).shape[0] for n, layer in layers(model)}
 
 
-def _going(part: Part, fraction: float, multiple: int) -> int:
+def _going(part: PrunablePart, fraction: float, multiple: int) -> int:
     if not (isinstance(fraction, int | float) and math.isfinite(fraction) and 0 <= fraction < 1):
         raise InvalidInput(f"The fraction is {fraction}.", "It must lie in [0, 1).", "Give 0.25, for example.")
     if part.kind == "heads":
@@ -162,7 +162,7 @@ def _going(part: Part, fraction: float, multiple: int) -> int:
 def _cut_layers(
     model: nn.Module,
     data: CalibrationSet,
-    jobs: Mapping[Part, int],
+    jobs: Mapping[PrunablePart, int],
     dropped: Sequence[str],
     *,
     compensate: str,

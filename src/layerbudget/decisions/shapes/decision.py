@@ -153,7 +153,7 @@ def _written_as(model: Any, plan: Plan) -> str | None:
 
 
 def _write(session: Session, plan: Plan) -> dict[str, Any]:
-    from ...cost import Part, treating
+    from ...cost import WorkItem, treating
     from ...execution.processes import is_main
     from ..sparsity import check_room
     from .apply import apply_shapes
@@ -172,7 +172,7 @@ def _write(session: Session, plan: Plan) -> dict[str, Any]:
     check_room(model, request.out, plan=plan)  # type: ignore[arg-type]  # apply always has an output
     check(model, plan)
     text = session.size(data)
-    parts = [*treating("sparsegpt", text), Part("refit", text, times=0.5)]
+    parts = [*treating("sparsegpt", text), WorkItem("refit", text, times=0.5)]
     session.expect(f"smaller shapes{session.on_text(data)}", model, parts)
     before = sum(p.numel() for p in model.parameters())
     with session.progress("remove heads and widths, layers") as progress:

@@ -27,7 +27,7 @@ from torch import nn
 from ...data.calibration import CalibrationSet
 from ...execution.divergence import Reference
 from ...execution.inputs import InputMoments, InputStatistics, moments_of_sites
-from ...execution.loss import answers, deal
+from ...execution.loss import assign_folds, count_scored_tokens
 from ...execution.modes import inference
 from ...models.blocks import is_conv1d, matrix_of, partition
 from ...progress import Progress
@@ -35,7 +35,7 @@ from ...sensitivity.directional.directions import Directions, Written
 from ...sensitivity.directional.terms import QuadraticTerms, quadratic_terms
 from ...sensitivity.directional.trials import Originals
 from .layouts import Where
-from .program import GONE, Part, ShapeSpace
+from .program import GONE, PrunablePart, ShapeSpace
 from .units import damped, refitted, stays, where_is
 
 _FOLDS = 4
@@ -78,7 +78,7 @@ class _Matrix:
 
     layer: int
     side: int
-    part: Part
+    part: PrunablePart
     where: Where
 
 
@@ -117,8 +117,8 @@ class ShapePoint:
         self.biases = {n: (o.bias, o.bias.detach().clone()) for n, o in owners.items() if o.bias is not None}
         self.references: list[Reference] = []
         grams: list[Grams] = []
-        counts = answers(model, data)
-        dealt = deal(counts, _FOLDS if (counts > 0).sum() >= _FOLDS else 1)
+        counts = count_scored_tokens(model, data)
+        dealt = assign_folds(counts, _FOLDS if (counts > 0).sum() >= _FOLDS else 1)
         for fold in [data.select(np.flatnonzero(dealt == k).tolist()) for k in range(dealt.max() + 1)]:
             listen = InputStatistics(model, [m for b in blocks for m in b.modules], "gram")
             self.references.append(Reference(model, fold, batch_size, listen))

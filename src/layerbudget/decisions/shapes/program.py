@@ -48,7 +48,7 @@ def layers_differ(plan: Plan, kinds: Collection[str] = KINDS) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
+class PrunablePart:
     """The attention, the MLP, or the other matrices (``rest``, which only goes with its layer) of one layer.
 
     A unit is one of ``groups``, of ``queries``, or ``8 channels`` (``by``), and has ``unit_parameters``; at least one of the
@@ -72,7 +72,8 @@ class Part:
         """Return what is left when so many units are gone, in ``params``, ``bytes``, ``flops`` (two per multiply-add) or
         ``nanoseconds``.
 
-        >>> part = Part(name="a", layer="l", kind="mlp", units=4, unit_parameters=16, parameters=64, flops=128, modules=())
+        >>> sizes = {"units": 4, "unit_parameters": 16, "parameters": 64, "flops": 128}
+        >>> part = PrunablePart(name="a", layer="l", kind="mlp", modules=(), **sizes)
         >>> [part.size(unit, removed=1) for unit in ("flops", "bytes", "params")]
         [96.0, 96.0, 48.0]
         """
@@ -98,7 +99,7 @@ class ShapeSpace:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[PrunablePart],
         budget: str | float,
         *,
         kinds: Sequence[str] = KINDS,
@@ -296,7 +297,7 @@ class ShapeSpace:
         )
 
 
-def _check(parts: Sequence[Part], kinds: Sequence[str], share: float, target: float, base: float, text: str) -> None:
+def _check(parts: Sequence[PrunablePart], kinds: Sequence[str], share: float, target: float, base: float, text: str) -> None:
     """Refuse kinds that are not there, and a target outside of what there is."""
     check_fraction(share, "max_removed")
     wrong, there = [k for k in kinds if k not in KINDS], sorted({p.kind for p in parts} - {"rest"})
@@ -312,7 +313,7 @@ def _check(parts: Sequence[Part], kinds: Sequence[str], share: float, target: fl
         )
 
 
-def _top(part: Part, kinds: Sequence[str], share: float) -> int:
+def _top(part: PrunablePart, kinds: Sequence[str], share: float) -> int:
     return max(0, min(int(share * part.units + 1e-9), part.units - 1)) if part.kind in kinds else 0
 
 

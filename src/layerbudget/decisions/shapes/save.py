@@ -32,7 +32,7 @@ from ...storage.folders import new_folder, write_model
 from ...storage.source import named_unread
 from .layouts import FIND, Attention, Where
 from .payload import ShapesPayload
-from .program import NEITHER, OTHER_KIND, Part, layers_differ
+from .program import NEITHER, OTHER_KIND, PrunablePart, layers_differ
 from .units import find_parts, other_kind, where_is
 
 
@@ -147,7 +147,7 @@ def _nature(layer: nn.Module) -> dict[str, Any]:
     return properties
 
 
-def allowed_units(model: nn.Module, parts: Sequence[Part], kinds: Sequence[str]) -> dict[str, Collection[int]]:
+def allowed_units(model: nn.Module, parts: Sequence[PrunablePart], kinds: Sequence[str]) -> dict[str, Collection[int]]:
     """Numbers of units, equal in all layers, that a plain config can describe; a kind without an entry may lose any number."""
     allowed, refused = dict[str, Collection[int]](), list[str]()
     for part in (next((p for p in parts if p.kind == kind), None) for kind in kinds):
@@ -171,7 +171,7 @@ def allowed_units(model: nn.Module, parts: Sequence[Part], kinds: Sequence[str])
     )
 
 
-def _fitting_units(model: nn.Module, part: Part) -> tuple[list[int], str]:
+def _fitting_units(model: nn.Module, part: PrunablePart) -> tuple[list[int], str]:
     """Numbers of units that may go by what a plain config can say (of an MLP: one, if any), and what it says to the least."""
     where = where_is(model, part)
     tried = range(1, part.units if isinstance(where, Attention) else 2)

@@ -22,7 +22,7 @@ from ...errors import InvalidInput, UnknownStructure
 from ...models.blocks import layers, matrix_of, partition
 from ...records import Block, Module
 from .layouts import FIND, Attention, Where, find_attention, find_mlp, per_unit
-from .program import KINDS, NEITHER, OTHER_KIND, UNITS, Part
+from .program import KINDS, NEITHER, OTHER_KIND, UNITS, PrunablePart
 
 _LATE = 64  # channels that go before the matrices follow
 Remake = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (W, H, S) -> (d_out, kept)
@@ -36,7 +36,7 @@ def find_parts(
     multiple: int = 8,
     prices: Mapping[str, int] | None = None,
     able: Callable[[str], bool] = lambda kind: True,
-) -> list[Part]:
+) -> list[PrunablePart]:
     """Return the attention, MLP and other matrices of every layer, in order, with the units that they can lose.
 
     Args:
@@ -50,7 +50,7 @@ def find_parts(
     """
     if not isinstance(multiple, int) or multiple < 1:
         raise InvalidInput(f"multiple is {multiple}.", "It must be a whole number of at least 1.", "Use 8.")
-    blocks, parts = {b.name: b for b in partition(model)}, list[Part]()
+    blocks, parts = {b.name: b for b in partition(model)}, list[PrunablePart]()
     for name, layer in layers(model):
         left = {m.name: m for m in blocks[name].modules}
         for kind, find in FIND.items():
@@ -87,11 +87,11 @@ def other_kind(model: nn.Module, kind: str, able: Callable[[str], bool]) -> str:
     return OTHER_KIND[kind] if able(other) else NEITHER
 
 
-def _part(layer: str, kind: str, modules: Sequence[Module], **units: Any) -> Part:
+def _part(layer: str, kind: str, modules: Sequence[Module], **units: Any) -> PrunablePart:
     block = Block(name=layer, modules=tuple(modules))
     names = tuple(m.name for m in modules)
     sizes: dict[str, Any] = {"parameters": block.numel, "flops": block.flops_per_token, "modules": names}
-    return Part(name=f"{layer}.{kind}", layer=layer, kind=kind, **sizes, **units)
+    return PrunablePart(name=f"{layer}.{kind}", layer=layer, kind=kind, **sizes, **units)
 
 
 def _units(where: Where, modules: Sequence[Module], by: str, multiple: int) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def head_units(model: nn.Module, kinds: Sequence[str], by: str) -> tuple[str, ..
     return ("groups", "queries") if a.groups > 1 and a.per_group > 1 else (unit_of(a, by),)
 
 
-def where_is(model: nn.Module, part: Part) -> Where:
+def where_is(model: nn.Module, part: PrunablePart) -> Where:
     """The matrices of a part, as they are now."""
     return FIND[part.kind](model.get_submodule(part.layer), part.layer)
 

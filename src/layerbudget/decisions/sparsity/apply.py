@@ -15,7 +15,7 @@ from torch import nn
 
 from ...compressors.base import Level, Treatment, find_treatment
 from ...compressors.select import check_group, parse_pattern, share
-from ...compressors.treating import Job, Treating
+from ...compressors.treating import Job, LayerCompressor
 from ...data.calibration import CalibrationSet
 from ...decision import check_kind
 from ...errors import InvalidInput, ModelMismatch, UnknownBlock
@@ -96,7 +96,7 @@ def prune(
     request: dict[str, Any] = {"plan": plan.digest, "model": identity["digest"], **settings, "versions": versions()}
     request |= {"data": "" if blind or data is None else data.digest, "computation": identity["computation"]}
     started, forwards = time.monotonic(), 0
-    treating = Treating(model, treatment, true_sequential=true_sequential)
+    treating = LayerCompressor(model, treatment, true_sequential=true_sequential)
     with _parts_folder(model, resume) as folder:
         checkpoints = _Checkpoints(model, folder, request)
         if blind or data is None:
@@ -206,7 +206,7 @@ class _Checkpoints:
 
 
 def _matrices(
-    treating: Treating, jobs: Mapping[str, Job], checkpoints: _Checkpoints, progress: Progress | None
+    treating: LayerCompressor, jobs: Mapping[str, Job], checkpoints: _Checkpoints, progress: Progress | None
 ) -> tuple[str, ...]:
     """Treat every matrix by itself, without data."""
     active = [job for job in jobs.values() if not job.level.idle]
@@ -219,7 +219,7 @@ def _matrices(
 
 
 def _layers(
-    treating: Treating,
+    treating: LayerCompressor,
     jobs: Mapping[str, Job],
     checkpoints: _Checkpoints,
     progress: Progress | None,

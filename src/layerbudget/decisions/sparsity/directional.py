@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ...compressors.base import find_treatment
-from ...compressors.treating import Found
+from ...compressors.treating import InputStats
 from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
 from ...execution.inputs import InputMoments, check_experts
@@ -190,7 +190,7 @@ def _keep(parts: Parts, path: _Path, point: Point, trust: float) -> None:
         before.unlink()
 
 
-def _kept(parts: Parts, statistic: str) -> tuple[_Path, Found, float] | None:
+def _kept(parts: Parts, statistic: str) -> tuple[_Path, InputStats, float] | None:
     """The path, the statistics of its last point, and the trust there; None where no whole part is left."""
     steps = sorted((int(name.removeprefix("path-")) for name in parts.names()), reverse=True)
     file = next((f for f in (parts.find(f"path-{step}") for step in steps) if f is not None), None)

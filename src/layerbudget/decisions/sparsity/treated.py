@@ -24,7 +24,7 @@ from torch import nn
 
 from ...compressors.base import Level, Treatment
 from ...compressors.select import share
-from ...compressors.treating import Found, Job, Treating, matrices, treated
+from ...compressors.treating import InputStats, Job, LayerCompressor, matrices, treated
 from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
 from ...execution.divergence import Reference
@@ -115,9 +115,9 @@ class Point(QuadraticTerms):
     """Measurements at the point where a plan had put the model."""
 
     counts: np.ndarray  # the plan: pruned entries of every unit
-    statistics: Found  # statistics with which the model was treated
+    statistics: InputStats  # statistics with which the model was treated
     levels: np.ndarray  # sparsities of every unit along which the terms were taken, (K, L)
-    moments: Found  # statistics of the inputs here
+    moments: InputStats  # statistics of the inputs here
 
 
 class TreatedModel:
@@ -132,7 +132,7 @@ class TreatedModel:
         self, model: nn.Module, data: CalibrationSet, units: Units, treatment: Treatment, *, batch_size: int = 8
     ) -> None:
         self.model, self.units, self.treatment = model, units, treatment
-        self.treating = Treating(model, treatment)
+        self.treating = LayerCompressor(model, treatment)
         self.fused = any(m.copies > 1 for m in units.modules)
         self.batch_size = 1 if self.fused else batch_size
         files, first = mapped(model), next(unlabelled(model, data, 1))
@@ -141,7 +141,7 @@ class TreatedModel:
         self.folder = self._gram_folder()
         listen = self._statistics() if treatment.statistic != "none" else None
         self.reference = Reference(model, data, self.batch_size, listen)
-        self.dense: Found = {} if listen is None else listen.found
+        self.dense: InputStats = {} if listen is None else listen.found
         self.passes = 1.0
 
     def _gram_folder(self) -> Path | None:
@@ -160,11 +160,11 @@ class TreatedModel:
         self.trials.restore()
 
     @torch.no_grad()
-    def move(self, counts: np.ndarray, statistics: Found) -> None:
+    def move(self, counts: np.ndarray, statistics: InputStats) -> None:
         """Treat the dense model by a plan, with statistics that were gathered before."""
         self.trials.move(self.units.jobs(counts), statistics)
 
-    def evaluate(self, counts: np.ndarray, statistics: Found, levels: np.ndarray) -> Point:
+    def evaluate(self, counts: np.ndarray, statistics: InputStats, levels: np.ndarray) -> Point:
         """Go to a plan and look around: three forward equivalents, one more for fused experts.
 
         ``statistics`` are those with which the model is treated, ``levels`` the sparsities of every unit along which
@@ -211,7 +211,7 @@ class TreatedModel:
         self.passes += walk.forwards / (len(walk) * walk.batches)
         return divergence
 
-    def directions(self, counts: np.ndarray, statistics: Found, levels: np.ndarray) -> Callable[[str], Directions]:
+    def directions(self, counts: np.ndarray, statistics: InputStats, levels: np.ndarray) -> Callable[[str], Directions]:
         """The changes that lead from a plan to some levels, each matrix's made when its gradient is there."""
         made: dict[InputMoments, Any] = {}
         zeros = {job.module.name: job.level.zeros for job in self.units.jobs(counts)}

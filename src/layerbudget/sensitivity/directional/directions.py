@@ -106,7 +106,7 @@ class _Last:
         return self.made
 
 
-class InBytes(Directions):
+class Int8Directions(Directions):
     """Candidates that are written down in one byte per entry, under one scale per row: what that rounds off is noise.
 
     ``pieces`` hold rows of a matrix ``(d_out, d_in)``, one piece below the other: treated minus present weights of every
@@ -290,7 +290,7 @@ def spread(squares: np.ndarray, share: float) -> np.ndarray:
     """Variances of sums of squares that a sample of rows leaves open, ``(levels,)``, from those of its parts.
 
     Args:
-        squares: Of every part of the sample and every level, ``(parts, levels)``, see :class:`InBytes`.
+        squares: Of every part of the sample and every level, ``(parts, levels)``, see :class:`Int8Directions`.
         share: Share of the rows that the sample has.
     """
     count = len(squares)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ...compressors.treating import Found, Job, Treating
+from ...compressors.treating import InputStats, Job, LayerCompressor
 from ...errors import CoverageError
 from ...execution.walk import Walk
 from ...models.blocks import weight_of
@@ -58,10 +58,10 @@ class Trials:
 
     walk = "auto"
 
-    def __init__(self, treating: Treating, blocks: Sequence[Block]) -> None:
+    def __init__(self, treating: LayerCompressor, blocks: Sequence[Block]) -> None:
         self.treating, self.originals = treating, Originals(treating.model, blocks)
 
-    def move(self, jobs: Sequence[Job], statistics: Found) -> None:
+    def move(self, jobs: Sequence[Job], statistics: InputStats) -> None:
         """Treat the dense model, with statistics that were gathered before."""
         self.restore()
         self.treating.jobs(jobs, statistics)
@@ -85,20 +85,20 @@ class StreamedTrials(Trials):
 
     walk = "layers"
 
-    def __init__(self, treating: Treating, files: Mapped) -> None:
+    def __init__(self, treating: LayerCompressor, files: Mapped) -> None:
         self.treating, self.files = treating, files
         self._jobs: dict[int, list[Job]] = {}
-        self._statistics: Found = {}
+        self._statistics: InputStats = {}
         self._current, self._arrived = -1, 0
         self._dense: dict[str, torch.Tensor] = {}
         self._handles: list[RemovableHandle] = []
 
-    def move(self, jobs: Sequence[Job], statistics: Found) -> None:
+    def move(self, jobs: Sequence[Job], statistics: InputStats) -> None:
         """See :meth:`Trials.move`."""
         self.restore()
         self._expect(jobs, statistics)
 
-    def _expect(self, jobs: Sequence[Job], statistics: Found) -> None:
+    def _expect(self, jobs: Sequence[Job], statistics: InputStats) -> None:
         self._leave()
         for _, layer in () if self._handles else self.files.layers:
             self._handles.append(layer.register_forward_pre_hook(self._arrive))
