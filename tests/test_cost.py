@@ -1,5 +1,6 @@
 """Costs come from shapes and one timed forward; nothing is loaded, and the shapes are those of the model."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import torch
 from tests import zoo
 from transformers import LlamaConfig, Qwen2Config
 
-from layerbudget import cost
+from layerbudget import timing
 from layerbudget.cli import main
 from layerbudget.cost import (
     Text,
@@ -17,22 +18,25 @@ from layerbudget.cost import (
     choosing,
     comparing,
     long_verbs,
+    pace_of_shape,
     place_of,
     price,
     scoring,
     shape_in_memory,
     shape_of,
     shape_of_config,
-    time_token,
 )
 from layerbudget.diagnosis.fits import what_fits
 from layerbudget.models.blocks import partition
+from layerbudget.timing import Pace
 
 SEVEN = LlamaConfig(
     vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
     num_key_value_heads=8, architectures=["LlamaForCausalLM"],
 )  # fmt: skip
 TOKEN = 3e-3
+PACE = Pace(forward=TOKEN, backward=2 * TOKEN, head=0.0, head_backward=0.0)
+CARD = dataclasses.replace(PACE, device="cuda")
 SMALL = ("--samples", "4", "--length", "16")
 LONG = {"score fisher-gram", "score ggn", "plan sparsity", "plan bits", "apply, wanda", "apply, gptq", "finetune", "evaluate"}
 
@@ -45,25 +49,25 @@ def test_shapes_are_those_of_the_model():
     assert shape.weights == sum(p.numel() * 4 for p in model.parameters()) and shape.layers == 3
     assert shape.numel == partition(model, "layer")[0].numel
     assert sorted(shape.inputs) == [32, 32, 32, 48]  # q/k/v, o, gate/up, down
-    assert 0 < time_token(shape, torch.float32) < 1
+    assert 0 < pace_of_shape(shape, torch.float32).forward < 1
 
 
 def test_a_model_of_seven_billion_fits_where_its_layers_do():
     shape = shape_of_config(SEVEN, torch.bfloat16)
     assert 13e9 < shape.weights < 15e9
     verbs = long_verbs(samples=4, batch=4)
-    small, large = ({v: price(v, parts, shape, TOKEN, machine << 30) for v, parts in verbs.items()} for machine in (4, 256))
+    small, card = ({v: price(v, parts, shape, p, m << 30) for v, parts in verbs.items()} for p, m in ((PACE, 4), (CARD, 256)))
     streamed = ("score fisher-gram", "score rank-gain", "plan sparsity", "apply, wanda", "evaluate")
     assert all(small[v].how == "streamed" and small[v].fits for v in streamed), small
     assert not small["finetune"].fits and not small["score hessian"].fits
-    assert all(large[v].fits and large[v].how == "whole" for v in (*streamed, "finetune"))
+    assert all(card[v].fits and card[v].how == "whole" for v in (*streamed, "finetune"))
     longer = long_verbs(samples=16, batch=4)
-    assert all(price(v, longer[v], shape, TOKEN, 4 << 30).seconds > small[v].seconds for v in streamed)
+    assert all(price(v, longer[v], shape, PACE, 4 << 30).seconds > small[v].seconds for v in streamed)
 
 
 def test_seven_billion_fit_into_sixteen_gigabytes_at_the_default_sizes():
     shape = shape_of_config(SEVEN, torch.bfloat16)
-    found, small = ({v: price(v, parts, shape, TOKEN, m << 30) for v, parts in long_verbs().items()} for m in (16, 8))
+    found, small = ({v: price(v, parts, shape, PACE, m << 30) for v, parts in long_verbs().items()} for m in (16, 8))
     for verb in (
         "score fisher-gram",
         "score adapter",
@@ -80,29 +84,29 @@ def test_seven_billion_fit_into_sixteen_gigabytes_at_the_default_sizes():
 
 def test_prices_add_up():
     shape, text = shape_in_memory(zoo.tiny("llama")), Text(samples=8, length=32)
-    one = price("one", [WorkItem("norms", text)], shape, TOKEN, 1 << 34)
+    one = price("one", [WorkItem("norms", text)], shape, PACE, 1 << 34)
     parts = [WorkItem("norms", text, times=2.0), WorkItem("forward", text, 3.0)]
-    both = price("both", parts, shape, TOKEN, 1 << 34)
+    both = price("both", parts, shape, PACE, 1 << 34)
     assert both.seconds == pytest.approx(2 * one.seconds + 3 * TOKEN * text.tokens) and both.forwards == 7.0
     assert scoring("nobody's", text) == []
-    layers, linears = (price("s", scoring("ablation", text, n), shape, TOKEN, 1 << 34) for n in (None, 7 * shape.layers))
+    layers, linears = (price("s", scoring("ablation", text, n), shape, PACE, 1 << 34) for n in (None, 7 * shape.layers))
     assert linears.forwards - 1 == 7 * (layers.forwards - 1) > 0  # every block is removed once
     grids = (comparing(text, text, ["kfac"], "wanda", seeds=n, plans=3 * n) for n in (1, 3))
-    few, many = (price("c", grid, shape, TOKEN, 1 << 34) for grid in grids)
+    few, many = (price("c", grid, shape, PACE, 1 << 34) for grid in grids)
     assert many.seconds == pytest.approx(3 * few.seconds)
-    search = price("s", [WorkItem("directional", text)], shape, TOKEN, 1 << 34)
+    search = price("s", [WorkItem("directional", text)], shape, PACE, 1 << 34)
     assert search.seconds > one.seconds and "demo" in long_verbs(demo=True)
-    small = price("c", comparing(text, text, ["kfac"], "wanda", seeds=1, plans=3), shape, TOKEN, 1000)
+    small = price("c", comparing(text, text, ["kfac"], "wanda", seeds=1, plans=3), shape, PACE, 1000)
     assert small.how == "layers" and not small.fits and small.memory > shape.weights  # a comparison holds the model
 
 
 def test_timing_leaves_the_random_numbers_alone():
     model = zoo.tiny("llama")
-    shape = shape_in_memory(model)
     torch.manual_seed(3)
     wanted = torch.rand(4)
     torch.manual_seed(3)
-    assert 0 < time_token(shape, torch.float32, model=model, text=Text(samples=4, length=16)) < 1
+    _, pace, *_ = place_of(model, Text(samples=4, length=16))
+    assert 0 < min(pace.forward, pace.backward, pace.head, pace.head_backward) and pace.forward < 1
     assert torch.equal(torch.rand(4), wanted)
 
 
@@ -111,7 +115,7 @@ def test_only_a_model_with_experts_has_a_price_for_keeping_some():
         shape = shape_in_memory(zoo.tiny(name))
         assert ("plan expert-pruning" in long_verbs(experts=shape.experts)) is has
     parts = long_verbs(samples=4, batch=4, experts=True)["plan expert-pruning"]
-    assert price("plan expert-pruning", parts, shape, TOKEN, 16 << 30).forwards == 45.0  # 1 + 2 x 4 draws, and 36 with masks
+    assert price("plan expert-pruning", parts, shape, PACE, 16 << 30).forwards == 45.0  # 1 + 2 x 4 draws, and 36 with masks
 
 
 def test_the_doctor_prices_every_long_verb(saved_model, capsys):
@@ -222,21 +226,19 @@ def test_quiet_says_nothing_and_a_record_has_no_figures_of_the_clock(saved_model
 
 
 def test_less_text_never_takes_longer(monkeypatch):
-    """The time of a token was that of the named text, whose few tokens spend their time on starting operations."""
-    asked = []
-    monkeypatch.setattr(cost, "time_token", lambda *given: asked.append(given[-1]) or 1e-6)
+    """Rounding took its time from that of the named text, whose few tokens spend theirs on starting operations."""
+    monkeypatch.setattr(timing, "pace_of", lambda *given: PACE)
     model = zoo.build("llama")
     seconds = []
     for samples, length in ((1, 16), (4, 16), (64, 64)):
         text = Text(samples=samples, length=length, batch=min(samples, 8))
         place = place_of(model, text)
-        seconds.append(price("plan bits", choosing(text, text, ggml=True), *place).seconds)
-        assert asked[-1].batch * asked[-1].length >= 2048
+        seconds.append(price("plan bits", choosing(text, text), *place).seconds)
     assert seconds == sorted(seconds)
 
 
 def test_the_check_of_error_feedback_collects_inputs_for_every_plan():
     shape, text = shape_of(zoo.build("llama")), Text(samples=16, length=32)
     methods = ("rtn", "gptq", "descent")
-    ways = [price("plan bits", choosing(text, text, method=name), shape, TOKEN, 1 << 40) for name in methods]
+    ways = [price("plan bits", choosing(text, text, method=name), shape, PACE, 1 << 40) for name in methods]
     assert ways[1].forwards > ways[0].forwards + 9 and ways[2].seconds > ways[1].seconds > ways[0].seconds

@@ -103,6 +103,7 @@ ROOMS = (
     "llama_cpp",
     "sensitivity",
     "evaluation",
+    "timing",
     "cost",
     "decisions/files",
     "decisions/describe",

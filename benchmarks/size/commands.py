@@ -28,8 +28,8 @@ COMMANDS = {
 }
 
 
-def run(checkout: Path, words: list[str], folder: Path) -> tuple[float, float]:
-    """Processor seconds and GiB at the peak of a command."""
+def run(checkout: Path, words: list[str], folder: Path) -> tuple[float, float, str]:
+    """Processor seconds and GiB at the peak of a command, and what it printed."""
     code = (
         "import resource, subprocess, sys; done = subprocess.run(sys.argv[1:]).returncode; "
         "used = resource.getrusage(resource.RUSAGE_CHILDREN); "
@@ -42,8 +42,9 @@ def run(checkout: Path, words: list[str], folder: Path) -> tuple[float, float]:
     )  # fmt: skip
     if done.returncode:
         raise SystemExit(f"{shlex.join(words)}: {done.stderr[-2000:]}")
-    seconds, peak = done.stdout.rpartition("USED ")[2].split()
-    return float(seconds), float(peak) / (2**30 if sys.platform == "darwin" else 2**20)
+    printed, _, used = done.stdout.rpartition("USED ")
+    seconds, peak = used.split()
+    return float(seconds), float(peak) / (2**30 if sys.platform == "darwin" else 2**20), printed
 
 
 def main() -> None:
@@ -66,7 +67,11 @@ def main() -> None:
             used = [run(checkout, asked, Path(folder)) for checkout in checkouts]
             seconds, peaks, over = (
                 " -> ".join(f"{value:.{digits}f}" for value in values)
-                for digits, values in ((0, [s for s, _ in used]), (2, [p for _, p in used]), (2, [p - size for _, p in used]))
+                for digits, values in (
+                    (0, [s for s, *_ in used]),
+                    (2, [p for _, p, _ in used]),
+                    (2, [p - size for _, p, _ in used]),
+                )
             )
             rows.append(f"| `{shlex.join([*COMMANDS[name].split(), *more])}` | {seconds} | {peaks} | {over} |")
     title = f"whole commands on {given.model.name}, N = {size:.2f} GiB"

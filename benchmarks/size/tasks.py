@@ -27,7 +27,7 @@ import torch
 from benchmarks.stamp import RESULTS, write_section
 
 import layerbudget as lb
-from layerbudget.cost import Text, WorkItem, price, shape_of_config, time_token
+from layerbudget.cost import Text, WorkItem, pace_of_shape, price, shape_of_config
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.decisions.bits.rounding import RoundingErrors
 from layerbudget.execution.backward import Accumulator, feed
@@ -263,9 +263,9 @@ def predicted(given: argparse.Namespace, config: Any, passes: float) -> dict[str
     if kind is None:
         return {}
     shape = shape_of_config(config, torch.bfloat16)
-    token = time_token(shape, torch.bfloat16, given.device)
+    pace = pace_of_shape(shape, torch.bfloat16, given.device)
     text = Text(samples=given.samples, length=given.length, batch=given.batch_size)
-    found = price(given.task, [WorkItem(kind, text, passes if kind == "directional" else None)], shape, token, 1)
+    found = price(given.task, [WorkItem(kind, text, passes if kind == "directional" else None)], shape, pace, 1)
     return {"predicted_gib": found.memory / 2**30, "predicted_seconds": found.seconds}
 
 

@@ -1,39 +1,35 @@
-"""Expected cost of the long verbs: forwards times the time of one, memory from shapes.
+"""Expected cost of the long verbs: what they count, times seconds that are measured here (:mod:`layerbudget.timing`).
 
-A verb counts what it does to a text in forward equivalents; a backward is two. Seconds are those forwards times the time of
-one token's forward here, and what is factored or rounded beside. Memory is the weights, the activations of one batch, the graph
-that is kept, and what an estimator holds of one layer. Both are rough: expect a factor of two. No weights are read.
+A verb counts what it does to a text in forward equivalents; a backward is two. Their seconds are those of one layer and of the
+head, which are timed. Beside them a verb counts the matrices that it rounds, sorts or factors, which are timed on a few rows.
+Memory is the weights, the activations of one batch, the graph that is kept, and what is held of one layer. Expect a factor of
+two: benchmarks/results/size.md has both beside what commands took.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from . import timing
 from .compressors.base import QUANTISERS, find_quantiser, find_treatment
-from .compressors.formats import ROWS, TOKENS
+from .compressors.formats import BY_MOMENTS, GGUF, PLAIN, ROWS, RUNTIMES, TOKENS, find_format, find_runtime
 from .data.calibration import check_reads_text
 from .errors import UnknownStructure
-from .execution.modes import inference
-from .models.blocks import layers, partition, text_config
-from .models.machine import SHARE, free_bytes
+from .execution.memory import HEAD
+from .models.blocks import end_modules, layers, partition, text_config
+from .models.machine import ROOM, SHARE, free_bytes
 from .models.offload import mapped
 from .records import Module
+from .timing import Pace
 
 _BASE = 0.45 * 2**30  # bytes of an interpreter with torch and transformers
 _SLACK = 1.2  # bytes that the allocator holds, over those in use
-_REAL = 1e10  # products that a timed forward of the model itself may cost; larger models are timed by one matrix
-_TIMED = 2048  # tokens of a timed forward at least: fewer spend their time on starting operations
-_EDGE = 2048  # a matrix of this width multiplies as fast, per entry, as any larger one
-# Products that rounding one weight, ggml's search of its types, and sorting it into a mask take as long as.
-_ROUND, _GGML, _MASK = 400, 8000, 300
 HOWS = {"whole": "in memory", "layers": "layer by layer", "streamed": "streamed from its files"}
 
 
@@ -42,6 +38,7 @@ class Shape:
     """A model by its sizes."""
 
     matrices: tuple[Module, ...]  # of one layer
+    ends: tuple[Module, ...]  # embedding and head; one where they are tied
     layers: int
     weights: int  # bytes of all of them
     hidden: int  # width of the residual stream
@@ -64,10 +61,10 @@ class Shape:
         """Whether a router chooses among matrices of one layer."""
         return any(m.copies > 1 or ".experts." in m.name for m in self.matrices)
 
-    @property
-    def products(self) -> int:
-        """Multiplications of one token's forward."""
-        return self.layers * self.numel + self.hidden * self.vocabulary
+    def over(self, each: Callable[[int, int], float], *, ends: bool = False) -> float:
+        """Sum of what rows and columns of every matrix of every layer take, and of embedding and head where they count."""
+        inside = self.layers * sum(m.copies * each(m.d_out, m.d_in) for m in self.matrices)
+        return inside + sum(each(m.d_out, m.d_in) for m in self.ends if ends)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,6 +81,9 @@ class Text:
         return self.samples * self.length
 
 
+Job = Callable[[Shape, Text], float]  # seconds of the whole model beside forwards and backwards
+
+
 @dataclasses.dataclass(frozen=True)
 class Work:
     """One kind of work, done to every layer."""
@@ -92,15 +92,18 @@ class Work:
     graph: str = "none"  # or "layer" (walks backwards one layer at a time), or "model" (the whole graph is kept)
     losses: int = 0  # upstream gradients that a walk backwards keeps
     state: Callable[[Shape, Text], float] = lambda shape, text: 0.0  # bytes that are held of one layer beside the graph
-    solve: Callable[[Shape], float] = lambda shape: 0.0  # products per layer beside the forwards
+    job: Job = lambda shape, text: 0.0
     each: float = 0.0  # further forward equivalents for every block; a layer is one where nothing else is said
+    head: bool = True  # whether its forwards go through the head
+    copied: bool = False  # whether dense weights are kept while others take their place, where they are not streamed
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkItem:
     """One kind of ``WORK`` on some text, as a part of a verb.
 
-    It is done ``times`` times, with so many ``forwards`` (its kind's by default); ``resident`` weights are never streamed.
+    It is done ``times`` times, with so many ``forwards`` and ``losses`` (its kind's by default) and a ``job`` beside them;
+    ``resident`` weights are never streamed.
     """
 
     kind: str
@@ -108,6 +111,8 @@ class WorkItem:
     forwards: float | None = None
     times: float = 1.0
     resident: bool = False
+    losses: int | None = None
+    job: Job = lambda shape, text: 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,49 +157,50 @@ def _bytes(each: float) -> Callable[[Shape, Text], float]:
     return lambda shape, text: each * shape.numel
 
 
-def _cubes(share: float) -> Callable[[Shape], float]:
-    return lambda shape: share * sum(float(m.d_in**3 + m.d_out**3) for m in shape.matrices)
+def _decomposed(times: float, *, by_tokens: bool = False) -> Job:
+    """Eigenvectors of both factors of every matrix, so many times; ``by_tokens`` those of few tokens are as wide as these."""
+
+    def job(shape: Shape, text: Text) -> float:
+        most = text.tokens if by_tokens else max(shape.inputs) + max(m.d_out for m in shape.matrices)
+        return times * shape.over(lambda rows, columns: sum(timing.decomposing_seconds(min(d, most)) for d in (rows, columns)))
+
+    return job
 
 
-def _searched(shape: Shape) -> float:
-    """Products that ggml's search takes as long as, of the rows of one layer that are measured."""
-    rows = ((m, m.copies * m.d_out) for m in shape.matrices)
-    return float(_GGML * sum(m.numel * min(1.0, ROWS / all_rows) for m, all_rows in rows))
-
-
-def _numel(products: float, per_column: float = 0.0) -> Callable[[Shape], float]:
-    return lambda shape: products * shape.numel + per_column * sum(m.numel * m.d_in for m in shape.matrices)
+def _between(shape: Shape, text: Text) -> float:
+    """Products of the tokens of a sequence with each other, in every input and output gradient."""
+    each = timing.meeting_seconds(text.length)
+    return text.tokens * shape.over(lambda rows, columns: each * (rows + columns))
 
 
 SCORES: dict[str, Work] = {
     "gradient-norm": Work(3.0, "layer", 1),
     "fisher-diagonal": Work(4.2, "layer", 1, _bytes(32.0)),
-    "fisher-gram": Work(3.0, "layer", 1, _rows),
-    "fisher-mc": Work(5.0, "layer", 2, _rows),
+    "fisher-gram": Work(3.0, "layer", 1, _rows, _between),
+    "fisher-mc": Work(5.0, "layer", 2, _rows, _between),
     "layerif": Work(5.0, "layer", 2, _rows),
     "adapter": Work(3.3, "layer", 1, lambda shape, text: 32.0 * text.samples * sum(m.copies * m.d_out for m in shape.matrices)),
-    "rank-gain": Work(5.4, "layer", 2, _factors(2, 2, 5, rows=True), _cubes(1.0)),
-    "kfac": Work(5.4, "layer", 2, _factors(4, 3, 6, rows=False), _cubes(24.0)),
-    "ekfac": Work(10.0, "layer", 2, _factors(4, 3, 6, rows=False), _cubes(24.0)),
+    "rank-gain": Work(5.4, "layer", 2, _factors(2, 2, 5, rows=True), _decomposed(1.5, by_tokens=True)),
+    "kfac": Work(5.4, "layer", 2, _factors(4, 3, 6, rows=False), _decomposed(1.0)),
+    "ekfac": Work(10.0, "layer", 2, _factors(4, 3, 6, rows=False), _decomposed(1.0)),
     "fisher-trace": Work(3.9, "layer", 1),
     **dict.fromkeys(("ggn", "hessian"), Work(1.0, "model", 0, _bytes(12.0), each=45.0)),
     **dict.fromkeys(("outlier-ratio", "block-influence"), Work()),
     "ablation": Work(each=0.5),
-    "spectral-tail": Work(0.01, solve=lambda shape: 10.0 * sum(m.numel * min(m.d_in, m.d_out) for m in shape.matrices)),
+    "spectral-tail": Work(
+        0.01, job=lambda shape, text: shape.over(lambda rows, columns: timing.decomposing_seconds(min(rows, columns)))
+    ),
 }
 WORK: dict[str, Work] = SCORES | {
     "forward": Work(),
-    "round": Work(solve=_numel(_ROUND)),
-    "ggml": Work(0.0, solve=_searched),
-    "refit": Work(0.0, solve=_numel(0.0, 80.0)),  # four folds of the text, seven numbers of units
+    "refit": Work(0.0, "none", 0, _squares),
     "train": Work(3.0, "model"),
     "direct check": Work(1.0, "model", 0, _rows),
     "directional": Work(
-        20.0, "layer", 1, lambda shape, text: 6.0 * shape.numel + 4.0 * text.tokens * shape.vocabulary, _numel(20 * _MASK)
+        20.0, "layer", 1, lambda shape, text: 6.0 * shape.numel + 4.0 * text.tokens * shape.vocabulary, copied=True
     ),
-    "norms": Work(2.0, "none", 0, lambda shape, text: 8.0 * max(m.numel for m in shape.matrices), _numel(_MASK)),
-    "gram": Work(2.0, "none", 0, _squares, _numel(1500, 1.0)),
-    "descent": Work(2.0, "none", 0, _squares, _numel(3500, 2.0)),
+    "norms": Work(2.0, "none", 0, lambda shape, text: 8.0 * max(m.numel for m in shape.matrices), head=False),
+    "gram": Work(2.0, "none", 0, _squares, head=False),
 }
 
 
@@ -206,29 +212,136 @@ def scoring(name: str, text: Text, blocks: int | None = None) -> list[WorkItem]:
     if name not in SCORES:
         return []
     work = SCORES[name]
-    return [WorkItem(name, text, None if blocks is None else work.forwards + work.each * blocks)]
+    return [WorkItem(name, text, None if blocks is None else work.forwards + work.each * blocks, job=_looked_at)]
 
 
-def treating(method: str, text: Text, *, again: float = 1.0) -> list[WorkItem]:
-    """Parts of applying a plan of sparsity or bits: inputs are collected ``again`` times, then the method works on them."""
+def _looked_at(shape: Shape, text: Text) -> float:
+    """Looking for weights that are not finite, before they are scored."""
+    return shape.weights * timing.finite_seconds(shape.width)
+
+
+def rounding(method: str, formats: Sequence[str], *, ends: bool) -> Job:
+    """Rounding every matrix once, to the mean of some formats."""
+
+    def job(shape: Shape, text: Text) -> float:
+        def each(rows: int, columns: int) -> float:
+            fit = [form for form in formats if find_format(form).plain or find_format(form).fits(columns)] or [PLAIN[GGUF].name]
+            return sum(timing.treating_seconds(find_quantiser, method, form, rows, columns) for form in fit) / len(fit)
+
+        return shape.over(each, ends=ends) + _collected(find_quantiser(method).statistic, shape, text)
+
+    return job
+
+
+def _collected(statistic: str, shape: Shape, text: Text) -> float:
+    """Second moments of all inputs of every layer, and their factors."""
+    found = sum(timing.moments_seconds(statistic, text.tokens, columns) for columns in shape.inputs)
+    return shape.layers * (found + (sum(map(timing.factor_seconds, shape.inputs)) if statistic == "gram" else 0.0))
+
+
+def treating(
+    method: str, text: Text, *, again: float = 1.0, formats: Sequence[str] = (), ends: bool = False, forwards: float = 1.0
+) -> list[WorkItem]:
+    """Parts of applying a plan of sparsity or bits: inputs are collected ``again`` times, then the method works on them.
+
+    Args:
+        method: A pruner or quantiser.
+        text: What is read.
+        again: Forwards behind the first one.
+        formats: Of the plan's matrices, for a quantiser.
+        ends: Whether embedding and head are rounded too.
+        forwards: Of a method that reads nothing: zero where no layer runs.
+    """
     rounds = method in QUANTISERS.names()
     statistic = (find_quantiser if rounds else find_treatment)(method).statistic
+    job = rounding(method, formats, ends=ends) if rounds else _pruning(method)
     if statistic == "none":
-        return [WorkItem("round" if rounds else "forward", Text(samples=1, length=text.length))]
-    name = method if method in WORK else "gram" if statistic == "gram" else "norms"
-    return [WorkItem(name, text, 1.0 + again)]
+        return [WorkItem("forward", Text(samples=1, length=text.length), forwards, job=job)]
+    return [WorkItem("gram" if statistic == "gram" else "norms", text, 1.0 + again, job=job)]
 
 
-def choosing(text: Text, check: Text | None, *, draws: int = 4, ggml: bool = False, method: str = "rtn") -> list[WorkItem]:
-    """Parts of ``plan bits``: ``1 + 2 draws`` passes along the rounding errors, and the check of five plans.
+def _pruning(method: str) -> Job:
+    """Pruning half of every matrix."""
 
-    ``ggml`` says that the formats are its types, which take their time to be searched. The check rounds the whole model by the
-    ``method``, and one that reads inputs collects them for every plan.
+    def job(shape: Shape, text: Text) -> float:
+        treated = shape.over(lambda rows, columns: timing.treating_seconds(find_treatment, method, None, rows, columns))
+        return treated + _collected(find_treatment(method).statistic, shape, text)
+
+    return job
+
+
+def searching(text: Text, passes: float, levels: int = 17) -> list[WorkItem]:
+    """Parts of ``plan sparsity``: looks of three passes, each of which masks every matrix and takes derivatives along masks."""
+
+    def job(shape: Shape, text: Text) -> float:
+        make, meet = timing.nested_seconds(levels)
+        batches = -(-text.samples // text.batch)
+        product = text.tokens / timing.rate(torch.float32, torch.device("cpu"))  # of the gradient of every matrix
+        one = shape.over(lambda rows, columns: rows * columns * (make + meet * batches + product)) + _pruning("wanda")(
+            shape, text
+        )
+        return passes / 3.0 * one
+
+    return [WorkItem("directional", text, passes, job=job)]
+
+
+def choosing(
+    text: Text,
+    check: Text | None,
+    *,
+    draws: int = 4,
+    runtime: str = "llama.cpp",
+    method: str = "rtn",
+    names: Sequence[str] | None = None,
+    group: int | None = None,
+    rows: int = 16,
+    anchors: Sequence[str] = ("Q3_K", "Q4_K", "Q6_K", "Q5_0", "Q8_0"),
+) -> list[WorkItem]:
+    """Parts of ``plan bits``: ``1 + 2 draws`` passes along the rounding errors, and the check of whole plans.
+
+    Some ``rows`` of every matrix are rounded to all formats of the menu, and :data:`~layerbudget.compressors.formats.ROWS` of
+    them to the ``anchors``, along whose errors damages are measured. The check rounds the whole model by the ``method``.
     """
-    rounded = [dataclasses.replace(part, times=5.0) for part in treating(method, text)]
-    whole = [] if check is None else [*rounded, WorkItem("forward", check, times=6.0)]
-    searched = [WorkItem("ggml", text, times=4.0)] if ggml else []
-    return [WorkItem("directional", text, 1.0 + 2.0 * draws), *whole, *searched]
+    target, statistic = find_runtime(runtime, RUNTIMES[runtime].family), find_quantiser(method).statistic
+    gram = statistic == "gram"
+
+    def seconds(form: str, rows: int, columns: int) -> float:
+        return timing.treating_seconds(find_quantiser, method, form, rows, columns)
+
+    def job(shape: Shape, text: Text) -> float:
+        menu = [f.name for f in target.formats(shape.inputs, names, group, inputs=statistic != "none")]
+
+        def fit(columns: int) -> list[str]:
+            return [f for f in anchors if find_format(f).fits(columns)]
+
+        def each(out: int, columns: int) -> float:
+            kept = out if gram else min(out, ROWS)
+            rounded = sum(seconds(f, kept, columns) for f in fit(columns)) + sum(
+                seconds(f, rows, columns) for f in (*menu, *fit(columns))
+            )
+            return rounded + draws * text.samples * kept * columns * timing.written_seconds(len(fit(columns)), text.length)
+
+        def end(out: int, columns: int) -> float:
+            rounded = sum(seconds(f, out, columns) for f in fit(columns)) + sum(seconds(f, 4 * rows, columns) for f in menu)
+            return rounded + text.samples * out * columns * timing.written_seconds(len(fit(columns)), text.length, head=True)
+
+        ends = sum(end(m.d_out, m.d_in) for m in shape.ends if target.ends)
+        return shape.over(each) + ends + _collected(statistic, shape, text)
+
+    measured = [WorkItem("directional", text, 1.0 + 2.0 * draws, losses=draws, job=job)]
+    if gram:  # every second sequence shows the inputs, and the others have twice as many draws
+        half = dataclasses.replace(text, samples=max(1, text.samples // 2))
+        measured = [WorkItem("directional", half, 1.0 + 4.0 * draws, losses=2 * draws, job=job), WorkItem("norms", half, 2.0)]
+    elif statistic == "diagonal":
+        measured.append(WorkItem("norms", text, 1.0))
+    if check is None:
+        return measured
+    plans = 3.0 if runtime == "llama.cpp" else 2.0
+    whole = treating(method, text, formats=anchors, ends=target.ends, forwards=0.0)
+    whole = [dataclasses.replace(part, times=plans) for part in whole]
+    if runtime == "llama.cpp" and method in BY_MOMENTS:
+        whole += treating("weighted", text, formats=anchors, ends=True)
+    return [*measured, *whole, WorkItem("forward", check, 1.0 + plans + (method in BY_MOMENTS))]
 
 
 def certifying(curvature: str, text: Text, blocks: int, dampings: int) -> list[WorkItem]:
@@ -242,7 +355,11 @@ def certifying(curvature: str, text: Text, blocks: int, dampings: int) -> list[W
 
 def shaping(text: Text, passes: float) -> list[WorkItem]:
     """Parts of ``plan shapes``: its forwards and backwards, and at every point the refits of what stays."""
-    return [WorkItem("directional", text, passes), WorkItem("refit", text, times=max(1.0, passes / 7.0))]
+
+    def job(shape: Shape, text: Text) -> float:
+        return passes / 7.0 * _collected("gram", shape, text)
+
+    return [WorkItem("directional", text, passes, losses=2, job=job), WorkItem("refit", text)]
 
 
 def removing(text: Text, *, draws: int = 4) -> list[WorkItem]:
@@ -276,8 +393,8 @@ def demonstrating() -> list[WorkItem]:
     """Parts of ``demo``: it scores, searches twice, and prunes and measures four plans at two targets."""
     text = Text(samples=64)
     treated = [dataclasses.replace(part, times=8.0) for part in treating("wanda", text)]
-    search, measured = WorkItem("directional", Text(samples=16), times=2.0), WorkItem("forward", Text(samples=96), times=9.0)
-    return [*scoring("fisher-gram", text), search, *treated, measured]
+    search = [dataclasses.replace(part, times=2.0) for part in searching(Text(samples=16), 24.0)]
+    return [*scoring("fisher-gram", text), *search, *treated, WorkItem("forward", Text(samples=96), times=9.0)]
 
 
 def long_verbs(
@@ -298,7 +415,7 @@ def long_verbs(
         return Text(samples=samples or default, length=length, batch=batch)
 
     verbs = {f"score {name}": scoring(name, text(128)) for name in SCORES}
-    verbs |= {"plan sparsity": [WorkItem("directional", text(16))], "plan shapes": shaping(text(16), 46.0)}
+    verbs |= {"plan sparsity": searching(text(16), 24.0), "plan shapes": shaping(text(16), 46.0)}
     verbs |= {"plan bits": choosing(text(32), text(16))}
     verbs |= {"plan bits --method gptq": choosing(text(max(32, -(-TOKENS * widest // length))), text(16), method="gptq")}
     verbs |= {"plan expert-pruning": removing(text(16))} if experts else {}
@@ -326,6 +443,7 @@ def shape_of(model: nn.Module) -> Shape:
     text = text_config(config)
     return Shape(
         matrices=matrices,
+        ends=tuple(end_modules(model)),
         layers=len(stack),
         weights=sum(p.numel() * p.element_size() for p in model.parameters()),
         hidden=int(getattr(text, "hidden_size", 0) or getattr(text, "n_embd", 0) or 0),
@@ -354,60 +472,31 @@ def shape_in_memory(model: nn.Module) -> Shape:
     return dataclasses.replace(shape_of_config(plain, torch.float32), weights=stored)
 
 
-def time_token(
-    shape: Shape,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    model: nn.Module | None = None,
-    text: Text | None = None,
-) -> float:
-    """Seconds of one token's forward through all layers.
-
-    A small model in memory is timed itself, on a batch of that text: it spends more on starting operations than on products.
-    """
-    text = text or Text(samples=8)
-    rows = min(text.batch, int(_REAL / max(text.length * shape.products, 1.0)))
-    if model is None or not rows:
-        return shape.products / _rate(dtype, torch.device(device))
-    ids = (torch.arange(rows * text.length, device=device) % max(1, min(shape.vocabulary, 100))).reshape(rows, -1)
-    with inference(model):
-        return min(_seconds(lambda some=some: model(input_ids=some)[0]) / some.numel() for some in (ids[:1], ids))  # type: ignore[misc]
-
-
-@functools.lru_cache(maxsize=8)
-def _rate(dtype: torch.dtype, device: torch.device) -> float:
-    """Multiplications per second of a wide matrix with 256 tokens."""
-    x, w = (torch.ones(rows, _EDGE, device=device, dtype=dtype) for rows in (256, _EDGE))
-    return x.numel() * _EDGE / min(_seconds(lambda: x @ w.T) for _ in range(4))
-
-
-def _seconds(run: Callable[[], torch.Tensor]) -> float:
-    start = time.perf_counter()
-    run().reshape(-1)[0].item()  # waits for an accelerator
-    return time.perf_counter() - start
+def pace_of_shape(shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Pace:
+    """The pace of a model that is not loaded, as fast as a wide matrix is multiplied here."""
+    return timing.pace_of_rate(shape.layers * shape.numel, shape.hidden * shape.vocabulary, dtype, device)
 
 
 # --- prices -----------------------------------------------------------------------------------------------------------------
 
 
-def place_of(model: nn.Module, text: Text) -> tuple[Shape, float, int, bool]:
-    """Facts of a loaded model that :func:`price` needs: sizes, seconds of a token, bytes here, whether it is streamed."""
+def place_of(model: nn.Module, text: Text) -> tuple[Shape, Pace, int, bool]:
+    """Facts of a loaded model that :func:`price` needs: sizes, its pace, bytes here, whether it is streamed."""
     shape, lies = shape_in_memory(model), mapped(model)
-    rows = max(text.batch, -(-_TIMED // text.length))  # a short text is no measure of what rounding and searching take
-    text = dataclasses.replace(text, samples=rows, batch=rows)
     home = next(model.parameters()) if lies is None else lies
-    token = time_token(shape, home.dtype, home.device, model if lies is None else None, text)
-    return shape, token, free_bytes(home.device) + (shape.weights if lies is None else 0), lies is not None
+    products = shape.numel, shape.hidden * shape.vocabulary
+    pace = timing.pace_of(model, text.length, text.batch, products, shape.vocabulary)
+    return shape, pace, free_bytes(home.device) + (shape.weights if lies is None else 0), lies is not None
 
 
-def price(verb: str, parts: Sequence[WorkItem], shape: Shape, token: float, machine: int, streamed: bool | None = None) -> Cost:
+def price(verb: str, parts: Sequence[WorkItem], shape: Shape, pace: Pace, machine: int, streamed: bool | None = None) -> Cost:
     """Return what a verb takes: seconds and forwards add up over its parts, memory is that of the largest.
 
     Args:
         verb: The verb as users type it.
         parts: Its parts.
         shape: Of the model.
-        token: Seconds, see :func:`time_token`.
+        pace: Of the model here.
         machine: Bytes of memory.
         streamed: Whether weights stay in their files; where it is None they do so if half of the memory does not hold them.
     """
@@ -415,15 +504,25 @@ def price(verb: str, parts: Sequence[WorkItem], shape: Shape, token: float, mach
     for part in parts:
         work = WORK[part.kind]
         passes = work.forwards + work.each * shape.layers if part.forwards is None else part.forwards
-        solved = shape.layers * work.solve(shape) / shape.products
-        seconds += token * part.times * (passes * part.text.tokens + solved)
+        jobs = work.job(shape, part.text) + part.job(shape, part.text)
+        seconds += part.times * (passes * part.text.tokens * _token(part, pace) + jobs)
         forwards += part.times * passes * part.text.tokens / parts[0].text.tokens
-        needs, walks = _memory(part, shape, machine, False if part.resident else streamed)
+        needs, walks = _memory(part, shape, pace.device, machine, False if part.resident else streamed)
         memory, how = max(memory, needs), max(how, walks, key=list(HOWS).index)
     return Cost(verb=verb, how=how, memory=int(memory), seconds=seconds, forwards=forwards, fits=memory <= machine)
 
 
-def _memory(part: WorkItem, shape: Shape, machine: int, streamed: bool | None) -> tuple[float, str]:
+def _token(part: WorkItem, pace: Pace) -> float:
+    """Seconds of a token's forward equivalent: backwards, a layer runs forwards twice, and once back for every loss."""
+    work = WORK[part.kind]
+    if work.graph == "none":
+        return pace.forward + pace.head * work.head
+    losses = max(1, work.losses if part.losses is None else part.losses)
+    walk = 2.0 * pace.forward + losses * pace.backward + pace.head + losses * pace.head_backward
+    return walk / (1.0 + 2.0 * losses)
+
+
+def _memory(part: WorkItem, shape: Shape, device: str, machine: int, streamed: bool | None) -> tuple[float, str]:
     """Bytes at the peak and how the weights are held."""
     work, text, half = WORK[part.kind], part.text, SHARE * machine
     backwards = work.graph != "none"
@@ -432,15 +531,18 @@ def _memory(part: WorkItem, shape: Shape, machine: int, streamed: bool | None) -
     widest = max(max(m.d_in, m.d_out) for m in shape.matrices)
     acting = graph if backwards else batch * (12.0 * shape.hidden + 4.0 * widest * shape.width)
     logits, state = 12.0 * batch * shape.vocabulary, work.state(shape, text)
-    whole = _BASE + shape.weights + _SLACK * (acting * (shape.layers if backwards else 1) + logits + state)
-    if work.graph == "model" or (whole <= half and not streamed):
+    ends = 2.0 * batch * shape.width * sum(m.d_in + m.d_out for m in shape.ends)
+    needed = ((acting + state) * shape.layers + ends if backwards else acting + state) + logits
+    weights = shape.weights * (1 + work.copied)
+    whole, room = _BASE + weights + _SLACK * needed, min(half, ROOM) if device == "cpu" and backwards else half
+    if work.graph == "model" or (whole <= half and needed < room and not streamed):
         return whole, "whole"
     stored = text.tokens * shape.hidden * shape.width * (shape.layers + 1 + 2 * work.losses if backwards else 1)
     kept = 0.0 if backwards and stored >= half else stored  # what has no room in memory is kept on disk
-    walked = _BASE + _SLACK * (acting + logits + kept + state)
+    walked = _BASE + _SLACK * (acting + min(logits, 3.0 * HEAD) + kept + state)
     if streamed or (streamed is None and walked + shape.weights > half):
         return walked + _SLACK * shape.numel * shape.width, "streamed"
-    return walked + shape.weights, "layers"
+    return walked + weights, "layers"
 
 
 def duration(seconds: float) -> str:

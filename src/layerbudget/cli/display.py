@@ -276,7 +276,7 @@ def expect(a: Session, what: str, model: Any = None, parts: Sequence[WorkItem] =
             a.expected = price(a.verb, parts, *place_of(model, text))
             said = f": about {duration(a.expected.seconds)} and {a.expected.memory / 2**30:.2g} GiB"
             said += f"{'' if a.expected.fits else ', more than is free here'}, {HOWS[a.expected.how]}"
-    a.began, a.loaded = time.perf_counter(), model is not None
+    a.began, a.processor, a.loaded = time.perf_counter(), time.process_time(), model is not None
     if a.dry_run:
         a.expectation = {"model": place.removesuffix("."), "runs": what, "expected": expected_record(a)}
     else:
@@ -289,13 +289,13 @@ def conclude(a: Session, result: dict[str, Any]) -> dict[str, Any]:
         return result
     from ..cost import duration
 
-    seconds, expected = time.perf_counter() - a.began, a.expected
+    seconds, processor, expected = time.perf_counter() - a.began, time.process_time() - a.processor, a.expected
     comparison = "" if expected is None else f"; expected {duration(expected.seconds)}"
     loaded = " and the loading of the model" if a.loaded else ""
     announce(a, f"took {duration(seconds)} without the start of the program{loaded}{comparison}.")
     before = expected_record(a)
     before = before and {name: value for name, value in before.items() if name != "fits"}
-    return {**result, "expected": before, "took": {"seconds": seconds}}
+    return {**result, "expected": before, "took": {"seconds": seconds, "processor": processor}}
 
 
 def expected_record(a: Session) -> dict[str, Any] | None:

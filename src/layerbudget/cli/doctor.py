@@ -117,7 +117,7 @@ def _has_weights(name: str) -> bool:
 
 def _unloaded(session: Session) -> dict[str, Any]:
     """Prices from a configuration, on a machine that may be another one: as fast as this one."""
-    from ..cost import shape_of_config, time_token
+    from ..cost import pace_of_shape, shape_of_config
     from ..models.loading import DTYPES, find_device, held_dtype, quick_dtype, read_configuration
     from ..models.machine import free_bytes
 
@@ -131,7 +131,7 @@ def _unloaded(session: Session) -> dict[str, Any]:
     shape = shape_of_config(config, dtype)
     more = {"fits": _fits(session, config, machine, shape.experts)} if request.context else {}
     title = f"in {where}, {str(dtype).removeprefix('torch.')}, as fast as this machine's {device.type}; no weights were read"
-    forecast = _priced(session, (shape, time_token(shape, dtype, device), machine), title, {})
+    forecast = _priced(session, (shape, pace_of_shape(shape, dtype, device), machine), title, {})
     return {
         "model": request.model,
         "layers": shape.layers,

@@ -33,6 +33,7 @@ class Session:
         self.facts: dict[str, Any] = {}
         self.expected: Any = None  # what the command is expected to cost
         self.began: float | None = None  # when the work began
+        self.processor = 0.0  # seconds of the processor until then
         self.loaded = False  # whether the expected cost is without the loading of a model
         self.expectation: dict[str, Any] | None = None  # what a dry run says
         #: Text and its size where none is named; a plan's own text may stand there.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...compressors.base import QUANTISERS
-from ...compressors.formats import GGUF, PACKED, RUNTIMES, find_format, find_runtime
+from ...compressors.formats import BY_MOMENTS, GGUF, PACKED, RUNTIMES, find_format, find_runtime
 from ...errors import InvalidInput
 from ...plan import Plan, payload_of
 from ...requests import READING
@@ -19,7 +19,7 @@ from .payload import BitsPayload
 from .terms import whole_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from ...decision import Session
     from .request import BitsRequest, BitsWrite
@@ -57,7 +57,7 @@ def _by_damage(session: Session) -> Plan:
     if family == GGUF and (narrow := narrow_rows(model)):
         session.announce(narrow)
     checked, draws = None if check is None else session.size(check), request.draws or 4
-    parts = choosing(session.size(data), checked, draws=draws, ggml=family == GGUF, method=request.method or "rtn")
+    parts = choosing(session.size(data), checked, draws=draws, **counted_of(request, find_runtime(request.runtime, family)))
     session.expect(f"measuring what every format costs{session.on_text(data)}{on_check(check)}", model, parts)
     options = request.given(*_MEASURED, "runtime", "seed", "save_scores", "resume")
     with session.progress("measuring formats") as progress:
@@ -66,6 +66,17 @@ def _by_damage(session: Session) -> Plan:
         result = plan_bits(model, data, check, tokenizer=tokenizer, **options)
     session.facts["no file"] = request.unwritten == "plan" and has_no_file(model, result)
     return result
+
+
+def counted_of(request: Any, runtime: Any) -> dict[str, Any]:
+    """Return what a measurement of formats rounds, as :func:`layerbudget.cost.choosing` takes it."""
+    from .rounding import anchors_of
+
+    method = request.method or "rtn"
+    menu = [form.name for form in runtime.formats([256], request.formats, request.group)]
+    anchors = anchors_of(menu, runtime.family, feedback=method in BY_MOMENTS)
+    counted = {"runtime": runtime.name, "method": method, "names": request.formats, "group": request.group}
+    return {**counted, "rows": request.rows or 16, "anchors": anchors}
 
 
 def has_no_file(model: Any, plan: Plan) -> bool:
@@ -162,7 +173,7 @@ def write(
 
 def _quantise(session: Session, plan: Plan, weights: Plan, text_files: Mapping[str, str] | None) -> Any:
     """Write the model's own file."""
-    from ...cost import WorkItem, treating
+    from ...cost import treating
     from ...storage.writing import check_space
     from ..sparsity import BESIDE
     from .apply import write_bits
@@ -181,8 +192,7 @@ def _quantise(session: Session, plan: Plan, weights: Plan, text_files: Mapping[s
     size = BESIDE + whole_bytes(weights)  # what the plan counted, and a tokenizer
     check_space(dict.fromkeys(filter(None, (request.out, request.resume)), size))
     text = session.size(data)
-    parts: Sequence[Any] = [WorkItem("ggml", text)] if weights.payload.family == GGUF else []
-    session.expect(f"{method}{session.on_text(data)}", model, [*treating(method, text), *parts])
+    session.expect(f"{method}{session.on_text(data)}", model, treating(method, text, **rounded_of(weights)))
     options = {**request.more, **request.given("imatrix", "resume"), "method": method, "overwrite": request.overwrite}
     options |= {} if request.verify is None else {"check": request.verify}
     with session.progress(f"quantise by {method}") as progress:
@@ -195,9 +205,14 @@ def _quantise(session: Session, plan: Plan, weights: Plan, text_files: Mapping[s
         return write_bits(model, weights, request.out, data, **options)
 
 
+def rounded_of(plan: Plan) -> dict[str, Any]:
+    """Return what applying a plan rounds, as :func:`layerbudget.cost.treating` takes it."""
+    return {"formats": list(formats_of_plan(plan).values()), "ends": plan.payload.family == GGUF, "forwards": 0.0}
+
+
 def _requantise(session: Session, plan: Plan, weights: Plan) -> Any:
     """Give a GGUF file the types of a plan; with the inputs of its model, where that is named."""
-    from ...cost import WorkItem, treating
+    from ...cost import treating
     from .requantise import requantise
 
     request: BitsWrite = session.request
@@ -213,7 +228,7 @@ def _requantise(session: Session, plan: Plan, weights: Plan) -> Any:
         model, _, data = session.load_apart(plan, _checked(plan))
         options |= {"inputs": model, "data": data, "batch_size": session.batch(model, data)}
         method, text = request.method or str(weights.payload.method), session.size(data)
-        session.expect(f"{method}{session.on_text(data)}", model, [*treating(method, text), WorkItem("ggml", text)])
+        session.expect(f"{method}{session.on_text(data)}", model, treating(method, text, **rounded_of(weights)))
         request.model, request.dtype = file, None
     with session.progress("requantise, tensors") as progress:
         return requantise(file, weights, request.out, overwrite=request.overwrite, progress=progress, **options)

@@ -21,7 +21,8 @@ def plan(session: Session) -> Plan:
 
     request: CacheRequest = session.request
     model, _, data, check = session.load_checked(8 if request.checked is None else request.checked)
-    parts = [WorkItem("directional", session.size(data), 1.0 + 2.0 * (request.draws or 4))]
+    draws = request.draws or 4
+    parts = [WorkItem("directional", session.size(data), 1.0 + 2.0 * draws, losses=draws)]
     parts += [] if check is None else [WorkItem("forward", session.size(check), times=5.0)]
     session.expect(f"the cache{session.on_text(data)}{on_check(check)}", model, parts)
     options = request.given("bits", "budget", "batch", "formats", "group", "draws", "seed", "rule")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Any
 
+from ...compressors.formats import RUNTIMES, find_runtime
 from ...plan import Plan
 from ...records import rounded_up, unit_of
 from ..bits import command as bits
@@ -42,14 +43,14 @@ def _by_damage(session: Session) -> Plan:
     from .plan import plan_memory, share_of
 
     request: MemoryRequest = session.request
-    runtime, method = request.target, request.method or "rtn"
+    runtime = request.target
     MemoryLimits(**request.terms, utilization=share_of(runtime, request.utilization)).check(request.rule)  # before it is loaded
     need_samples(session)
     model, tokenizer, data, check = session.load_checked(8 if request.checked is None else request.checked)
     text, draws = session.size(data), request.draws or 4
     checked = None if check is None else session.size(check)
-    parts = choosing(text, checked, draws=draws, ggml=runtime == "llama.cpp", method=method)
-    parts.append(WorkItem("directional", text, 1.0 + 2.0 * draws))
+    parts = choosing(text, checked, draws=draws, **bits.counted_of(request, find_runtime(runtime, RUNTIMES[runtime].family)))
+    parts.append(WorkItem("directional", text, 1.0 + 2.0 * draws, losses=draws))
     session.expect(f"weights and cache{session.on_text(data)}{on_check(check)}", model, parts)
     options = {**request.given(*_MEASURED), **request.terms, "runtime": runtime, "rule": request.rule}
     with session.progress("measuring formats") as progress:

@@ -138,7 +138,7 @@ DECISION = Sparsity()
 
 def _by_damage(session: Session) -> Plan:
     from ...compressors.base import TREATMENTS
-    from ...cost import WorkItem
+    from ...cost import searching
     from ...models.blocks import partition
     from .directional import plan_by_damage
 
@@ -151,7 +151,7 @@ def _by_damage(session: Session) -> Plan:
     model, _, data = session.load()
     session.share(model, partition(model, "linear" if request.by.startswith("rows:") else request.by))
     what = f"{request.method} on {session.text(data)}"
-    session.expect(what, model, [WorkItem("directional", session.size(data), request.passes or 24.0)])
+    session.expect(what, model, searching(session.size(data), request.passes or 24.0))
     options = request.given("sparsity", "max_sparsity", "by", "method", "passes", "trust", "resume")
     with session.progress(f"stepping down, {request.method}") as progress:
         batch = session.batch(model, data)
