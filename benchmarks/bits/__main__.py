@@ -7,6 +7,7 @@ PARTS = {
     "ggml_types": "llama.cpp's types: KL at the bytes of its own mixes (needs llama-quantize)",
     "feedback": "time of error feedback inside ggml's grids beside SparseGPT",
     "whole": "whole plans of a real model at the bytes of mixes, by every way to round",
+    "tasks": "accuracy of a real model on tasks: dense, mix, uniform and plan at equal bytes, paired",
     "texts": "KL on other texts by what text decides the rounding, and how much of it",
     "rounding": "ways to round at equal formats: KL of nearest, weighted, gptq and descent, and parts of descent",
 }
