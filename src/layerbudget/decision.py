@@ -46,7 +46,7 @@ class Table(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What is said of a plan; the terminal, JSON, the page and the model card read this.
+    """Sentences on a plan; the terminal, JSON, the page and the model card read this.
 
     Attributes:
         title: The decision in a few words, which the name of a model follows: ``50% sparsity for``.
@@ -72,7 +72,7 @@ class Summary:
 
 
 class ScoresAdvice(NamedTuple):
-    """What is said of scores that were measured for plans of one decision, before one is made."""
+    """Sentences on scores that were measured for plans of one decision, before one is made."""
 
     words: str  #: The end of the verdict on the scores.
     command: tuple[str, ...]  #: Words of the plan that follows, behind ``plan``; the file of the scores comes second.
@@ -80,7 +80,7 @@ class ScoresAdvice(NamedTuple):
 
 
 class OtherBudgets(Protocol):
-    """What the scores of a plan say of plans at other budgets; its fields are shown as JSON."""
+    """Predictions for other budgets, from the scores of a plan; its fields are shown as JSON."""
 
     @property
     def recommendation(self) -> str:
@@ -210,7 +210,7 @@ class Session(Protocol):
 
 @dataclasses.dataclass(kw_only=True)
 class PlanRequest(TextRequest):
-    """What every ``plan`` can be asked."""
+    """Options of every ``plan``."""
 
     source: str = option(metavar="MODEL|SCORES", role="reads", help="a model, or scores.json that were measured before")
     out: str | None = out_option("write the plan here (default: plan.json from a model, else it is shown)", metavar="PLAN")
@@ -229,7 +229,7 @@ class PlanRequest(TextRequest):
 
 @dataclasses.dataclass(kw_only=True)
 class WriteRequest(TextRequest):
-    """What every ``apply`` can be asked."""
+    """Options of every ``apply``."""
 
     command: ClassVar[str] = "apply"
 
@@ -245,7 +245,7 @@ class WriteRequest(TextRequest):
 
 @dataclasses.dataclass(kw_only=True)
 class ScoresRequest(requests.Request):
-    """What a ``plan`` that is made from scores alone can be asked."""
+    """Options of a ``plan`` that is made from scores alone."""
 
     measures: ClassVar[bool] = False
     resume: ClassVar[None] = None
@@ -266,7 +266,7 @@ class ScoresRequest(requests.Request):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NoPayload:
-    """What plans say beside the blocks where their decision says nothing more."""
+    """Payload of plans whose decision says nothing beside the blocks."""
 
 
 class Decision:

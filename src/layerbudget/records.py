@@ -450,7 +450,7 @@ class Result(Mapping[str, Any]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Receipt(Record):
-    """What is given back where a plan was applied: which plan to which model, the model, and what a subclass has counted.
+    """The result of a plan that was applied: which plan to which model, the model, and what a subclass has counted.
 
     Attributes:
         plan_digest: Digest of the plan.

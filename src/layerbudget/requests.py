@@ -1,4 +1,4 @@
-"""What a command, or a planner, can be asked: options as fields of a dataclass, each with a type, a default and a sentence.
+"""Options of a command or a planner, as fields of a dataclass, each with a type, a default and a sentence.
 
 Flags, help, the page of options and completion are made from the fields; nothing about an option is written twice. A field
 whose value is None was not given, so that a request can refuse what it would not read.
@@ -68,7 +68,7 @@ def option(
 
 @dataclasses.dataclass(kw_only=True)
 class Request:
-    """What every command can be asked."""
+    """Options of every command."""
 
     json: bool = option(False, group=EVERY, role="aside", help="print one JSON document on stdout, everything else on stderr")
     quiet: bool = option(False, group=EVERY, role="aside", help="show no progress and no expected cost")

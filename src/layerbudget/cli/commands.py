@@ -26,7 +26,7 @@ class Command(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What a command line asks for."""
+    """A command line after it was read."""
 
     request: type[Request]
     words: list[str]  #: the words that say it, behind those of the command

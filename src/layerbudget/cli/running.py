@@ -1,4 +1,4 @@
-"""What every command does while it runs: processes, the warnings of libraries, and what ends it early."""
+"""Work that every command does while it runs: processes, the warnings of libraries, and what ends it early."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _TINY = 1e-30
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Layout:
-    """What a type can hold: a weight is ``d s t + c m``.
+    """Weights that a type can hold: a weight is ``d s t + c m``.
 
     Attributes:
         block: Columns under one d and c.

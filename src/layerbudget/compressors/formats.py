@@ -42,7 +42,7 @@ _PACKED_NAME = re.compile(rf"w([{''.join(map(str, _PACKED_BITS))}])-(?:g([1-9]\d
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Floats:
-    """What floating-point codes of compressed-tensors are, and how a file holds them.
+    """Floating-point codes of compressed-tensors, and how a file holds them.
 
     Attributes:
         packing: The name that compressed-tensors has for this way of storing.

@@ -1,4 +1,4 @@
-"""What a row means: a conversation, a prompt with its answer, or a text.
+"""Meaning of a row: a conversation, a prompt with its answer, or a text.
 
 Formats are known by their columns, whatever their capitals: ``messages`` or ``conversations`` (roles and contents, or
 ShareGPT's ``from`` and ``value``), ``prompt`` and ``completion`` (texts or messages), a question and an answer (Alpaca, Dolly,

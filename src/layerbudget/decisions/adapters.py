@@ -1,4 +1,4 @@
-"""What plans of adapters share: the modules that they name, checks before PEFT wraps them, and a recount after."""
+"""Parts that plans of adapters share: the modules that they name, checks before PEFT wraps them, and a recount after."""
 
 from __future__ import annotations
 

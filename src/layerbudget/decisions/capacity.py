@@ -163,7 +163,7 @@ def make_plan(
 
 
 def _payload(kind: str, rule: str, said: Mapping[str, Any]) -> Any:
-    """What a rule says beside its blocks, as the payload of its kind of plan; a field that there is not is refused."""
+    """All that a rule says beside its blocks, as the payload of its kind of plan; a field that there is not is refused."""
     payload = DECISIONS.find(kind).Payload
     known = [field.name for field in dataclasses.fields(payload)]
     for name in said.keys() - set(known):

@@ -138,7 +138,7 @@ def finetune(
 
 
 def _identity(plan: Plan, task: Task | Texts, protocol: Protocol, base: Mapping[str, Any], *, bf16: bool) -> dict[str, Any]:
-    """What a finished seed depends on: a seed of another identity is not taken up again."""
+    """Identity of a finished seed, all that it depends on: a seed of another identity is not taken up again."""
     return {
         "plan": plan.digest,
         "task": task.digest,

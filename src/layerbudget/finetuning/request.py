@@ -1,4 +1,4 @@
-"""What ``finetune`` can be asked: the numbers of a training protocol, and what is trained on what. No torch."""
+"""Options of ``finetune``: the numbers of a training protocol, and what is trained on what. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the file of every architecture can say, by the fields of a configuration. No torch.
+"""Fields that the file of every architecture can say, by the fields of a configuration. No torch.
 
 A field is one of four: no forward reads it; its value goes into the file; llama.cpp computes one value of it only; or nobody
 here knows what it does. The last two are refused where they are set to something else.
@@ -40,7 +40,7 @@ _SAME = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_py
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Odd:
-    """What a file cannot say.
+    """Something that a file cannot say.
 
     Attributes:
         what: As ``field = value``.

@@ -1,4 +1,4 @@
-"""What llama.cpp does to a text before its tokens, beside what a tokenizer does: names that it has, and notes. No torch.
+"""Steps of llama.cpp on a text before its tokens, beside what a tokenizer does: names that it has, and notes. No torch.
 
 llama.cpp looks for added tokens in the text as it is written, the longest ones first. What is left it splits by the rule that
 the file names, and merges. It changes no characters, and puts a space before a text of SentencePiece's kind alone.

@@ -1,4 +1,4 @@
-"""What llama.cpp itself makes of a GGUF file: whether it loads, the tokens of texts, and logits.
+"""Results of llama.cpp itself on a GGUF file: whether it loads, the tokens of texts, and logits.
 
 The library is the one in the wheel of ``xllamacpp``. It may end its process by an assertion, so it runs in a child process:
 this file is also the script of that process, which imports nothing but the standard library.

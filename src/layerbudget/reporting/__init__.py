@@ -1,1 +1,1 @@
-"""What is said of plans, scores and receipts: explanation, verdict, sweep and the page."""
+"""Sentences on plans, scores and receipts: explanation, verdict, sweep and the page."""

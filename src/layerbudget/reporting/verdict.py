@@ -1,4 +1,4 @@
-"""What is said of a plan in a sentence or a table: its decision says it, in :meth:`~layerbudget.decision.Decision.describe`."""
+"""Sentences on a plan in a sentence or a table: its decision says it, in :meth:`~layerbudget.decision.Decision.describe`."""
 
 from __future__ import annotations
 

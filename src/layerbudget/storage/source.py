@@ -1,4 +1,4 @@
-"""What a written model folder owes to the checkpoint that it came from: all that no decision touched.
+"""Parts of a written model folder that come from its source: all that no decision touched.
 
 :func:`complete` makes a folder that transformers wrote like its source again: fields of ``config.json`` under the names that it
 has for them, the tokenizer's files and all others beside the weights, the precision of tensors whose values are those of

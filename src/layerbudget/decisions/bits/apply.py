@@ -203,7 +203,7 @@ def _pieces(model: nn.Module, formats: Mapping[str, str]) -> dict[str, list[Job]
 
 
 class Shared:
-    """What several plans of a model and a text have in common: the head's inputs in the dense model, and rounded matrices.
+    """Results that plans of one model and one text have in common: the head's inputs in the dense model, and rounded matrices.
 
     A matrix that is rounded without the inputs that a plan gives it is rounded once to every type of llama.cpp. Its bytes lie
     in a temporary folder, which takes as much as the matrices in all types of the plans.

@@ -1,4 +1,4 @@
-"""What a file takes beside the planned matrices, counted before it is written: other tensors, and what is no tensor.
+"""Bytes of a file beside the planned matrices, counted before it is written: other tensors, and what is no tensor.
 
 The writers of the two families make the same tensors from the same rules: :class:`~layerbudget.llama_cpp.writer.GgufHead`, and
 :func:`~layerbudget.storage.source.written_dtype` and :func:`~layerbudget.storage.source.added` of a folder.
@@ -167,7 +167,7 @@ def _rounded(size: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counted:
-    """What a file takes beside its planned matrices, as it is now known: model, source and tokenizer are at hand.
+    """Bytes of a file beside its planned matrices, as it is now known: model, source and tokenizer are at hand.
 
     Attributes:
         fixed: Bytes of other tensors.

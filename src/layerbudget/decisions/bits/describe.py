@@ -1,4 +1,4 @@
-"""What is said of a plan of bits, and the data of its charts. No torch."""
+"""Sentences on a plan of bits, and the data of its charts. No torch."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _sizes(plan: Plan, payload: BitsPayload) -> dict[str, int]:
 
 
 def _counted(payload: BitsPayload) -> str:
-    """What is counted: the file, or all tensors."""
+    """Name of the counted thing: the file, or all tensors."""
     return "the file" if payload.family == GGUF and payload.head_bytes else "all tensors"
 
 

@@ -1,4 +1,4 @@
-"""What only plans of bits say, beside the blocks."""
+"""Payload of plans of bits: all that they say beside their blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``plan bits``, and ``apply`` of a plan that has formats of weights, can be asked. No torch here."""
+"""Options of ``plan bits``, and of ``apply`` with a plan that has formats of weights. No torch here."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class BitsRequest(FormatsRequest):
 
 @dataclasses.dataclass(kw_only=True)
 class BitsWrite(WriteRequest):
-    """What ``apply`` of a plan with formats of weights can be asked."""
+    """Options of ``apply`` for a plan with formats of weights."""
 
     method: str | None = option(None, metavar="METHOD", help="quantiser (default: what the plan was measured with)")
     imatrix: str | None = option(

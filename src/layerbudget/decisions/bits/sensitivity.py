@@ -155,7 +155,7 @@ def _damages(
 def _scaled(
     errors: RoundingErrors, blocks: Sequence[Block], there: np.ndarray, terms: QuadraticTerms
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What formats add to the damage of their rests by scaling all weights alike, and its ``rest``; of anchors as measured."""
+    """Damage that formats add to that of their rests by scaling all weights alike, and its ``rest``; of anchors as measured."""
     count, number = len(errors.formats), len(errors.anchors)
     squares = np.stack([_factors(errors, block)[:count] for block in blocks]) ** 2
     more, apart = squares * terms.second[:, number, None], squares[..., None] * terms.rest[:, number, None]
@@ -167,7 +167,7 @@ def _scaled(
 
 
 def _factors(errors: RoundingErrors, block: Block) -> np.ndarray:
-    """What all weights of a block are scaled by, in every format and anchor: the mean of its matrices."""
+    """Factors of all weights of a block, in every format and anchor: the mean of its matrices."""
     sizes = [m.copies * m.numel for m in block.modules]
     return np.asarray(np.average([errors.factors[m.name] for m in block.modules], axis=0, weights=sizes))
 

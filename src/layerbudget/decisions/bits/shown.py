@@ -1,4 +1,4 @@
-"""What is counted in a plan of bits, and the reasons for every format, as tables."""
+"""Tables of the bytes that a plan of bits counts, and of the reasons for every format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sweep of sizes shows: the predicted damage of plans beside the mixes of llama.cpp."""
+"""Table of a sweep of sizes: the predicted damage of plans beside the mixes of llama.cpp."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the bytes of a planned file are of: every term of the sum that a limit counts. No torch."""
+"""Terms of the bytes of a planned file: every term of the sum that a limit counts. No torch."""
 
 from __future__ import annotations
 

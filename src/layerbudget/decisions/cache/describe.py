@@ -1,4 +1,4 @@
-"""What is said of a plan of the cache, and the data of its charts. No torch."""
+"""Sentences on a plan of the cache, and the data of its charts. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only plans of the cache say, beside the blocks."""
+"""Payload of plans of the cache: all that they say beside their blocks."""
 
 from __future__ import annotations
 

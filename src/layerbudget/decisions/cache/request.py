@@ -1,4 +1,4 @@
-"""What ``plan cache`` can be asked. No torch here."""
+"""Options of ``plan cache``. No torch here."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def _write_gguf(session: Session, plan: Plan) -> dict[str, Any]:
 
 
 def _on_written(receipt: Any, out: Any) -> tuple[str, str]:
-    """What stays in the model that was written, and who loads it."""
+    """Sentence on what stays in the model that was written, and who loads it."""
     experts, size = receipt.experts, receipt.parameters
     return (
         f"{experts['after']} of {experts['before']} experts stay; parameters {size['before']:,} -> {size['after']:,}, of which "

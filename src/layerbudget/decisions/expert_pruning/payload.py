@@ -1,4 +1,4 @@
-"""What only plans of experts that stay say, beside the blocks."""
+"""Payload of plans of experts that stay: all that they say beside their blocks."""
 
 from __future__ import annotations
 

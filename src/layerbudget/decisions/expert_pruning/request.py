@@ -1,4 +1,4 @@
-"""What ``plan expert-pruning`` can be asked; ``apply`` of such a plan has no options of its own."""
+"""Options of ``plan expert-pruning``; ``apply`` of such a plan has no options of its own."""
 
 from __future__ import annotations
 

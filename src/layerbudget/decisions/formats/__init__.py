@@ -1,1 +1,1 @@
-"""What bits, the cache and one memory limit share: the table of formats, and the exact choice among them."""
+"""Parts that bits, the cache and one memory limit share: the table of formats, and the exact choice among them."""

@@ -1,4 +1,4 @@
-"""What plans of formats say, beside the blocks: of weights, of a cache, or of both."""
+"""Payload of plans of formats, beside the blocks: of weights, of a cache, or of both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands that choose formats of weights can be asked, and what they do alike. No torch here."""
+"""Options of commands that choose formats of weights, and what these do alike. No torch here."""
 
 from __future__ import annotations
 

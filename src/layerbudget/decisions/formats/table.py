@@ -133,7 +133,7 @@ class FormatTable:
         return float(np.sqrt(((rest.sum(0) - theirs.sum(0)) ** 2).sum() + spread))
 
     def _noise(self, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What the sequences add to the damage of every block, ``(K, S)``, and the variance that is not theirs, ``(K,)``."""
+        """Noise of the sequences in the damage of every block, ``(K, S)``, and the variance that is not theirs, ``(K,)``."""
         k = np.arange(len(self.blocks))
         rest = self.rest[k, chosen]
         return rest, np.maximum(self.error[k, chosen] ** 2 - (rest**2).sum(-1), 0.0)

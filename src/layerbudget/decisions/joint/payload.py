@@ -1,4 +1,4 @@
-"""What only plans of zeros and adapters say, beside the blocks."""
+"""Payload of plans of zeros and adapters: all that they say beside their blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..capacity import Rounding
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """What is added, beside the zeros that pay for it."""
+    """Capacity that is added beside the zeros that pay for it."""
 
     kind: str  #: ``ranks`` or ``lora-experts``.
     values: Mapping[str, float]  #: By block, before rounding.

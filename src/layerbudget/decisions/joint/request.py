@@ -1,4 +1,4 @@
-"""What ``plan joint`` can be asked."""
+"""Options of ``plan joint``."""
 
 from __future__ import annotations
 

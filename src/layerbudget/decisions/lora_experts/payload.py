@@ -1,4 +1,4 @@
-"""What only plans of LoRA experts say, beside the blocks."""
+"""Payload of plans of LoRA experts: all that they say beside their blocks."""
 
 from __future__ import annotations
 

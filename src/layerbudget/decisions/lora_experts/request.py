@@ -1,4 +1,4 @@
-"""What ``plan lora-experts`` can be asked."""
+"""Options of ``plan lora-experts``."""
 
 from __future__ import annotations
 

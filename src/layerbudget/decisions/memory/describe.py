@@ -1,4 +1,4 @@
-"""What is said of a plan of weights and cache, and the data of its charts. No torch."""
+"""Sentences on a plan of weights and cache, and the data of its charts. No torch."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _on_utilization(plan: Plan, payload: MemoryPayload) -> str:
 
 
 def _on_more(plan: Plan, payload: MemoryPayload) -> list[str]:
-    """What one unit of memory more would bring, and how little more takes away half of the damage, where so little does."""
+    """Sentence on what one unit of memory more would bring, and on how little more takes away half of the damage."""
     more, this, damage = payload.more, "this one", payload.predicted
     if (best := payload.baselines.get("exact")) and plan.rule != "exact":
         this, damage = "the best plan of this memory", best["predicted"]

@@ -1,4 +1,4 @@
-"""What only plans of weights and cache say, beside the blocks."""
+"""Payload of plans of weights and cache: all that they say beside their blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PartErrors:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class More:
-    """What more memory would bring.
+    """Gains of more memory.
 
     Attributes:
         bytes: One unit of memory.

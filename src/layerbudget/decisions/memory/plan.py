@@ -205,7 +205,7 @@ def check_needed(fit: Fit, terms: MemoryLimits) -> None:
 def _other_formats(
     model: nn.Module, terms: MemoryLimits, tokenizer: Any, options: Mapping[str, Any]
 ) -> Iterator[tuple[str, Fit]]:
-    """What is decided with all formats, and with those that need the inputs of a matrix; each with what leads to it."""
+    """Decisions with all formats, and with those that need the inputs of a matrix; each with what leads to it."""
     named = [*(["--formats"] if options.get("formats") else []), *([terms.given] if terms.given else [])]
     ways: list[tuple[str, MemoryLimits, dict[str, str | None]]] = []
     if named:

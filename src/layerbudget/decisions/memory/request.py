@@ -1,4 +1,4 @@
-"""What ``plan memory`` can be asked. No torch here."""
+"""Options of ``plan memory``. No torch here."""
 
 from __future__ import annotations
 

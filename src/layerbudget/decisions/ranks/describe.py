@@ -1,4 +1,4 @@
-"""What is said of a plan of ranks: the verdict beside uniform, noise, what was measured, and how its adapter is served."""
+"""Sentences on a plan of ranks: the verdict beside uniform, noise, what was measured, and how its adapter is served."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _on_program(plan: Plan, payload: RanksPayload) -> list[str]:
 
 
 def _on_uniform(payload: RanksPayload) -> list[str]:
-    """What uniform and noise alone would gain; of few scored rows the verdict says it all."""
+    """Sentence on what uniform and noise alone would gain; of few scored rows the verdict says it all."""
     share, noise = payload.uniform_share, payload.noise_share
     if share is None or payload.scored_rows is not None:
         return []
@@ -170,7 +170,7 @@ def _on_reserve(plan: Plan, payload: RanksPayload) -> list[str]:
 
 
 def _on_serving(plan: Plan) -> list[str]:
-    """What vLLM is told to hold an adapter, and that llama.cpp cannot apply ranks that differ as they are."""
+    """Sentence on what vLLM is told to hold an adapter, and that llama.cpp cannot apply ranks that differ as they are."""
     if not plan.counts.any():
         return []
     sentences = [f"To serve it with vLLM: {serving_note(plan)}"]

@@ -1,4 +1,4 @@
-"""What only plans of ranks say, beside the blocks."""
+"""Payload of plans of ranks: all that they say beside their blocks."""
 
 from __future__ import annotations
 

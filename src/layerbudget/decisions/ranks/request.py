@@ -1,4 +1,4 @@
-"""What ``plan ranks`` can be asked."""
+"""Options of ``plan ranks``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only plans of smaller shapes say, beside the blocks."""
+"""Payload of plans of smaller shapes: all that they say beside their blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..describe import EvenUneven
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShapedPart:
-    """What goes from the heads or from the MLP of one layer.
+    """Units that go from the heads or from the MLP of one layer.
 
     Attributes:
         layer: Full name of the layer.

@@ -1,4 +1,4 @@
-"""What ``plan shapes`` and ``apply`` of such a plan can be asked."""
+"""Options of ``plan shapes``, and of ``apply`` with such a plan."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class ShapesRequest(PlanRequest):
 
 @dataclasses.dataclass(kw_only=True)
 class ShapesWrite(WriteRequest):
-    """What ``apply`` of a plan of smaller shapes can be asked."""
+    """Options of ``apply`` for a plan of smaller shapes."""
 
     family: str | None = option(
         None,

@@ -126,7 +126,7 @@ def check_depth(model: nn.Module) -> None:
 
 
 def _changed(whole: nn.Module, made: nn.Module, kept: Sequence[int]) -> str:
-    """What is otherwise in a model that was made without some layers of another one; empty where nothing is."""
+    """Differences of a model that was made without some layers of another one; empty where nothing is."""
     all_before, stack = layers(whole), layers(whole)[0][0].rpartition(".")[0] + "."
     outside = [{(n, p.shape) for n, p in m.named_parameters() if not n.startswith(stack)} for m in (whole, made)]
     changed = sorted(name for name, _ in outside[0] ^ outside[1])

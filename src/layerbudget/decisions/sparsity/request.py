@@ -1,4 +1,4 @@
-"""What ``plan sparsity`` and ``apply`` of such a plan can be asked."""
+"""Options of ``plan sparsity``, and of ``apply`` with such a plan."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class SparsityRequest(PlanRequest):
 
 @dataclasses.dataclass(kw_only=True)
 class SparsityWrite(WriteRequest):
-    """What ``apply`` of a plan of sparsity can be asked."""
+    """Options of ``apply`` for a plan of sparsity."""
 
     method: str | None = option(None, metavar="METHOD", help="pruner (default: what the plan was measured with; else wanda)")
     pattern: str | None = option(

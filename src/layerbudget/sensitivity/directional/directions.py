@@ -91,7 +91,7 @@ class Written(Directions):
 
 
 class _Last:
-    """What was made of the last inputs: the draws of a batch share it."""
+    """Results for the last inputs: the draws of a batch share it."""
 
     def __init__(self) -> None:
         self.inputs: torch.Tensor | None = None
