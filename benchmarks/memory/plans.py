@@ -39,8 +39,9 @@ from layerbudget.decisions.bits.apply import round_matrices
 from layerbudget.decisions.bits.plan import describe_rows
 from layerbudget.decisions.bits.sensitivity import DenseOutput
 from layerbudget.decisions.cache.cache import caching, rounding
+from layerbudget.decisions.memory.fitted import Fitted
 from layerbudget.decisions.memory.plan import plan_memory, settled, write_memory
-from layerbudget.decisions.memory.program import MIX, UNIFORM, Fit, Fitted, MemoryLimits
+from layerbudget.decisions.memory.program import MIX, UNIFORM, Fit, MemoryLimits
 from layerbudget.models.blocks import weight_of
 
 RATIOS = (1.08, 1.2, 1.35, 1.6, 2.0)

@@ -23,9 +23,10 @@ from layerbudget.decisions.bits.plan import check_record
 from layerbudget.decisions.bits.sensitivity import DenseOutput
 from layerbudget.decisions.cache.cache import caching, layer_formats, rounding
 from layerbudget.decisions.cache.export import vllm_options
+from layerbudget.decisions.memory.fitted import Fitted
 from layerbudget.decisions.memory.parts import parts_of, split_fit
 from layerbudget.decisions.memory.plan import apply_memory, joint_rows, plan_memory, settled, write_memory
-from layerbudget.decisions.memory.program import GIB, MIX, RULES, UNIFORM, Fitted, MemoryLimits, fit_of
+from layerbudget.decisions.memory.program import GIB, MIX, RULES, UNIFORM, MemoryLimits, fit_of
 from layerbudget.errors import CorruptFile, CoverageError, InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
 from layerbudget.exports import EXPORTS, format_for
 from layerbudget.models.memory import cache_of

@@ -84,7 +84,9 @@ def write(session: Session, plan: Plan) -> dict[str, Any]:
     types = ""
     if plan.payload.runtime == "llama.cpp":
         types = llama_cache(parts["cache"]).partition(" --ctx-size")[0]
-    result = bits.write(session, plan, parts["bits"], text_files=files_of(parts["cache"]), cache=types)
+    placement = plan.payload.placement
+    types += f" {placement.options}" if placement else ""
+    result = bits.write(session, plan, parts["bits"], text_files=files_of(plan), cache=types)
     if request.model.endswith(".gguf"):
         session.say(f"The cache: layerbudget export {shlex.quote(request.plan)} --to llama-cache")
     return result

@@ -38,10 +38,12 @@ def summary_of(plan: Plan) -> Summary:
     size = f"file, cache and buffers in {plan.budget['spent']:,.0f} bytes"
     base = UNIFORM if UNIFORM in damages_of(plan, payload) else MIX
     called = "this plan" if base == plan.rule else names[base]
-    shares = [*_on_parts(plan, payload), *_on_more(plan, payload)]
+    shares = [*_on_parts(plan, payload), *_on_placement(payload), *_on_more(plan, payload)]
     damage = f"{nats(payload.predicted, payload.predicted_error)}{_on_others(plan, payload)}"
+    asked = plan.hyperparameters
+    memory = asked["memory"] if payload.placement is None else f"{asked['gpu']} and {asked['ram']} beside it"
     return Summary(
-        title=f"{plan.hyperparameters['memory']} at {payload.context} tokens x {payload.batch} for",
+        title=f"{memory} at {payload.context} tokens x {payload.batch} for",
         verdict=verdict(plan, payload, size, names, best="is the best choice here"),
         expected=expected(plan, payload),
         sentences=(
@@ -71,6 +73,26 @@ def _on_parts(plan: Plan, payload: MemoryPayload) -> list[str]:
         f"bytes ({cache['bits']:.3f} bits per number, {cache['predicted']:.4g} nats), {others}."
         f"{_on_utilization(plan, payload)}"
     ]
+
+
+def _on_placement(payload: MemoryPayload) -> list[str]:
+    """Sentences on what lies with the processor, where there are two memories, and on fewer layers there."""
+    here = payload.placement
+    if here is None:
+        return []
+    experts = f"the experts of the first {here.layers} layers" if here.layers else "no experts"
+    sentences = [
+        f"The card holds {here.gpu_bytes:,} of {here.gpu:,} bytes. The processor's memory holds {here.ram_bytes:,} of "
+        f"{here.ram:,}: the embedding and {experts}. Serve so: llama-server -m FILE.gguf {here.options}."
+    ]
+    fewer = [row for row in here.others if row["layers"] < here.layers]
+    if fewer:
+        near = max(fewer, key=lambda row: row["layers"])
+        sentences.append(
+            f"Experts beside the card make a model slower. With those of {near['layers']} layers there, the best plan is "
+            f"predicted to cost {near['predicted']:.4g} nats per token. It takes --ram '{near['ram_bytes']} bytes'."
+        )
+    return sentences
 
 
 def _on_utilization(plan: Plan, payload: MemoryPayload) -> str:

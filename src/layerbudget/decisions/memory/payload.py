@@ -33,6 +33,30 @@ class More:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Tensors that lie in the processor's memory, and the bytes of both sides; see the module ``placement``.
+
+    Attributes:
+        gpu, ram: Bytes of the card and of the processor's memory that were given.
+        layers: Decoder layers, from the first on, whose experts lie with the processor: llama.cpp's ``--n-cpu-moe``.
+        gpu_bytes, ram_bytes: Bytes that the plan takes of each; an embedding that is the head too is in both.
+        others: The best plan of every number of layers: ``layers``, ``gpu_bytes``, ``ram_bytes`` and ``predicted``.
+    """
+
+    gpu: int
+    ram: int
+    layers: int
+    gpu_bytes: int
+    ram_bytes: int
+    others: Sequence[Mapping[str, Number]] = ()
+
+    @property
+    def options(self) -> str:
+        """Return llama-server's options that place the tensors."""
+        return f"--n-gpu-layers 999 --n-cpu-moe {self.layers}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryPayload(WeightsPayload, CachedPayload):
     """Fields of ``extra`` in the file of a plan of weights and cache.
 
@@ -44,6 +68,7 @@ class MemoryPayload(WeightsPayload, CachedPayload):
         more: What more memory would bring.
         curve: The best plans of other memories.
         uniform_caches: Damage of one format for the whole cache, by format.
+        placement: What lies with the processor, where there are two memories.
     """
 
     parts: Mapping[str, Mapping[str, Number]]
@@ -53,3 +78,4 @@ class MemoryPayload(WeightsPayload, CachedPayload):
     more: More
     curve: Sequence[Mapping[str, Any]]
     uniform_caches: Mapping[str, Mapping[str, Number]]
+    placement: Placement | None = None

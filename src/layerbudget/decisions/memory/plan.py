@@ -41,8 +41,11 @@ from ..bits import (
 )
 from ..cache import cache_damage, cache_space, caching, find_cache, llama_cache, planned_cache, rounding, vllm_options
 from ..formats.payload import CachedPayload
+from .fitted import Fitted, Pick
 from .parts import parts_of
-from .program import KIND, Fit, Fitted, MemoryLimits, Pick
+from .payload import MemoryPayload
+from .placement import check_memories, sides_of
+from .program import KIND, Fit, MemoryLimits
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,8 +60,10 @@ def plan_memory(
     data: CalibrationSet | None = None,
     check: CalibrationSet | None = None,
     *,
-    memory: str,
+    memory: str | None = None,
     context: str | int,
+    gpu: str | None = None,
+    ram: str | None = None,
     batch: int = 1,
     runtime: str | None = None,
     cache: Sequence[str] | None = None,
@@ -85,6 +90,9 @@ def plan_memory(
         check: Held-out tokens; without them nothing is checked.
         memory: Bytes for the file, the cache and the buffers of a forward, such as ``"8 GiB"``.
         context: Tokens of a sequence, prompt and answer, such as ``"32k"``.
+        gpu: In place of ``memory``, for a mixture of experts and llama.cpp: bytes of a card.
+        ram: With ``gpu``: bytes of the processor's memory, which takes the experts of the first layers. How many layers
+            these are is decided too; see :mod:`layerbudget.decisions.memory.placement`.
         batch: Sequences at a time.
         runtime: ``llama.cpp`` (a GGUF file; one type for all keys, one for all values; a model's default), ``transformers`` or
             ``vllm``. Scores were measured for one.
@@ -111,7 +119,7 @@ def plan_memory(
         CoverageError: A streamed model.
         InvalidInput: A model without a cache, or a context beyond the model's.
     """
-    wanted: dict[str, Any] = {"memory": memory, "context": context, "batch": batch, "cache": cache}
+    wanted: dict[str, Any] = {"memory": memory, "gpu": gpu, "ram": ram, "context": context, "batch": batch, "cache": cache}
     cache_record = source.extra.get("cache") if isinstance(source, Scores) else None
     share = share_of(str(cache_record["runtime"]) if isinstance(cache_record, Mapping) else runtime or "llama.cpp", utilization)
     terms = MemoryLimits(**wanted, forbid=forbid, keep=keep or {}, utilization=share)
@@ -131,7 +139,10 @@ def plan_memory(
     space = _space(source, terms, options)
     table = empty_table(source, tokenizer, options)
     fit = Fit.of(table, space, terms)
-    fit.limit(terms.bytes, partial(_other_formats, source, terms, tokenizer, options), terms.utilization)
+    if terms.ram is not None:
+        check_memories(fit, terms.bytes, terms.beside)
+    else:
+        fit.limit(terms.bytes, partial(_other_formats, source, terms, tokenizer, options), terms.utilization)
     if save_scores is None:
         check_needed(fit, terms)
     measuring = {"draws": draws, "seed": seed, "batch_size": batch_size, **options}
@@ -193,7 +204,11 @@ def check_needed(fit: Fit, terms: MemoryLimits) -> None:
     if not fit.weights.has[:, -1].all() or terms.keep:
         return
     needed = int(fit.weights.size[:, -1].sum() + fit.cache.size[:, -1].sum()) + fit.beside
-    if needed <= terms.bytes:
+    if terms.ram is not None:
+        if any(card <= terms.bytes and beside <= terms.beside for card, beside in (s.whole(fit) for s in sides_of(fit))):
+            what = "Everything fits in 16 bits, with the experts of some layers at the processor. There is nothing to plan."
+            raise InvalidInput(what, "A plan is needed with less memory, or at a longer context.", "Run the model as it is.")
+    elif needed <= terms.bytes:
         unit, name = unit_of(needed)
         raise InvalidInput(
             f"Everything fits in 16 bits: {needed:,} bytes of {terms.bytes:,}. There is nothing to plan.",
@@ -331,11 +346,13 @@ def write_memory(
     """
     check_kind(plan.kind, (KIND,), "decides no memory")
     parts = parts_of(plan)
-    return write_bits(model, parts["bits"], out_dir, data, text_files=files_of(parts["cache"]), **options)
+    return write_bits(model, parts["bits"], out_dir, data, text_files=files_of(plan), **options)
 
 
-def files_of(cache: Plan) -> dict[str, str]:
-    """Return the files beside the weights of a plan of memory, by name, from the plan of its cache."""
+def files_of(plan: Plan) -> dict[str, str]:
+    """Return the files beside the weights of a plan of memory, by name: the plan of its cache, and the server's options."""
+    cache, placement = parts_of(plan)["cache"], payload_of(plan, MemoryPayload).placement
     options = {"llama.cpp": llama_cache, "vllm": vllm_options}.get(payload_of(cache, CachedPayload).runtime)
-    more = {"cache.txt": options(cache)} if options else {}
+    placed = "" if placement is None else f"{placement.options}\n"
+    more = {"cache.txt": options(cache) + placed} if options else {}
     return {"cache.json": dumps(cache.to_dict()), **more}

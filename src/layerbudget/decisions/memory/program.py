@@ -23,34 +23,26 @@ import numpy as np
 
 from ...errors import InfeasibleBudget, InvalidInput
 from ...models.memory import MemoryModel, check_positions, read_context
-from ...plan import Plan
-from ...records import rounded_up, to_jsonable, unit_of
+from ...records import rounded_up, unit_of
 from ...scores import Scores
 from ...solvers.choices import Choice, choose
 from ..cache import CacheSpace
 from ..formats.program import (
     CURVE,
     SHOWN,
-    FormatDecision,
     Limits,
     bits_of,
-    few_tokens,
-    imatrix_of,
     mix_of,
-    of_weights,
-    plan_blocks,
     read_bytes,
 )
 from ..formats.table import FormatTable
-from .payload import MemoryPayload, More, PartErrors
+from .payload import More
 
 KIND = "memory"
 UNIFORM, MIX = "uniform-cache", "mix"
 RULES = ("exact", UNIFORM, MIX)
 GIB = 1 << 30
 _SHARES = (0.01, 0.02, 0.05)  # of more memory that is asked what it brings; more of it brings much everywhere
-_PASSES = ("formats", "cache")  # what was measured, each with its forward equivalents
-_NEAR = {UNIFORM: 3, MIX: 2}  # plans of a rule that may be measured as a whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,16 +50,19 @@ class MemoryLimits:
     """Memory, context and batch that a plan has to fit.
 
     Attributes:
-        memory: Bytes in all, such as ``"8 GiB"``.
         context: Tokens of a sequence, such as ``"32k"``.
+        memory: Bytes in all, such as ``"8 GiB"``; None where there are two memories.
+        gpu, ram: Bytes of a card, and of the processor's memory for experts; see :mod:`layerbudget.decisions.memory.placement`.
         batch: Sequences at a time.
         forbid, keep: Formats of the weights; see :class:`~layerbudget.decisions.formats.program.Limits`.
         cache: Formats of the cache to choose among, besides 16 bits; all that were measured where it is None.
         utilization: Share of the memory that the runtime takes.
     """
 
-    memory: str
     context: str | int
+    memory: str | None = None
+    gpu: str | None = None
+    ram: str | None = None
     batch: int = 1
     forbid: Sequence[str] = ()
     keep: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -97,14 +92,25 @@ class MemoryLimits:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the memory that the runtime takes."""
-        return int(read_bytes(self.memory, "A memory", "8 GiB") * self.utilization)
+        """Bytes of the memory that the runtime takes; of two memories those of the card."""
+        return int(read_bytes(str(self.gpu or self.memory), "A memory", "8 GiB") * self.utilization)
+
+    @property
+    def beside(self) -> int:
+        """Bytes of the processor's memory; zero where there is one memory."""
+        return 0 if self.ram is None else read_bytes(self.ram, "A memory", "32 GiB")
 
     def check(self, rule: str) -> None:
         """Refuse what no model can make possible."""
         if rule not in RULES:
             raise InvalidInput(f"There is no rule {rule!r} here.", f"There are {', '.join(RULES)}.", "Choose one of those.")
-        if self.tokens and self.bytes and self.batch < 1:
+        if (self.memory is None) == (self.gpu is None) or (self.gpu is None) != (self.ram is None):
+            what = "A plan of memory needs one memory, or a card and the processor's memory."
+            raise InvalidInput(
+                what, "--gpu and --ram go together, without --memory.", "Give --memory SIZE, or --gpu SIZE --ram SIZE."
+            )
+        _ = self.tokens, self.bytes, self.beside  # each is read
+        if self.batch < 1:
             raise InvalidInput(f"batch is {self.batch}.", "It is a number of sequences.", "Use 1 or more.")
         self.limits.check_formats()
 
@@ -304,138 +310,3 @@ def with_more(fit: Fit, memory: int) -> More:
 def point(fit: Fit, memory: int) -> dict[str, Any]:
     """Return the best plan of a memory in numbers."""
     return fit.row(fit.best(memory))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Pick:
-    """The decision of a rule: the formats of all blocks of a plan of memory.
-
-    Attributes:
-        name: The format or mix of a rule without a program.
-    """
-
-    fit: Fit
-    chosen: np.ndarray
-    name: str = ""
-
-    @property
-    def totals(self) -> dict[str, Any]:
-        """Damage and bytes, of which those count that formats change."""
-        return self.fit.table.totals(self.chosen)
-
-    @property
-    def spent(self) -> int:
-        """Bytes of memory."""
-        return int(self.totals["spent"]) + self.fit.beside
-
-    def same(self, other: Pick) -> bool:
-        """Whether both have the same formats."""
-        return np.array_equal(self.chosen, other.chosen)
-
-    @property
-    def key(self) -> list[str]:
-        """Names of all that it decides. Places of formats would be others where other formats are chosen among."""
-        return [t.formats[j] for t, c in self.fit.shown(self.chosen) for j in c]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Fitted:
-    """The decision of a plan of memory, from which the plan of every rule follows.
-
-    Attributes:
-        fit, limit: What is decided, and the bytes that its formats may take.
-        choice: The program's choice with its certificate.
-        picks: What every rule decides.
-        near: The plans of a rule that come next in predicted damage, the least first.
-        caches: Totals of every uniform cache.
-    """
-
-    scores: Scores
-    terms: MemoryLimits
-    fit: Fit
-    limit: int
-    choice: Choice
-    picks: Mapping[str, Pick]
-    near: Mapping[str, Sequence[Pick]]
-    caches: Mapping[str, dict[str, Any]]
-
-    @classmethod
-    def of(cls, scores: Scores, terms: MemoryLimits) -> Fitted:
-        """Return the decision under some terms."""
-        fit = fit_of(scores, terms)
-
-        def freed() -> list[tuple[str, Fit]]:
-            return [(f"leave out {terms.given}", fit_of(scores, terms.free))]
-
-        limit, choice = fit.limit(terms.bytes, freed, terms.utilization), fit.best(terms.bytes)
-        caches, mixes = _picks(fit, fit.uniform_caches(limit)), _picks(fit, fit.mixes(limit))
-        picks, near = {"exact": Pick(fit=fit, chosen=choice.chosen)}, {}
-        for rule, plans in ((UNIFORM, caches), (MIX, mixes)):
-            if some := sorted(plans, key=lambda pick: pick.totals["predicted"]):
-                picks[rule], *near[rule] = some[: _NEAR[rule]]
-        return cls(
-            scores=scores,
-            terms=terms,
-            fit=fit,
-            limit=limit,
-            choice=choice,
-            picks=picks,
-            near=near,
-            caches={pick.name: pick.totals for pick in caches},
-        )
-
-    @functools.cached_property
-    def decision(self) -> FormatDecision:
-        """The program's choice beside the damages of all picks."""
-        return FormatDecision(
-            table=self.fit.table,
-            choices={rule: pick.chosen for rule, pick in self.picks.items()},
-            totals={rule: pick.totals for rule, pick in self.picks.items()},
-            choice=self.choice,
-        )
-
-    def pick(self, rule: str) -> Pick:
-        """Return what a rule decides."""
-        if rule not in self.picks:
-            what = f"No plan of the rule {rule} fits {self.terms.bytes:,} bytes."
-            raise InvalidInput(what, "Its formats were not measured, or take more.", "Leave the rule out.")
-        return self.picks[rule]
-
-    def plan(self, rule: str) -> Plan:
-        """Return the plan of a rule."""
-        pick = self.pick(rule)
-        fit, chosen = self.fit, pick.chosen
-        weights, cache = fit.apart(chosen)
-        formats = {m: f for t, c in fit.shown(chosen) for m, f in t.formats_of(c).items()}
-        passes = [measured["passes"] for name in _PASSES if "passes" in (measured := self.scores.extra.get(name) or {})]
-        fields = of_weights(fit.weights, weights) | fit.space.terms(self.scores.extra["cache"]["group"])
-        payload = MemoryPayload(
-            **{**fields, **self.decision.record(rule), **few_tokens(fit.weights, self.scores), "formats": formats},
-            utilization=self.terms.utilization if self.terms.utilization < 1 else None,
-            parts=fit.parts(chosen),
-            part_errors=PartErrors(weights=fit.weights.error_of(weights), cache=fit.cache.error_of(cache)),
-            cache_formats=fit.cache.formats_of(cache),
-            named={name: each.name for name, each in self.picks.items() if each.name},
-            uniform_caches=dict(self.caches),
-            more=with_more(fit, self.terms.bytes),
-            curve=curve(fit),
-            asked=rule,
-            passes=sum(passes) if passes else None,
-        )
-        terms = {k: v for k, v in dataclasses.asdict(self.terms).items() if v} | imatrix_of(self.scores)
-        return Plan(
-            kind=KIND,
-            rule=rule,
-            model=self.scores.model,
-            blocks=tuple(b for t, c in fit.shown(chosen) for b in plan_blocks(t, c)),
-            hyperparameters=to_jsonable({**terms, "rule": rule, "method": fit.weights.method, "runtime": fit.weights.runtime}),
-            budget={"unit": "bytes", "limit": self.terms.bytes, "spent": pick.spent},
-            certificate=self.decision.certificate(rule),
-            scores_digest=self.scores.digest,
-            data=self.scores.data,
-            payload=payload,
-        )
-
-
-def _picks(fit: Fit, plans: Mapping[str, np.ndarray]) -> list[Pick]:
-    return [Pick(fit=fit, chosen=chosen, name=name) for name, chosen in plans.items()]

@@ -13,7 +13,7 @@ from ...requests import ADVANCED, TEXT, names, option
 from ..cache import CACHES
 from ..files import refuse_long
 from ..formats.request import FormatsRequest, checked_option
-from .program import RULES
+from .program import RULES, MemoryLimits
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -23,7 +23,9 @@ class MemoryRequest(FormatsRequest):
     command: ClassVar[str] = "plan memory"
     usual: ClassVar[Mapping[str, Any]] = {**PlanRequest.usual, "samples": 16, "length": 512}
 
-    memory: str = option(flag="--memory", metavar="SIZE", help="bytes of file, cache and buffers together: '8 GiB'")
+    memory: str | None = option(None, metavar="SIZE", help="bytes of file, cache and buffers together: '8 GiB'")
+    gpu: str | None = option(None, metavar="SIZE", help="of a mixture for llama.cpp, instead of --memory: bytes of the card")
+    ram: str | None = option(None, metavar="SIZE", help="with --gpu: bytes beside the card, for experts of the first layers")
     context: str = option(flag="--context", metavar="TOKENS", help="of a sequence, prompt and answer: 8192 or 32k")
     batch: int = option(1, help="sequences at a time (default: 1)")
     runtime: str | None = option(None, choices=lambda: tuple(CACHES), help="who runs it (default: llama.cpp)")
@@ -58,7 +60,7 @@ class MemoryRequest(FormatsRequest):
     def terms(self) -> dict[str, Any]:
         """Return what has to fit, as :func:`~layerbudget.decisions.memory.plan.plan_memory` takes it."""
         return {
-            **self.given("memory", "batch", "cache"),
+            **self.given("memory", "gpu", "ram", "batch", "cache"),
             "context": self.tokens,
             "forbid": self.forbid,
             "keep": self.kept,
@@ -71,6 +73,7 @@ class MemoryRequest(FormatsRequest):
             InvalidInput: One of these.
         """
         super().check()
+        MemoryLimits(**self.terms).check(self.rule)
         if self.measures:
             refuse_long(self.source, self.tokens)
             self.check_formats(self.target, RUNTIMES[self.target].family)
