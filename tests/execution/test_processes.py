@@ -24,6 +24,7 @@ from layerbudget.models.blocks import partition
 from layerbudget.sensitivity.gain import score
 
 ROOT = Path(__file__).parents[2]
+CACHE = ["--bits", 6, "--context", 64, "--check", 3, "--draws", 1]
 LAUNCHED = """
 import json, sys
 sys.path.insert(0, {root!r})
@@ -93,6 +94,7 @@ def jobs_of(folder, shards):
         ["score", shards, *read, "--estimator", "fisher-gram", "--stream", "-o", folder / "scores.json"],
         ["apply", shards, plan, *read, "--stream", "-o", folder / "pruned"],
         ["evaluate", folder / "pruned", "--perplexity", text, "--windows", 6, *few, "-o", folder / "result.json"],
+        ["plan", "cache", shards, *CACHE, *few, "--data", text, "--samples", 3, "-o", folder / "cache.json"],
     ]
     return [[str(w) for w in job] for job in jobs], str(plan)
 
@@ -114,6 +116,7 @@ def runs(tmp_path_factory):
     refused = [
         ["plan", "bits", str(shards), "--bits", "4", "-o", str(root / "bits.json")],
         ["score", str(shards), *few, "--estimator", "fisher-trace", "-o", str(root / "s.json")],
+        ["plan", "cache", str(shards), *few, *map(str, CACHE), "-o", str(root / "c.json")],
     ]
     (root / "work.py").write_text(LAUNCHED.format(root=str(ROOT)))
     jobs = json.dumps([*jobs_of(root / "two", str(shards))[0], *refused])
@@ -143,7 +146,7 @@ def test_two_processes_give_the_numbers_of_one(runs):
 
 def test_the_command_line_is_shared_by_torchrun(runs):
     root, _, codes, _ = runs
-    assert codes[:3] == [0, 0, 0]
+    assert codes[:4] == [0, 0, 0, 0]
     records = [json.loads((root / way / "scores.json").read_text()) for way in ("one", "two")]
     assert np.allclose(records[0]["gain"], records[1]["gain"], rtol=1e-4)
     results = [
@@ -156,11 +159,23 @@ def test_the_command_line_is_shared_by_torchrun(runs):
     assert torch.equal(a.get_input_embeddings().weight, b.get_input_embeddings().weight)
 
 
+def test_a_plan_of_the_cache_is_that_of_one_process(runs):
+    """Three sequences that decide and three that check, over two processes."""
+    one, two = (lb.Plan.load(runs[0] / way / "cache.json") for way in ("one", "two"))
+    assert two.payload.formats == one.payload.formats and two.counts.tolist() == one.counts.tolist()
+    assert len(set(one.payload.formats.values())) > 1 and one.payload.check.rows.keys() == two.payload.check.rows.keys()
+    assert two.payload.check.taken == one.payload.check.taken
+    for rule, row in one.payload.check.rows.items():
+        assert two.payload.check.rows[rule].kl == pytest.approx(row.kl, rel=1e-5), rule
+        assert two.payload.check.rows[rule].kl_error == pytest.approx(row.kl_error, rel=1e-5), rule
+    assert two.payload.predicted == pytest.approx(one.payload.predicted, rel=1e-6)
+
+
 def test_what_cannot_be_shared_refuses_in_a_sentence(runs):
     root, _, codes, done = runs
-    assert 0 not in codes[3:] and "Traceback (most recent call last):\n  File" not in done.stdout
+    assert 0 not in codes[4:] and "Traceback (most recent call last):\n  File" not in done.stdout
     assert "plan bits runs in one process" in done.stderr and "cannot be shared between 2 processes" in done.stderr
-    assert not (root / "bits.json").exists() and not (root / "s.json").exists()
+    assert not any((root / name).exists() for name in ("bits.json", "s.json", "c.json"))
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import InvalidInput, LayerbudgetError
 
-PROCESSES = ("score", "plan sparsity", "apply", "finetune", "evaluate")  # these can run in several
+PROCESSES = ("score", "plan sparsity", "plan cache", "apply", "finetune", "evaluate")  # these can run in several
 
 
 def carried(asked: Any, run: Callable[[], dict[str, Any]], line: Callable[[], str]) -> int:

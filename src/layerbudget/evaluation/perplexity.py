@@ -104,7 +104,7 @@ def perplexity(
         raise BadModel(f"{type(model).__name__} predicts no next token.", "", "Perplexity needs a causal language model.")
     check_fits(model, data)
     group, counts = process_group(), predicted(data)
-    places, mine = group.shard(range(data.samples)), shard(data)
+    mine = shard(data)
     device, wanted = next(model.parameters()).device, _targets(mine)
     losses: list[np.ndarray] = []
     with inference(model):
@@ -118,9 +118,7 @@ def perplexity(
             targets = wanted[done * batch_size :][: len(logits)].to(device)
             losses.append(sequence_losses(logits[:, :-1].float(), targets).cpu().numpy())
             tick(len(logits))
-    sums = np.zeros(data.samples)
-    sums[places] = np.concatenate(losses)
-    sums = group.sum(sums)
+    sums = group.collect(np.concatenate(losses), data.samples)
     rows = sums / np.maximum(counts, 1)
     if not np.isfinite(rows).all():
         raise overflowed("The model's losses on this text", next(model.parameters()).dtype)

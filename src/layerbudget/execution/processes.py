@@ -91,6 +91,12 @@ class ProcessGroup:
             )
         return list(runs[self.rank :: self.size])
 
+    def collect(self, values: np.ndarray, samples: int) -> np.ndarray:
+        """Values of all sequences, ``(samples, ...)``, of which every process has those that :meth:`shard` gives it."""
+        together = np.zeros((samples, *values.shape[1:]))
+        together[self.shard(range(samples))] = values
+        return self.sum(together)
+
     def barrier(self) -> None:
         """Wait until all processes are here."""
         if self.size > 1:

@@ -34,6 +34,7 @@ from ...execution.divergence import next_tokens, token_divergence, token_losses
 from ...execution.loss import IGNORE, Batch, assign_folds, count_scored_tokens, unlabelled
 from ...execution.memory import Store, pieces_of, room_for
 from ...execution.modes import inference
+from ...execution.processes import process_group, shard
 from ...execution.replay import Replay, unwalkable
 from ...models.blocks import describe
 from ...models.machine import give_back, versions
@@ -175,8 +176,9 @@ def _factors(errors: RoundingErrors, block: Block) -> np.ndarray:
 class DenseOutput:
     """The dense model's output on a text, and how far another one's is from it; ``progress`` sees every batch and layer.
 
-    The dense model runs once. Its log-probabilities lie in temporary files where they take more than 256 MB, and those of a
-    batch are looked at some positions at a time where the model's head can be asked for these.
+    Several processes share the sequences, and all have the rows of all. The dense model runs once. Its log-probabilities lie
+    in temporary files where they take more than 256 MB, and those of a batch are looked at some positions at a time where the
+    model's head can be asked for these.
 
     Attributes:
         own: See :meth:`rows`, of the dense model itself.
@@ -184,7 +186,7 @@ class DenseOutput:
 
     def __init__(self, model: nn.Module, data: CalibrationSet, batch_size: int = 8, progress: Progress | None = None) -> None:
         self.text, self.progress, self.batch_size = data.describe(), progress, batch_size
-        self.runs = list(unlabelled(model, data, batch_size))
+        self.runs, self.samples = list(unlabelled(model, shard(data), batch_size)), data.samples
         self.labelled = data.labels is not None
         self._clean: Store | None = None
         self._shared: dict[Any, Shared] = {}
@@ -238,7 +240,7 @@ class DenseOutput:
             columns = (nats * compared).double().sum(1), compared.sum(1), lost.double().sum(1), predicted.sum(1)
             out.append(torch.stack([c.double() for c in columns], 1).cpu().numpy())
             tick()
-        return np.concatenate(out)
+        return process_group().collect(np.concatenate(out), self.samples)
 
     def _keep(self, key: Any, clean: torch.Tensor) -> None:
         """Keep log-probabilities: in memory where those of the whole text are small, else in temporary files."""

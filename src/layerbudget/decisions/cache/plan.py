@@ -20,6 +20,7 @@ import numpy as np
 
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InvalidInput
+from ...execution.processes import process_group
 from ...gguf.architectures import ARCHITECTURES, computes_windows
 from ...models.blocks import config_of, describe
 from ...models.memory import check_positions
@@ -108,7 +109,8 @@ def plan_cache(
     Raises:
         InfeasibleBudget: A budget below the smallest cache; said before anything is measured.
         CoverageError: A streamed model.
-        InvalidInput: A model without a cache, a context beyond the model's, or formats that the runtime has not.
+        InvalidInput: A model without a cache, a context beyond the model's, formats that the runtime has not, or a text with
+            fewer sequences than there are processes.
     """
     if mapped(model) is not None:
         what = "The gradients of keys and values run through the whole model, and the weights of a streamed one stay in files."
@@ -120,6 +122,8 @@ def plan_cache(
     space, limits = cache_space(model, context, batch, runtime, formats, group), Limits(bits=bits, budget=budget)
     limits.check()
     limit = limits.bytes(space.table())
+    for text in [data] if check is None else [data, check]:
+        process_group().shard(range(text.samples))  # refuses a text that has too few sequences, before anything runs
     damage, rest, passes = cache_damage(model, data, space, draws, seed, batch_size, progress)
     table = space.table(damage, rest)
     decision = FormatDecision.of(table, limit, {name: BASELINES[name](table, limit) for name in RULES[1:]})

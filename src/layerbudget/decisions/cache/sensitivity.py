@@ -15,6 +15,7 @@ from ...execution.backward import SampledLoss
 from ...execution.loss import IGNORE, Batch, logits_of, unlabelled
 from ...execution.memory import pieces_of
 from ...execution.modes import prepared
+from ...execution.processes import process_group, shard
 from ...execution.replay import Replay, unwalkable
 from ...progress import Progress, Steps
 from ...sensitivity.directional.terms import pooled
@@ -67,14 +68,17 @@ def cache_damage(
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """Damage of every block in every format, ``(K, m)`` nats per token; sixteen bits cost nothing.
 
-    With it what every sequence adds beside its share, ``(K, m, sequences)``, and the passes.
+    With it what every sequence adds beside its share, ``(K, m, sequences)``, and the passes. Several processes share the
+    sequences, and all have all of it.
     """
     where = {(k.layer, k.part): i for i, each in enumerate(space.members) for k in each}
+    group, mine = process_group(), shard(data)
     rows = np.zeros((len(space.members), len(space.formats), data.samples))
     if all(form.plain for form in space.formats):
         return rows[..., 0], rows, 0.0
-    norm, counts = np.zeros(rows.shape[:2]), np.zeros(data.samples)
-    tick = Steps(progress, data.samples, "gradients of keys and values")
+    places = group.shard(range(data.samples))
+    norms, counts = np.zeros((data.samples, *rows.shape[:2])), np.zeros(data.samples)
+    tick = Steps(progress, mine.samples, "gradients of keys and values")
     run_states: dict[tuple[int, int], torch.Tensor] = {}
 
     def listen(layer: int, *states: torch.Tensor) -> Any:
@@ -85,28 +89,29 @@ def cache_damage(
     with prepared(model):
         for parameter in model.parameters():
             parameter.requires_grad_(False)
-        for batch in unlabelled(model, data, batch_size):
+        for batch in unlabelled(model, mine, batch_size):
             run_states.clear()
             losses, pieces = [SampledLoss(1009 * seed + draw) for draw in range(draws)], list(pieces_of(model, batch))
             pieces = [] if len(pieces) > 1 and unwalkable(model, (), [batch]) else pieces
             with caching(model, listen):
                 gradients = _gradients(model, batch, run_states, losses, pieces)
-            places, tensors = list(run_states), list(run_states.values())
+            sequences, states = places[batch.rows], list(run_states.items())
             along = torch.zeros(draws, len(space.members), len(space.formats), batch.size, dtype=torch.float64)
-            for n, place in enumerate(places):
-                x, i = tensors[n].detach(), where[place]
+            for n, (place, state) in enumerate(states):
+                x, i = state.detach(), where[place]
                 for j, form in enumerate(space.formats):
                     if form.plain:
                         continue
                     delta = read_back(x, form, place[1]) - x
-                    norm[i, j] += float(delta.square().sum())
+                    norms[sequences, i, j] += [float(each.square().sum()) for each in delta]
                     for draw, each in enumerate(gradients):
                         if each[n] is not None:
                             along[draw, i, j] += (each[n] * delta).flatten(1).sum(1).double().cpu()
-            rows[:, :, batch.rows] = along.square().mean(0).numpy()
-            counts[batch.rows] = (batch.targets != IGNORE).reshape(batch.size, -1).sum(1).cpu().numpy()
+            rows[:, :, sequences] = along.square().mean(0).numpy()
+            counts[sequences] = (batch.targets != IGNORE).reshape(batch.size, -1).sum(1).cpu().numpy()
             for _ in range(batch.size):
                 tick()
+    rows, counts, norm = group.sum(rows), group.sum(counts), group.sum(norms).sum(0)
     tokens = counts.sum()
     second = rows.sum(-1) / (2 * tokens)
     rest = deviations(rows / 2, counts, second)
