@@ -22,7 +22,7 @@ SIZES = {
     "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 32,
 }  # fmt: skip
-MIXTURE = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
+MIXTURE = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
 MODELS = {"llama": {}, "qwen3_moe": MIXTURE}
 Found = dict[str, Any]  # what every module got: bits and group size (None for a whole row), a rank, or a format of the cache
 
@@ -84,8 +84,8 @@ def stand_in(*names: str, suffix: str = "") -> None:
         sys.modules[name] = module
 
 
-def name_for_mlx(folder: Path) -> None:
-    """Write names of transformers 4 into a folder's configuration, which mlx_lm reads."""
+def name_as_before(folder: Path) -> None:
+    """Write names of transformers 4 into a folder's configuration, which mlx_lm and exllamav3 read."""
     config = json.loads((folder / "config.json").read_text())
     config |= {"rope_theta": config["rope_parameters"]["rope_theta"], "num_experts": MIXTURE["num_experts"]}
     (folder / "config.json").write_text(json.dumps(config))

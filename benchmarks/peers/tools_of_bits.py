@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
 import re
 import tempfile
@@ -11,7 +12,7 @@ from typing import Any
 
 import transformers
 import yaml
-from benchmarks.peers.exported import Found, Tool, experts_apart, name_for_mlx, text
+from benchmarks.peers.exported import Found, Tool, experts_apart, name_as_before, stand_in, text
 
 import layerbudget as lb
 from layerbudget.compressors.formats import find_format
@@ -88,7 +89,7 @@ def mlx(folder: Path, kind: str, plan: Plan) -> tuple[Found, Found]:
     from mlx_lm import convert, load
 
     table = json.loads(EXPORTS.find("mlx").text(plan, {"model_type": kind}))["quantization"]
-    name_for_mlx(folder)
+    name_as_before(folder)
     with tempfile.TemporaryDirectory() as place:
         convert(
             str(folder), str(Path(place) / "out"), quantize=True, q_group_size=table["group_size"],
@@ -135,6 +136,26 @@ def auto_round(folder: Path, kind: str, plan: Plan) -> tuple[Found, Found]:
     return wanted(plan, experts_apart), found
 
 
+def exllamav3(folder: Path, kind: str, plan: Plan) -> tuple[Found, Found]:
+    """exllamav3 builds its modules from the folder, and its own parser of recipes says the bits of each.
+
+    Its kernels need a GPU and stand empty here, as Triton does: nothing was quantised.
+    """
+    stand_in("triton", "triton.language")
+    stand_in("exllamav3_ext", suffix=importlib.machinery.EXTENSION_SUFFIXES[0])
+    from exllamav3 import Config, Model
+    from exllamav3.conversion.allocation import create_q_strategy_from_recipe
+
+    name_as_before(folder)
+    recipe = yaml.safe_load(EXPORTS.find("exllamav3").text(plan, {}))
+    config = Config.from_directory(str(folder))
+    strategy, _ = create_q_strategy_from_recipe(
+        Model.from_config(config), None, config, recipe["tensors"], recipe["head_bits"], 16
+    )
+    bits = {name: form[0] for name, form in wanted(plan, experts_apart).items()}
+    return bits, {name: own for name, own in strategy.items() if own < 16}
+
+
 def linears(folder: Path) -> list[str]:
     """Names of all matrices but the embedding that the checkpoint of a folder has."""
     from safetensors import safe_open
@@ -145,6 +166,7 @@ def linears(folder: Path) -> list[str]:
 
 
 TOOLS = {
+    "exllamav3": Tool(exllamav3, "exllamav3", "parsed", among("w2-g32", "w3-g32", "w5-g64", "w8-channel"), "bits"),
     "torchao": Tool(
         torchao, "torchao", "executed", among("w2-g32", "w4-g32", "w6-g64", "w8-channel", "fp8"),
         refused={"qwen3_moe": "its configurations of integers take matrices, no stacks of experts"},

@@ -10,7 +10,7 @@ from typing import Any
 
 import transformers
 import yaml
-from benchmarks.peers.exported import Found, Tool, name_for_mlx, stand_in, text
+from benchmarks.peers.exported import Found, Tool, name_as_before, stand_in, text
 
 import layerbudget as lb
 from layerbudget.decisions.ranks.apply import lora_layers
@@ -105,7 +105,7 @@ def mlx(folder: Path, kind: str, plan: Plan) -> tuple[Found, Found]:
     from mlx_lm.lora import yaml_loader
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
-    name_for_mlx(folder)
+    name_as_before(folder)
     config = yaml.load(EXPORTS.find("mlx-lora").text(plan, {}), yaml_loader)
     model, _ = load(str(folder))
     linear_to_lora_layers(model, config["num_layers"], config["lora_parameters"])

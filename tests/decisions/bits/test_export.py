@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
 
@@ -109,6 +110,18 @@ def test_torchao_and_modelopt_name_modules_and_refuse_what_they_do_not_have():
         text("modelopt", FORMS)
 
 
+def test_exllamav3_has_bits_for_every_tensor_and_the_head_apart():
+    """The last line that matches decides, and a name that matches nothing is an error there."""
+    recipe = yaml.safe_load(text("exllamav3", {**MIXED, "lm_head": "w6-g64"}))
+    assert (recipe["head_bits"], recipe["target_bpw"]) == (6, round((3 + 8 + 16 + 4 + 2 + 5 + 6) / 7, 3))
+    (first, whole), *lines = recipe["tensors"].items()
+    assert (first, whole) == ("*", 16)
+    bits = {n: [b for pattern, b in lines if fnmatch.fnmatchcase(n, pattern)] for n in [*FORMS, *EXPERTS, *BESIDE]}
+    assert [bits[n] for n in FORMS] == [[3], [8], [16], [4]] and not any(bits[n] for n in BESIDE)
+    assert [bits[n] for n in EXPERTS] == [[2], [2], [5]] * 2
+    assert yaml.safe_load(text("exllamav3", FORMS))["head_bits"] == 16
+
+
 def test_mlx_names_experts_by_the_architecture():
     forms = {n: f for n, f in MIXED.items() if f not in ("w8-channel", "w4-g64-asym")}
     table = json.loads(text("mlx", forms, model_type="mixtral"))["quantization"]
@@ -121,7 +134,7 @@ def test_mlx_names_experts_by_the_architecture():
             text("mlx", forms, **options)
 
 
-@pytest.mark.parametrize("name", ["auto-round", "gptqmodel"])
+@pytest.mark.parametrize("name", ["auto-round", "gptqmodel", "exllamav3"])
 def test_floating_point_is_refused_by_tools_of_integers(name):
-    with pytest.raises(InvalidInput, match="a gets nvfp4, which .* does not take.*integers of 2, 3"):
+    with pytest.raises(InvalidInput, match="a gets nvfp4, which .* does not take.*integers of (1, )?2, 3"):
         text(name, {"a": "nvfp4"})

@@ -195,6 +195,29 @@ def mlx(plan: Plan, *, model_type: str | None = None) -> str:
     return json.dumps({"quantization": {**least, **entries}}, indent=1) + "\n"
 
 
+def exllamav3(plan: Plan) -> str:
+    """Return a recipe of exllamav3 as YAML, for ``convert --recipe``: the bits of every matrix, by its name.
+
+    The first line is for what the plan does not name, which stays in 16 bits; exllamav3 takes the last line that matches. One
+    pattern stands for a matrix of all experts of a layer. ``target_bpw`` is shown, and decides nothing. Bits are all that
+    exllamav3 takes of a format: its own has no groups. A name that the model does not have is refused by exllamav3.
+    """
+    tensors, head, weights = {"*": 16}, 16, 0
+    numel = {module: block.numel // len(block.modules) for block in plan.blocks for module in block.modules}
+    for name, form in _formats(plan, PACKED).items():
+        _check("exllamav3", name, form, range(1, 9))
+        bits = 16 if form.plain else form.bits
+        weights += bits * numel[name]
+        if name.endswith("lm_head"):
+            head = bits
+            continue
+        stack, _, leaf = name.rpartition(".")
+        for own in [f"{stack}.*.{each}" for each in _leaves(leaf)] if stacks([name]) else [name]:
+            tensors[own] = bits
+    lines = {"target_bpw": round(weights / sum(numel.values()), 3), "head_bits": head, "tensors": tensors}
+    return str(yaml.safe_dump(lines, sort_keys=False, width=1000))
+
+
 def _mlx_names(name: str, model_type: str | None) -> list[str]:
     """Names in mlx_lm of a matrix: two for gate and up of experts that are one parameter here."""
     if not stacks([name]):
@@ -298,5 +321,12 @@ EXPORTS = (
         "mlx_lm's entry quantization",
         "q = json.load(open('{file}'))['quantization']; mlx_lm.convert(MODEL, quantize=True, q_group_size=q['group_size'], "
         "quant_predicate=lambda path, _: q.get(path, False)) quantises by it.",
+    ),
+    _export(
+        "exllamav3",
+        exllamav3,
+        "exl3-recipe.yaml",
+        "exllamav3's recipe of bits by tensor",
+        "python convert.py -i MODEL -o OUT -w WORK --recipe {file} in exllamav3 quantises by it.",
     ),
 )
