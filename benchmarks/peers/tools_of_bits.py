@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import json
 import re
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -156,6 +157,33 @@ def exllamav3(folder: Path, kind: str, plan: Plan) -> tuple[Found, Found]:
     return bits, {name: own for name, own in strategy.items() if own < 16}
 
 
+def onnxruntime_genai(folder: Path, kind: str, plan: Plan) -> tuple[Found, Found]:
+    """The model builder of ONNX Runtime GenAI writes an ONNX model, and the bits and block of its nodes are read."""
+    import onnx
+    import onnxruntime_genai
+
+    sys.path.insert(0, str(Path(onnxruntime_genai.__file__).parent / "models"))
+    import builder
+
+    with tempfile.TemporaryDirectory() as place:
+        target = Path(place) / "target.json"
+        target.write_text(EXPORTS.find("onnx").text(plan, {}))
+        place_of = (str(folder), str(folder), place, None, "cpu", place)
+        builder.create_model(*place_of, **builder.parse_extra_options(*place_of, [], target_options=str(target)))
+        nodes = onnx.load(str(Path(place) / "model.onnx"), load_external_data=False).graph.node
+    found: Found = {}
+    for node in nodes:
+        own = {a.name: a.i for a in node.attribute}
+        if node.op_type == "MatMulNBits":
+            found[node.name.removesuffix(f"_Q{own['bits']}")] = own["bits"], own["block_size"]
+
+    def names(name: str) -> list[str]:
+        layer, _, leaf = name.removeprefix("model.layers.").partition(".")
+        return [f"/model/layers.{layer}/{leaf.removeprefix('self_').replace('.', '/')}/MatMul"]
+
+    return wanted(plan, names), found
+
+
 def linears(folder: Path) -> list[str]:
     """Names of all matrices but the embedding that the checkpoint of a folder has."""
     from safetensors import safe_open
@@ -167,6 +195,10 @@ def linears(folder: Path) -> list[str]:
 
 TOOLS = {
     "exllamav3": Tool(exllamav3, "exllamav3", "parsed", among("w2-g32", "w3-g32", "w5-g64", "w8-channel"), "bits"),
+    "onnx": Tool(
+        onnxruntime_genai, "onnxruntime-genai", "executed", among("w4-g32", "w8-g32"),
+        refused={"qwen3_moe": "overrides name no experts: one type serves those of all layers"},
+    ),
     "torchao": Tool(
         torchao, "torchao", "executed", among("w2-g32", "w4-g32", "w6-g64", "w8-channel", "fp8"),
         refused={"qwen3_moe": "its configurations of integers take matrices, no stacks of experts"},

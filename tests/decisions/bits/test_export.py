@@ -122,6 +122,36 @@ def test_exllamav3_has_bits_for_every_tensor_and_the_head_apart():
     assert yaml.safe_load(text("exllamav3", FORMS))["head_bits"] == 16
 
 
+def test_onnx_has_an_exact_override_for_every_matrix_and_one_group_size():
+    forms = {
+        "model.layers.0.self_attn.q_proj": "w8-g32",
+        "model.layers.1.self_attn.o_proj": "bf16",
+        "model.layers.10.mlp.down_proj": "w4-g32",
+        "model.layers.1.mlp.experts.down_proj": "bf16",
+    }
+    config = json.loads(text("onnx", forms))["quant_config"]
+    assert (config["weights"]["block_size"], config["weights"]["symmetric"], config["moe"]) == (32, True, {"type": "none"})
+    assert [(o["match"]["name"], o.get("type", o.get("exclude"))) for o in config["weights"]["overrides"]] == [
+        ("/model/layers.0/attn/q_proj/MatMul", "int8"),
+        ("/model/layers.1/attn/o_proj/MatMul", True),
+        ("/model/layers.10/mlp/down_proj/MatMul", "int4"),
+        ("/lm_head/MatMul", True),
+    ]
+    headed = json.loads(text("onnx", {**forms, "lm_head": "w8-g32"}))["quant_config"]["weights"]["overrides"]
+    assert headed[-1] == {"match": {"name": "/lm_head/MatMul"}, "type": "int8"}
+    q = "model.layers.0.self_attn.q_proj"
+    for wrong, said in (
+        ({**forms, q: "w8-g64"}, "groups of one size.*w4-g32, w8-g64"),
+        ({q: "w8-channel"}, "groups of one size"),
+        ({q: "bf16"}, "no rounded matrix"),
+        ({q: "w3-g32"}, "gets w3-g32, which ONNX Runtime GenAI does not take"),
+        ({"model.layers.1.mlp.experts.down_proj": "w4-g32"}, "experts.down_proj has no node of its own"),
+        ({"model.layers.1.self_attn.qkv_proj": "w4-g32"}, "qkv_proj has no node of its own"),
+    ):
+        with pytest.raises(InvalidInput, match=said):
+            text("onnx", wrong)
+
+
 def test_mlx_names_experts_by_the_architecture():
     forms = {n: f for n, f in MIXED.items() if f not in ("w8-channel", "w4-g64-asym")}
     table = json.loads(text("mlx", forms, model_type="mixtral"))["quantization"]

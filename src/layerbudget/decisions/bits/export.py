@@ -38,6 +38,10 @@ _MLX_EXPERTS = {
     "mixtral": "block_sparse_moe.switch_mlp",
     "phimoe": "block_sparse_moe.switch_mlp",
 }
+# Matrices of a layer that ONNX Runtime GenAI's builder has a node of its own for, and the node's part of the name.
+_ONNX = re.compile(
+    r"(?P<layer>model\.layers\.\d+)\.(?:self_)?(?P<part>attn(?=\.[qkvo]_)|mlp(?=\.(?:gate|up|down)_))\.(?P<leaf>\w+)"
+)
 _STACK = re.compile(r"(?P<layer>.*?)\.[^.]+\.experts\.(?P<leaf>\w+)")
 
 
@@ -218,6 +222,50 @@ def exllamav3(plan: Plan) -> str:
     return str(yaml.safe_dump(lines, sort_keys=False, width=1000))
 
 
+def onnx(plan: Plan) -> str:
+    """Return ``target_options`` of ONNX Runtime GenAI's model builder as JSON: an exact override for every planned matrix.
+
+    The builder has one group size for the whole model, and rounds what no override names to 4 bits. The head is named in any
+    case, and stays in 16 bits where the plan does not say more. It does not join q, k and v that are named. A name that its
+    graph does not have is refused by the builder.
+    """
+    overrides: list[dict[str, Any]] = []
+    forms = _formats(plan, PACKED)
+    rounded = {name: form for name, form in forms.items() if not form.plain}
+    kinds = {(form.group, form.symmetric) for form in rounded.values()}
+    for name, form in forms.items():
+        _check("ONNX Runtime GenAI", name, form, (4, 8))
+        if not (form.plain and stacks([name])):
+            overrides.append(
+                {"match": {"name": _onnx_name(name)}, **({"exclude": True} if form.plain else {"type": f"int{form.bits}"})}
+            )
+    if len(kinds) != 1 or None in next(iter(kinds)):
+        raise InvalidInput(
+            "ONNX Runtime GenAI rounds all matrices in groups of one size, and this plan does not.",
+            f"It has {', '.join(sorted({form.name for form in rounded.values()})) or 'no rounded matrix'}.",
+            "Plan with one group size: --formats w4-g32,w8-g32.",
+        )
+    if "lm_head" not in forms:
+        overrides.append({"match": {"name": "/lm_head/MatMul"}, "exclude": True})
+    group, symmetric = next(iter(kinds))
+    weights = {"type": "int4", "block_size": group, "symmetric": symmetric, "method": "rtn", "overrides": overrides}
+    return json.dumps({"quant_config": {"weights": weights, "moe": {"type": "none"}}}, indent=1) + "\n"
+
+
+def _onnx_name(name: str) -> str:
+    """The node of a matrix in the graph of ONNX Runtime GenAI's builder."""
+    match = _ONNX.fullmatch(name)
+    if name == "lm_head":
+        return "/lm_head/MatMul"
+    if match is None:
+        raise InvalidInput(
+            f"{name} has no node of its own in the graphs of ONNX Runtime GenAI.",
+            "Overrides take q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj of dense layers, and lm_head.",
+            "Keep it in 16 bits if it is a stack of experts, or plan with --exclude.",
+        )
+    return f"/{match['layer'].replace('.', '/', 1)}/{match['part']}/{match['leaf']}/MatMul"
+
+
 def _mlx_names(name: str, model_type: str | None) -> list[str]:
     """Names in mlx_lm of a matrix: two for gate and up of experts that are one parameter here."""
     if not stacks([name]):
@@ -328,5 +376,12 @@ EXPORTS = (
         "exl3-recipe.yaml",
         "exllamav3's recipe of bits by tensor",
         "python convert.py -i MODEL -o OUT -w WORK --recipe {file} in exllamav3 quantises by it.",
+    ),
+    _export(
+        "onnx",
+        onnx,
+        "onnx-target-options.json",
+        "target_options of ONNX Runtime GenAI's model builder",
+        "python -m onnxruntime_genai.models.builder -m MODEL -o OUT -e cpu --target_options {file} quantises by it.",
     ),
 )
