@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import transformers
 import yaml
 from benchmarks.peers.exported import Found, Tool, experts_apart, name_as_before, stand_in, text
@@ -55,13 +56,23 @@ def torchao(folder: Path, kind: str, plan: Plan) -> tuple[Found, Found]:
 
 
 def llm_compressor(folder: Path, kind: str, plan: Plan) -> tuple[Found, Found]:
-    """llm-compressor quantises without data, and its scheme of every module is read."""
+    """llm-compressor quantises without text by QuantizationModifier, and its scheme of every module is read."""
+    return _llm_compressor(folder, plan, "rtn", pipeline="datafree")
+
+
+def llm_compressor_gptq(folder: Path, kind: str, plan: Plan) -> tuple[Found, Found]:
+    """llm-compressor quantises on a few tokens by GPTQModifier, and its scheme of every module is read."""
+    rows = datasets.Dataset.from_dict({"input_ids": text().input_ids.tolist()})
+    return _llm_compressor(folder, plan, "gptq", dataset=rows, max_seq_length=32)
+
+
+def _llm_compressor(folder: Path, plan: Plan, method: str, **options: Any) -> tuple[Found, Found]:
     from llmcompressor import oneshot
 
     with tempfile.TemporaryDirectory() as place:
         recipe = Path(place) / "recipe.yaml"
-        recipe.write_text(EXPORTS.find("llm-compressor").text(plan, {"method": "rtn"}))
-        model = oneshot(model=str(folder), recipe=str(recipe), pipeline="datafree", precision="float32")
+        recipe.write_text(EXPORTS.find("llm-compressor").text(plan, {"method": method}))
+        model = oneshot(model=str(folder), recipe=str(recipe), precision="float32", **options)
     found: Found = {}
     for name, module in model.named_modules():
         weights = getattr(getattr(module, "quantization_scheme", None), "weights", None)
@@ -204,6 +215,9 @@ TOOLS = {
         refused={"qwen3_moe": "its configurations of integers take matrices, no stacks of experts"},
     ),
     "llm-compressor": Tool(llm_compressor, "llmcompressor", "executed", among("w3-g32", "w4-g64", "w6-g32", "w8-channel")),
+    "llm-compressor, --method gptq": Tool(
+        llm_compressor_gptq, "llmcompressor", "executed", among("w3-g32", "w4-g64", "w6-g32", "w8-channel")
+    ),
     "gptqmodel": Tool(gptqmodel, "gptqmodel", "parsed", among("w2-g32", "w3-g32", "w5-g64", "w8-channel")),
     "mlx": Tool(mlx, "mlx-lm", "executed", among("w2-g32", "w3-g64", "w5-g32", "w8-g64")),
     "modelopt": Tool(modelopt, "nvidia-modelopt", "executed", among("nvfp4", "mxfp4", "fp8", "w4-g64")),

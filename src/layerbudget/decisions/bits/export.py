@@ -23,7 +23,7 @@ from ..formats.payload import WeightsPayload
 from ..formats.program import formats_of_plan
 
 _INTEGERS = "Plan with integers (--formats w4-g32,w8-g64, ...)."
-_MODIFIERS = {"rtn": "QuantizationModifier", "gptq": "GPTQModifier", "autoround": "AutoRoundModifier"}
+_MODIFIERS = {"rtn": "QuantizationModifier", "gptq": "GPTQModifier"}
 _MLX_BITS, _MLX_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 # The module of mlx_lm that computes the experts of a layer, behind the layer's own name.
 _MLX_EXPERTS = {
@@ -72,13 +72,20 @@ def auto_round(plan: Plan) -> str:
 def llm_compressor(plan: Plan, *, method: str | None = None) -> str:
     """Return a recipe of llm-compressor as YAML: one group for every format, with the matrices that it is for.
 
-    The modifier is ``QuantizationModifier`` for ``rtn``, ``GPTQModifier`` for ``gptq`` and ``AutoRoundModifier`` for
-    ``autoround``; by default what comes next to what the plan was measured with. What no group names stays in 16 bits.
+    The modifier is ``QuantizationModifier`` for ``rtn`` and ``GPTQModifier`` for ``gptq``; by default what comes next to what
+    the plan was measured with. What no group names stays in 16 bits. ``AutoRoundModifier`` (of llm-compressor 0.14) looks for
+    targets inside one layer, where no full name is found, and then rounds all matrices in the format of the first group.
 
     Raises:
         InvalidInput: A method that has no modifier.
     """
     method = method or ("gptq" if payload_of(plan, WeightsPayload).method in BY_MOMENTS else "rtn")
+    if method == "autoround":
+        raise InvalidInput(
+            "llm-compressor's AutoRoundModifier does not find matrices by their full names: it rounds all of them in one format.",
+            "",
+            "Use AutoRound itself (--to auto-round), or --method gptq.",
+        )
     if method not in _MODIFIERS:
         raise InvalidInput(
             f"llm-compressor's recipe has no {method}.", f"It has {', '.join(_MODIFIERS)}.", "Use --method gptq."
