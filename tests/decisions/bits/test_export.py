@@ -57,7 +57,7 @@ def test_a_recipe_of_llm_compressor_has_a_group_for_every_format():
     assert set(matched(patterns, [*BESIDE, "model.layers.0.self_attn.o_proj"]).values()) == {0}
     gptq = EXPORTS.find("llm-compressor").text(plan_of(FORMS, "gptq"), {})
     assert "GPTQModifier" in gptq
-    with pytest.raises(InvalidInput, match="AutoRoundModifier does not find matrices.*--to auto-round"):
+    with pytest.raises(InvalidInput, match="AutoRoundModifier finds no matrix.*--to auto-round"):
         text("llm-compressor", FORMS, method="autoround")
     assert "nvfp4" in text("llm-compressor", {"a": "nvfp4"}) and "torch.float8_e4m3fn" in text("llm-compressor", {"a": "nvfp4"})
     with pytest.raises(InvalidInput, match="has no wanda.*rtn, gptq"):

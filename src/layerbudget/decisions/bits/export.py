@@ -82,7 +82,7 @@ def llm_compressor(plan: Plan, *, method: str | None = None) -> str:
     method = method or ("gptq" if payload_of(plan, WeightsPayload).method in BY_MOMENTS else "rtn")
     if method == "autoround":
         raise InvalidInput(
-            "llm-compressor's AutoRoundModifier does not find matrices by their full names: it rounds all of them in one format.",
+            "llm-compressor's AutoRoundModifier finds no matrix by its full name, and rounds all of them in one format.",
             "",
             "Use AutoRound itself (--to auto-round), or --method gptq.",
         )
