@@ -23,13 +23,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import tools_of_bits, tools_of_ranks
+from benchmarks.peers import tools_of_bits, tools_of_cache, tools_of_ranks
 from benchmarks.peers.exported import MODELS, make_model
 from benchmarks.stamp import RESULTS, write_section
 
 import layerbudget as lb
 
-TOOLS = {**tools_of_bits.TOOLS, **tools_of_ranks.TOOLS}
+TOOLS = {**tools_of_bits.TOOLS, **tools_of_cache.TOOLS, **tools_of_ranks.TOOLS}
 VARIABLE = "LAYERBUDGET_TOOLS"
 
 
