@@ -382,7 +382,7 @@ EXPORTS = (
         exllamav3,
         "exl3-recipe.yaml",
         "exllamav3's recipe of bits by tensor",
-        "python convert.py -i MODEL -o OUT -w WORK --recipe {file} in exllamav3 quantises by it.",
+        "python -m exllamav3.conversion.convert_model -i MODEL -o OUT -w WORK --recipe {file} quantises by it.",
     ),
     _export(
         "onnx",
