@@ -92,8 +92,13 @@ def table(tools: list[str]) -> list[str]:
                 r = row(name, kind)
                 figures = (r["planned"], r["same"], r["different"], len(r["beside"]))
                 lines.append(f"{first} {number} | {tool.how} | {kind} | {' | '.join(map(str, figures))} |")
-    said = [(name, (TOOLS[name].run.__doc__ or "").strip().split("\n\n")[0]) for name in tools]
-    return [*lines, "", "What was run:", "", *(f"- `{name}`: {' '.join(about.split())}" for name, about in said)]
+    return [*lines, "", *notes(tools)]
+
+
+def notes(tools: list[str]) -> list[str]:
+    """What was run of each tool, and what was not."""
+    said = [(name, " ".join((TOOLS[name].run.__doc__ or "").split())) for name in tools]
+    return ["What was run:", "", *(f"- `{name}`: {about}" for name, about in said)]
 
 
 def main() -> None:

@@ -82,7 +82,7 @@ def _llm_compressor(folder: Path, plan: Plan, method: str, **options: Any) -> tu
 
 
 def gptqmodel(folder: Path, kind: str, plan: Plan) -> tuple[Found, Found]:
-    """GPTQModel's QuantizeConfig answers for every Linear of the model with experts apart."""
+    """GPTQModel's QuantizeConfig answers for every Linear of the model with experts apart; it was not run on a model."""
     from gptqmodel.quantization.config import QuantizeConfig
 
     config = QuantizeConfig(**json.loads(EXPORTS.find("gptqmodel").text(plan, {})))
@@ -151,7 +151,7 @@ def auto_round(folder: Path, kind: str, plan: Plan) -> tuple[Found, Found]:
 def exllamav3(folder: Path, kind: str, plan: Plan) -> tuple[Found, Found]:
     """exllamav3 builds its modules from the folder, and its own parser of recipes says the bits of each.
 
-    Its kernels need a GPU and stand empty here, as Triton does: nothing was quantised.
+    Its kernels need a GPU and stand empty here, as Triton does: nothing was rounded.
     """
     stand_in("triton", "triton.language")
     stand_in("exllamav3_ext", suffix=importlib.machinery.EXTENSION_SUFFIXES[0])

@@ -30,9 +30,9 @@ def make_plan(model: Any) -> Plan:
 
 
 def vllm(folder: Path, kind: str, plan: Plan) -> tuple[Found, Found]:
-    """VLLM parses the options of `vllm serve`, and the attention layers that it builds say the format of their cache.
+    """Options of `vllm serve` go through vLLM's own parser, and the attention layers that it builds say their format.
 
-    On its platform of processors, with a stand-in for the kernels: nothing was computed.
+    This is on its platform of processors, with a stand-in for the kernels: nothing was computed, for want of a GPU.
     """
     stand_in(*UNUSED)
     import vllm.platforms
@@ -62,4 +62,4 @@ def vllm(folder: Path, kind: str, plan: Plan) -> tuple[Found, Found]:
     return {block.name: plan.payload.formats[block.modules[0]] for block in plan.blocks}, found
 
 
-TOOLS = {"vllm-cache": Tool(vllm, "vllm", "executed", make_plan, "format of the cache")}
+TOOLS = {"vllm-cache": Tool(vllm, "vllm", "parsed", make_plan, "format of the cache")}
