@@ -9,6 +9,7 @@ import json
 import numpy as np
 import pytest
 import yaml
+from benchmarks.peers import exports
 from tests import zoo
 
 from layerbudget.cli import main
@@ -64,6 +65,24 @@ def test_axolotl_gets_the_ranks_that_peft_gets(mistral, tmp_path):
     plan = zoo.linears(mistral, lambda n: 3 if "q_proj" in n else 6 if "down" in n else 4 if "up" in n else 0)
     with pytest.raises(InvalidInput, match="whole alphas"):
         EXPORTS.find("axolotl").text(plan, {"alpha_policy": "constant-alpha"})
+
+
+def test_tools_of_one_rank_take_any_choice_of_modules(mistral, tmp_path, capsys):
+    plan = zoo.linears(mistral, lambda n: 4 if "q_proj" in n or "down" in n else 0)
+    adapted = [m for m, b in plan.by_module().items() if b.count]
+    read = yaml.safe_load(EXPORTS.find("llama-factory").text(plan, {"dropout": 0.1}))
+    assert read == {
+        "finetuning_type": "lora", "lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.1, "lora_target": ",".join(adapted)
+    }  # fmt: skip
+    read = yaml.safe_load(EXPORTS.find("mlx-lora").text(plan, {}))
+    assert read.pop("lora_parameters") == {"rank": 4, "scale": 2.0, "dropout": 0.0, "keys": adapted}
+    assert read == {"fine_tune_type": "lora", "num_layers": -1}
+    zoo.linears(mistral, lambda n: 2 if "q_proj" in n else 5).save(tmp_path / "ranks.json")
+    for name, remedy in (("llama-factory", "adapter_name_or_path"), ("mlx-lora", "layerbudget finetune")):
+        assert main(["export", str(tmp_path / "ranks.json"), "--to", name, "-o", str(tmp_path / "x")]) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert "one rank for all modules, and this plan has ranks from 2 to 5" in said
+        assert "--min-rank 0 --max-rank 5 --multiple 5" in said and remedy in said
 
 
 def test_a_recipe_names_every_module_once_and_says_how_it_is_run(sparsity, tmp_path, capsys):
@@ -153,6 +172,9 @@ def test_stacks_of_experts_go_to_tools_that_take_them_and_no_others():
     ranks = Plan(kind="ranks", rule="by-hand", model={}, blocks=blocks, budget={})
     found = yaml.safe_load(EXPORTS.find("axolotl").text(ranks, {}))
     assert (found["lora_target_modules"], found["lora_target_parameters"]) == (names[1:], names[:1])
+    for name in ("llama-factory", "mlx-lora"):
+        with pytest.raises(InvalidInput, match=r"gate_up_proj is a stack of experts.*--exclude experts"):
+            EXPORTS.find(name).text(ranks, {})
     halves = tuple(dataclasses.replace(b, value=0.5, count=32) for b in blocks)
     with pytest.raises(InvalidInput, match=r"gate_up_proj is a stack of experts.*layerbudget apply MODEL PLAN"):
         EXPORTS.find("recipe").text(dataclasses.replace(ranks, kind="sparsity", blocks=halves, payload=None), {})
@@ -186,3 +208,16 @@ def test_a_decision_brings_its_formats(mistral):
             EXPORTS.find("recipe").text(plan, {})
         EXPORTS.add("lengths", Export(name="lengths", call=lambda plan: "another"))
         assert EXPORTS.find("lengths").text(plan, {}) == "another"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", exports.MODELS)
+@pytest.mark.parametrize("tool", exports.TOOLS)
+def test_the_tool_gives_every_planned_module_what_the_plan_says(tool, kind):
+    """By the released package of the tool itself; LAYERBUDGET_TOOLS names folders of packages, see CONTRIBUTING."""
+    if kind in exports.TOOLS[tool].refused:
+        pytest.skip(f"refused: {exports.TOOLS[tool].refused[kind]}")
+    if exports.version(tool) is None:
+        pytest.skip(f"{exports.TOOLS[tool].package} is not installed")
+    found = exports.row(tool, kind)
+    assert found["same"] == found["planned"] > 0 and not found["beside"], found

@@ -1,8 +1,8 @@
-"""Plans of bits in the words of other tools: every planned matrix and no other, refusals, and the tools' own answers."""
+"""Plans of bits in the words of other tools: every planned matrix and no other, and refusals."""
 
 from __future__ import annotations
 
-import importlib.metadata
+import fnmatch
 import json
 import re
 
@@ -56,9 +56,11 @@ def test_a_recipe_of_llm_compressor_has_a_group_for_every_format():
     assert set(matched(patterns, [*rounded, *EXPERTS]).values()) == {1}
     assert set(matched(patterns, [*BESIDE, "model.layers.0.self_attn.o_proj"]).values()) == {0}
     gptq = EXPORTS.find("llm-compressor").text(plan_of(FORMS, "gptq"), {})
-    assert "GPTQModifier" in gptq and "AutoRoundModifier" in text("llm-compressor", FORMS, method="autoround")
+    assert "GPTQModifier" in gptq
+    with pytest.raises(InvalidInput, match="AutoRoundModifier finds no matrix.*--to auto-round"):
+        text("llm-compressor", FORMS, method="autoround")
     assert "nvfp4" in text("llm-compressor", {"a": "nvfp4"}) and "torch.float8_e4m3fn" in text("llm-compressor", {"a": "nvfp4"})
-    with pytest.raises(InvalidInput, match="has no wanda.*rtn, gptq, autoround"):
+    with pytest.raises(InvalidInput, match="has no wanda.*rtn, gptq"):
         text("llm-compressor", FORMS, method="wanda")
 
 
@@ -110,6 +112,48 @@ def test_torchao_and_modelopt_name_modules_and_refuse_what_they_do_not_have():
         text("modelopt", FORMS)
 
 
+def test_exllamav3_has_bits_for_every_tensor_and_the_head_apart():
+    """The last line that matches decides, and a name that matches nothing is an error there."""
+    recipe = yaml.safe_load(text("exllamav3", {**MIXED, "lm_head": "w6-g64"}))
+    assert (recipe["head_bits"], recipe["target_bpw"]) == (6, round((3 + 8 + 16 + 4 + 2 + 5 + 6) / 7, 3))
+    (first, whole), *lines = recipe["tensors"].items()
+    assert (first, whole) == ("*", 16)
+    bits = {n: [b for pattern, b in lines if fnmatch.fnmatchcase(n, pattern)] for n in [*FORMS, *EXPERTS, *BESIDE]}
+    assert [bits[n] for n in FORMS] == [[3], [8], [16], [4]] and not any(bits[n] for n in BESIDE)
+    assert [bits[n] for n in EXPERTS] == [[2], [2], [5]] * 2
+    assert yaml.safe_load(text("exllamav3", FORMS))["head_bits"] == 16
+
+
+def test_onnx_has_an_exact_override_for_every_matrix_and_one_group_size():
+    forms = {
+        "model.layers.0.self_attn.q_proj": "w8-g32",
+        "model.layers.1.self_attn.o_proj": "bf16",
+        "model.layers.10.mlp.down_proj": "w4-g32",
+        "model.layers.1.mlp.experts.down_proj": "bf16",
+    }
+    config = json.loads(text("onnx", forms))["quant_config"]
+    assert (config["weights"]["block_size"], config["weights"]["symmetric"], config["moe"]) == (32, True, {"type": "none"})
+    assert [(o["match"]["name"], o.get("type", o.get("exclude"))) for o in config["weights"]["overrides"]] == [
+        ("/model/layers.0/attn/q_proj/MatMul", "int8"),
+        ("/model/layers.1/attn/o_proj/MatMul", True),
+        ("/model/layers.10/mlp/down_proj/MatMul", "int4"),
+        ("/lm_head/MatMul", True),
+    ]
+    headed = json.loads(text("onnx", {**forms, "lm_head": "w8-g32"}))["quant_config"]["weights"]["overrides"]
+    assert headed[-1] == {"match": {"name": "/lm_head/MatMul"}, "type": "int8"}
+    q = "model.layers.0.self_attn.q_proj"
+    for wrong, said in (
+        ({**forms, q: "w8-g64"}, "groups of one size.*w4-g32, w8-g64"),
+        ({q: "w8-channel"}, "groups of one size"),
+        ({q: "bf16"}, "no rounded matrix"),
+        ({q: "w3-g32"}, "gets w3-g32, which ONNX Runtime GenAI does not take"),
+        ({"model.layers.1.mlp.experts.down_proj": "w4-g32"}, "experts.down_proj has no node of its own"),
+        ({"model.layers.1.self_attn.qkv_proj": "w4-g32"}, "qkv_proj has no node of its own"),
+    ):
+        with pytest.raises(InvalidInput, match=said):
+            text("onnx", wrong)
+
+
 def test_mlx_names_experts_by_the_architecture():
     forms = {n: f for n, f in MIXED.items() if f not in ("w8-channel", "w4-g64-asym")}
     table = json.loads(text("mlx", forms, model_type="mixtral"))["quantization"]
@@ -122,30 +166,7 @@ def test_mlx_names_experts_by_the_architecture():
             text("mlx", forms, **options)
 
 
-@pytest.mark.parametrize("name", ["auto-round", "gptqmodel"])
+@pytest.mark.parametrize("name", ["auto-round", "gptqmodel", "exllamav3"])
 def test_floating_point_is_refused_by_tools_of_integers(name):
-    with pytest.raises(InvalidInput, match="a gets nvfp4, which .* does not take.*integers of 2, 3"):
+    with pytest.raises(InvalidInput, match="a gets nvfp4, which .* does not take.*integers of (1, )?2, 3"):
         text(name, {"a": "nvfp4"})
-
-
-PACKAGES = {
-    "torchao": "torchao", "llm-compressor": "llmcompressor", "gptqmodel": "gptqmodel", "mlx": "mlx-lm",
-    "modelopt": "nvidia-modelopt", "auto-round": "auto-round",
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
-@pytest.mark.parametrize("tool", PACKAGES)
-def test_the_tool_gives_every_planned_module_its_format(tool, kind):
-    """The released package of the tool itself, on a processor; see the benchmark for how it is installed."""
-    from benchmarks.peers import exports
-
-    if (tool, kind) in exports.REFUSED:
-        pytest.skip(f"refused: {exports.REFUSED[tool, kind]}")
-    try:
-        importlib.metadata.version(PACKAGES[tool])
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip(f"{PACKAGES[tool]} is not installed")
-    found = exports.row(tool, kind, [])
-    assert found["same"] == found["planned"] > 0 and not found["else"], found["wrong"]

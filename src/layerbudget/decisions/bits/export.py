@@ -23,7 +23,7 @@ from ..formats.payload import WeightsPayload
 from ..formats.program import formats_of_plan
 
 _INTEGERS = "Plan with integers (--formats w4-g32,w8-g64, ...)."
-_MODIFIERS = {"rtn": "QuantizationModifier", "gptq": "GPTQModifier", "autoround": "AutoRoundModifier"}
+_MODIFIERS = {"rtn": "QuantizationModifier", "gptq": "GPTQModifier"}
 _MLX_BITS, _MLX_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 # The module of mlx_lm that computes the experts of a layer, behind the layer's own name.
 _MLX_EXPERTS = {
@@ -38,6 +38,10 @@ _MLX_EXPERTS = {
     "mixtral": "block_sparse_moe.switch_mlp",
     "phimoe": "block_sparse_moe.switch_mlp",
 }
+# Matrices of a layer that ONNX Runtime GenAI's builder has a node of its own for, and the node's part of the name.
+_ONNX = re.compile(
+    r"(?P<layer>model\.layers\.\d+)\.(?:self_)?(?P<part>attn(?=\.[qkvo]_)|mlp(?=\.(?:gate|up|down)_))\.(?P<leaf>\w+)"
+)
 _STACK = re.compile(r"(?P<layer>.*?)\.[^.]+\.experts\.(?P<leaf>\w+)")
 
 
@@ -68,13 +72,20 @@ def auto_round(plan: Plan) -> str:
 def llm_compressor(plan: Plan, *, method: str | None = None) -> str:
     """Return a recipe of llm-compressor as YAML: one group for every format, with the matrices that it is for.
 
-    The modifier is ``QuantizationModifier`` for ``rtn``, ``GPTQModifier`` for ``gptq`` and ``AutoRoundModifier`` for
-    ``autoround``; by default what comes next to what the plan was measured with. What no group names stays in 16 bits.
+    The modifier is ``QuantizationModifier`` for ``rtn`` and ``GPTQModifier`` for ``gptq``; by default what comes next to what
+    the plan was measured with. What no group names stays in 16 bits. ``AutoRoundModifier`` (of llm-compressor 0.14) looks for
+    targets inside one layer, where no full name is found, and then rounds all matrices in the format of the first group.
 
     Raises:
         InvalidInput: A method that has no modifier.
     """
     method = method or ("gptq" if payload_of(plan, WeightsPayload).method in BY_MOMENTS else "rtn")
+    if method == "autoround":
+        raise InvalidInput(
+            "llm-compressor's AutoRoundModifier finds no matrix by its full name, and rounds all of them in one format.",
+            "",
+            "Use AutoRound itself (--to auto-round), or --method gptq.",
+        )
     if method not in _MODIFIERS:
         raise InvalidInput(
             f"llm-compressor's recipe has no {method}.", f"It has {', '.join(_MODIFIERS)}.", "Use --method gptq."
@@ -195,6 +206,73 @@ def mlx(plan: Plan, *, model_type: str | None = None) -> str:
     return json.dumps({"quantization": {**least, **entries}}, indent=1) + "\n"
 
 
+def exllamav3(plan: Plan) -> str:
+    """Return a recipe of exllamav3 as YAML, for ``convert --recipe``: the bits of every matrix, by its name.
+
+    The first line is for what the plan does not name, which stays in 16 bits; exllamav3 takes the last line that matches. One
+    pattern stands for a matrix of all experts of a layer. ``target_bpw`` is shown, and decides nothing. Bits are all that
+    exllamav3 takes of a format: its own has no groups. A name that the model does not have is refused by exllamav3.
+    """
+    tensors, head, weights = {"*": 16}, 16, 0
+    numel = {module: block.numel // len(block.modules) for block in plan.blocks for module in block.modules}
+    for name, form in _formats(plan, PACKED).items():
+        _check("exllamav3", name, form, range(1, 9))
+        bits = 16 if form.plain else form.bits
+        weights += bits * numel[name]
+        if name.endswith("lm_head"):
+            head = bits
+            continue
+        stack, _, leaf = name.rpartition(".")
+        for own in [f"{stack}.*.{each}" for each in _leaves(leaf)] if stacks([name]) else [name]:
+            tensors[own] = bits
+    lines = {"target_bpw": round(weights / sum(numel.values()), 3), "head_bits": head, "tensors": tensors}
+    return str(yaml.safe_dump(lines, sort_keys=False, width=1000))
+
+
+def onnx(plan: Plan) -> str:
+    """Return ``target_options`` of ONNX Runtime GenAI's model builder as JSON: an exact override for every planned matrix.
+
+    The builder has one group size for the whole model, and rounds what no override names to 4 bits. The head is named in any
+    case, and stays in 16 bits where the plan does not say more. It does not join q, k and v that are named. A name that its
+    graph does not have is refused by the builder.
+    """
+    overrides: list[dict[str, Any]] = []
+    forms = _formats(plan, PACKED)
+    rounded = {name: form for name, form in forms.items() if not form.plain}
+    kinds = {(form.group, form.symmetric) for form in rounded.values()}
+    for name, form in forms.items():
+        _check("ONNX Runtime GenAI", name, form, (4, 8))
+        if not (form.plain and stacks([name])):
+            overrides.append(
+                {"match": {"name": _onnx_name(name)}, **({"exclude": True} if form.plain else {"type": f"int{form.bits}"})}
+            )
+    if len(kinds) != 1 or None in next(iter(kinds)):
+        raise InvalidInput(
+            "ONNX Runtime GenAI rounds all matrices in groups of one size, and this plan does not.",
+            f"It has {', '.join(sorted({form.name for form in rounded.values()})) or 'no rounded matrix'}.",
+            "Plan with one group size: --formats w4-g32,w8-g32.",
+        )
+    if "lm_head" not in forms:
+        overrides.append({"match": {"name": "/lm_head/MatMul"}, "exclude": True})
+    group, symmetric = next(iter(kinds))
+    weights = {"type": "int4", "block_size": group, "symmetric": symmetric, "method": "rtn", "overrides": overrides}
+    return json.dumps({"quant_config": {"weights": weights, "moe": {"type": "none"}}}, indent=1) + "\n"
+
+
+def _onnx_name(name: str) -> str:
+    """The node of a matrix in the graph of ONNX Runtime GenAI's builder."""
+    match = _ONNX.fullmatch(name)
+    if name == "lm_head":
+        return "/lm_head/MatMul"
+    if match is None:
+        raise InvalidInput(
+            f"{name} has no node of its own in the graphs of ONNX Runtime GenAI.",
+            "Overrides take q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj of dense layers, and lm_head.",
+            "Keep it in 16 bits if it is a stack of experts, or plan with --exclude.",
+        )
+    return f"/{match['layer'].replace('.', '/', 1)}/{match['part']}/{match['leaf']}/MatMul"
+
+
 def _mlx_names(name: str, model_type: str | None) -> list[str]:
     """Names in mlx_lm of a matrix: two for gate and up of experts that are one parameter here."""
     if not stacks([name]):
@@ -298,5 +376,19 @@ EXPORTS = (
         "mlx_lm's entry quantization",
         "q = json.load(open('{file}'))['quantization']; mlx_lm.convert(MODEL, quantize=True, q_group_size=q['group_size'], "
         "quant_predicate=lambda path, _: q.get(path, False)) quantises by it.",
+    ),
+    _export(
+        "exllamav3",
+        exllamav3,
+        "exl3-recipe.yaml",
+        "exllamav3's recipe of bits by tensor",
+        "python -m exllamav3.conversion.convert_model -i MODEL -o OUT -w WORK --recipe {file} quantises by it.",
+    ),
+    _export(
+        "onnx",
+        onnx,
+        "onnx-target-options.json",
+        "target_options of ONNX Runtime GenAI's model builder",
+        "python -m onnxruntime_genai.models.builder -m MODEL -o OUT -e cpu --target_options {file} quantises by it.",
     ),
 )
