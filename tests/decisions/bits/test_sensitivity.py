@@ -141,6 +141,28 @@ def test_large_matrices_are_measured_along_some_rows(name, method, monkeypatch):
     assert off.max() < 0.3 and np.median(off) < 0.02, "a code at a tie of two changes all behind it"
 
 
+@pytest.mark.parametrize(("tied", "method"), [(True, "gptq"), (False, "weighted"), (False, "gptq")])
+def test_heads_of_many_rows_are_measured_along_the_labels_that_are_drawn(tied, method, monkeypatch):
+    """Other matrices have the same damages, the head nearly; and it does not depend on batches."""
+    wide = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 512}
+    model, data = zoo.build("llama", tie_word_embeddings=tied, **wide), zoo.tokens(8, 16, padded=True)
+    options = {"family": "gguf", "formats": ["Q4_0", "Q5_1", "Q8_0"], "method": method, "draws": 16}
+    every = Table.of(rounding_damage(model, data, **options))
+    monkeypatch.setattr(rounding, "HEAD_ROWS", 500)
+    made, of_labels = [], rounding.RoundingErrors.of_labels
+    monkeypatch.setattr(
+        rounding.RoundingErrors, "of_labels", lambda self, name, rows: made.append(name) or of_labels(self, name, rows)
+    )
+    some = Table.of(rounding_damage(model, data, **options))
+    ends = [i for i, b in enumerate(some.blocks) if made[0] == b.modules[0].name]
+    off = np.abs(np.log(some.damage / every.damage))[:, :3]
+    assert len(ends) == len(made) == 1 and np.delete(off, ends, 0).max() < 0.05, "pooling knows the others"
+    assert off[ends].max() < 0.25
+    for more in ({"batch_size": 3}, {"rows": 16}):
+        again = Table.of(rounding_damage(model, data, **options, **more))
+        assert np.abs(np.log(again.damage / some.damage))[ends, :3].max() < 0.02
+
+
 def test_rows_are_sampled_without_a_bias_whatever_their_number(monkeypatch):
     """No row twice: nearly all rows give what all rows give."""
     model, data = zoo.build("llama", hidden_size=128, intermediate_size=128, num_hidden_layers=2), zoo.tokens(8, 16)

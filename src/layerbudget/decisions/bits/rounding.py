@@ -52,6 +52,7 @@ from .blocks import peaks
 _PIECE = 1 << 20  # weights that are rounded together: their errors take 4 MB
 _FED_BACK = 1 << 23  # with error feedback, which is quicker on many rows at once
 _ANCHORS = (("Q2_K", "Q3_K", "Q4_K", "Q6_K"), ("MXFP4", "Q5_0", "Q8_0"))  # of GGUF, where 256 divides rows and else; quick
+HEAD_ROWS = 1 << 14  # of a head: with more of them its damage comes from the rows of the labels that were drawn
 _LATTICES = ("IQ2_S", "IQ3_S")  # with feedback these too: a code says several weights, and leaves other errors
 
 
@@ -93,6 +94,7 @@ class RoundingErrors(Watch):
         rows: int,
         seed: int,
         whole: bool = False,
+        draws: int = 1,
     ) -> None:
         self.model, self.data, self.quantiser, self.rows, self.seed = model, data, quantiser, rows, seed
         self.treating, self.offloaded = Treating(model, quantiser), mapped(model)
@@ -112,6 +114,8 @@ class RoundingErrors(Watch):
         self._made: dict[InputMoments, Any] = {}
         self.lookups = {n for n in self.modules if isinstance(weight_of(model, n)[0], nn.Embedding)}
         self.heads = {m.name for m in end_modules(model)} - self.lookups
+        large = {m.name for m in end_modules(model) if m.d_out > HEAD_ROWS and draws > 1}
+        self._labelled = {name for name in large & set(self.modules) if reader_of(model, name) is not None}
         united = any(find_format(f).united for f in {*formats, *self.anchors})
         self.peaks = peaks(model, self.modules) if united else {}
         self._add = moments_of_sites(self._moments, "diagonal")
@@ -146,25 +150,42 @@ class RoundingErrors(Watch):
 
     def of(self, name: str) -> Directions:
         """The errors of a matrix in the anchors, from the rows that are measured, and the matrix itself."""
-        self._take()
-        self._drawn[name] = drawn = self._draw(name)
-        self.factors[name] = self._factor(drawn)
         rows, share = self._measured(name)
+        self._directions[name] = directions = self._of_rows(name, rows, share)
+        return self._apart(name, directions)
+
+    def by_labels(self, name: str) -> bool:
+        """See :meth:`Watch.by_labels`: of heads whose rows are far more than the labels of a text."""
+        return name in self._labelled
+
+    def of_labels(self, name: str, rows: torch.Tensor) -> Directions:
+        """See :meth:`Watch.of_labels`."""
+        return self._apart(name, self._of_rows(name, rows, 1.0))
+
+    def _of_rows(self, name: str, rows: torch.Tensor | None, share: float) -> InBytes:
+        """The errors of some rows in the anchors."""
+        self._take()
+        if name not in self._drawn:
+            self._drawn[name] = self._draw(name)
+            self.factors[name] = self._factor(self._drawn[name])
         shape = self.modules[name].copies * self.modules[name].d_out if rows is None else len(rows), self.modules[name].d_in
-        directions = self._directions[name] = InBytes(shape, self._pieces(name, rows), rows, share)
+        return InBytes(shape, self._pieces(name, rows), rows, share)
+
+    def _apart(self, name: str, directions: InBytes) -> Directions:
+        """The rests of errors, the matrix itself, and both."""
         if self.whole:
             return directions
-        return Apart(
-            directions, Itself([view for view, _ in self._views(name)]), self.factors[name][len(self.formats) :].tolist()
-        )
+        itself = Itself([view for view, _ in self._views(name)])
+        return Apart(directions, itself, self.factors[name][len(self.formats) :].tolist())
 
     def _measured(self, name: str) -> tuple[torch.Tensor | None, float]:
         """The rows of a matrix along whose errors its damage is measured, None for all, and their share of those that count.
 
-        Of an embedding these are the tokens of the text. A head has all: few of its rows have nearly all of the damage.
+        Of an embedding these are the tokens of the text. A head has all, as few of its rows have nearly all of the damage, or
+        those of :meth:`of_labels`.
         """
         if name in self.lookups:
-            tied = reader_of(self.model, name) is not None
+            tied = reader_of(self.model, name) is not None and name not in self._labelled
             return (None if tied else self.data.input_ids.unique().cpu(), 1.0)
         total = self.modules[name].copies * self.modules[name].d_out
         if self.whole or total <= ROWS or name in self.heads or self.quantiser.statistic == "gram":
@@ -183,6 +204,7 @@ class RoundingErrors(Watch):
             drawn = self._draw(name) if drawn is None or self.quantiser.statistic == "none" else drawn  # inputs came later
             self.sampled[name] = self._squares(drawn, self.factors.setdefault(name, self._factor(drawn)))
             self._moments.pop(name, None)
+            self.measured[name] = np.zeros((2, len(self.anchors)))
             if (directions := self._directions.pop(name, None)) is not None:
                 squares = process_group().sum(directions.squares)
                 self.measured[name] = np.stack((squares.sum(0), spread(squares, directions.share)))
@@ -239,8 +261,9 @@ class RoundingErrors(Watch):
             if len(places):
                 rows, prepared = view[torch.from_numpy(places)], self._prepared(statistics)
                 importance = statistics.value if statistics is not None and statistics.kind == "diagonal" else prepared
-                errors = [self._errors(name, rows, prepared, f) for f in self.names[name]]
-                parts.append(_Rows(rows=rows.to(torch.float32), errors=errors, importance=importance, total=total))
+                errors = {f: self._errors(name, rows, prepared, f) for f in dict.fromkeys(self.names[name])}
+                each = [errors[f] for f in self.names[name]]  # an anchor is among the formats too
+                parts.append(_Rows(rows=rows.to(torch.float32), errors=each, importance=importance, total=total))
         return parts
 
     def _factor(self, drawn: Sequence[_Rows]) -> np.ndarray:

@@ -88,7 +88,7 @@ def rounding_damage(
     passes, kept, anchors = 0.0, 1.0, tuple[str, ...]()
     if decided:
         blocks, has = [table.blocks[i] for i in decided], table.has[decided]
-        way: dict[str, Any] = {"family": table.family, "rows": rows, "seed": seed, "whole": whole}
+        way: dict[str, Any] = {"family": table.family, "rows": rows, "seed": seed, "whole": whole, "draws": draws}
         errors = RoundingErrors(model, data, quantiser, blocks, table.formats, has, **way)
         units = {m.name: k for k, b in enumerate(blocks) for m in b.modules}
         options: dict[str, Any] = {"draws": draws, "seed": seed, "batch_size": batch_size, "progress": progress}
