@@ -226,13 +226,15 @@ class RoundingErrors(Watch):
         for i, view in enumerate(views):
             yield view.detach(), moments[i] if moments is not None else None
 
-    def _errors(self, name: str, rows: torch.Tensor, prepared: Any, form: str | None) -> torch.Tensor | None:
-        """The change of some rows by rounding to a format, float32; of offloaded weights, of what layers compute with."""
-        if form is None:
-            return None
+    def _errors(
+        self, name: str, rows: torch.Tensor, prepared: Any, formats: Sequence[str | None]
+    ) -> dict[str | None, torch.Tensor | None]:
+        """The change of some rows by rounding to formats, float32; of offloaded weights, of what layers compute with."""
         weights = rows if self.offloaded is None else rows.to(self.offloaded.device, self.offloaded.dtype)
-        level = Level(format=form, peak=self.peaks.get(name))
-        return self.quantiser.quantise(weights, prepared, level).weight - weights.to(torch.float32)
+        wanted = [form for form in dict.fromkeys(formats) if form is not None]
+        levels = [Level(format=form, peak=self.peaks.get(name)) for form in wanted]
+        made, plain = self.quantiser.quantise_each(weights, prepared, levels), weights.to(torch.float32)
+        return {None: None, **{form: each.weight - plain for form, each in zip(wanted, made, strict=True)}}
 
     def _prepared(self, moments: InputMoments | None) -> Any:
         return None if self.quantiser.statistic == "none" else self.treating.prepared(moments, self._made)
@@ -247,7 +249,7 @@ class RoundingErrors(Watch):
             prepared = self._prepared(moments)
             size = max(1, (_FED_BACK if self.quantiser.statistic == "gram" else _PIECE) // view.shape[1])
             for rows in view.split(size):
-                errors = (self._errors(name, rows, prepared, f) for f in formats)
+                errors = (self._errors(name, rows, prepared, [f])[f] for f in formats)
                 yield [None if e is None else _apart(e, rows, c) for e, c in zip(errors, factors, strict=True)]
 
     def _draw(self, name: str) -> list[_Rows]:
@@ -261,7 +263,7 @@ class RoundingErrors(Watch):
             if len(places):
                 rows, prepared = view[torch.from_numpy(places)], self._prepared(statistics)
                 importance = statistics.value if statistics is not None and statistics.kind == "diagonal" else prepared
-                errors = {f: self._errors(name, rows, prepared, f) for f in dict.fromkeys(self.names[name])}
+                errors = self._errors(name, rows, prepared, self.names[name])
                 each = [errors[f] for f in self.names[name]]  # an anchor is among the formats too
                 parts.append(_Rows(rows=rows.to(torch.float32), errors=each, importance=importance, total=total))
         return parts
