@@ -71,7 +71,9 @@ class RoundingErrors(Watch):
     """The errors of blocks in all formats, made while their gradients are measured.
 
     ``has`` says which of ``formats`` a block has, ``(K, m)``. ``rows`` of every matrix are sampled. With ``whole`` every format
-    is an anchor with all rows, and none is taken apart. Afterwards there is of every matrix, by name:
+    is an anchor with all rows, and none is taken apart. ``draws`` of labels are made.
+
+    Afterwards there is of every matrix, by name:
 
     Attributes:
         factors: The factor c of every format and anchor, ``(m + anchors,)``.
@@ -97,6 +99,7 @@ class RoundingErrors(Watch):
         draws: int = 1,
     ) -> None:
         self.model, self.data, self.quantiser, self.rows, self.seed = model, data, quantiser, rows, seed
+        self.draws, self._draws = draws, 1
         self.treating, self.offloaded = Treating(model, quantiser), mapped(model)
         feedback = quantiser.statistic == "gram"
         self.formats, self.whole = tuple(formats), whole
@@ -128,6 +131,7 @@ class RoundingErrors(Watch):
 
     def start(self, names: Sequence[str]) -> None:
         """See :meth:`Watch.start`."""
+        self._draws = self.draws if len(names) < len(self.modules) else 1  # outputs of all layers at once take much memory
         if self.quantiser.reads_text:
             self._statistics = InputStatistics(self.model, [self.modules[n] for n in names], self.quantiser.statistic)
 
@@ -169,7 +173,7 @@ class RoundingErrors(Watch):
             self._drawn[name] = self._draw(name)
             self.factors[name] = self._factor(self._drawn[name])
         shape = self.modules[name].copies * self.modules[name].d_out if rows is None else len(rows), self.modules[name].d_in
-        return InBytes(shape, self._pieces(name, rows), rows, share)
+        return InBytes(shape, self._pieces(name, rows), rows, share, self._draws)
 
     def _apart(self, name: str, directions: InBytes) -> Directions:
         """The rests of errors, the matrix itself, and both."""
