@@ -277,11 +277,28 @@ def test_the_check_is_of_the_whole_plan_and_leaves_the_model_alone(tmp_path):
     assert f"The plan is {wrong.rule}." in wrong.payload.check.verdict and not wrong.certificate
 
 
+class Said:
+    """Progress that remembers its phases."""
+
+    def __init__(self):
+        self.phases = []
+
+    def say(self, phase):
+        """Remember it."""
+        self.phases.append(phase)
+
+    def __call__(self, done, total):
+        assert 0 <= done <= total
+
+
 def test_a_plan_with_feedback_stands_beside_the_file_that_llama_quantize_writes():
     """The mix with ggml's own rounding, by our importances: said and never taken, however low it is."""
     model, text = zoo.build("llama", hidden_size=64, intermediate_size=64), zoo.tokens(24, 16)
     fit, held_out = text.select(slice(0, 16)), text.select(slice(16, 24))
-    plan = plan_bits(model, fit, held_out, like="Q4_K_M", family="gguf", method="gptq", draws=2)
+    said = Said()
+    plan = plan_bits(model, fit, held_out, like="Q4_K_M", family="gguf", method="gptq", draws=2, progress=said)
+    checks = [phase for phase in said.phases if phase.startswith("the check: plan")]
+    assert 3 <= len(checks) <= 4 and checks == [f"the check: plan {k} of 4 at most" for k in range(1, len(checks) + 1)]
     rows, mix = plan.payload.check.rows, plan_bits(model, fit, like="Q4_K_M", method="gptq", rule="mix", draws=1)
     assert set(rows) == {"exact", "uniform", "mix", PEER} and rows[PEER].bytes == rows["mix"].bytes
     written = DenseOutput(model, held_out).rows_of(model, mix.payload.formats, fit, "weighted")
