@@ -151,7 +151,7 @@ def _best_grid(
     return grid_of(groups, form, peak, shrink)
 
 
-_FEW = 128  # rows at most that get error feedback in several types at once
+_FEW = 4096  # rows at most, in all types together, that get error feedback at once: as many lie in a processor's cache
 _ROWS = 1024  # that one thread improves together: fewer, and a step takes longer to begin than to do
 FED_BACK = 1 << 25  # weights that get error feedback together: a few copies of them in float32 are held
 
@@ -365,7 +365,7 @@ class GPTQ(Quantiser):
         """See :meth:`Quantiser.quantise_each`; types of llama.cpp share the steps of few rows."""
         forms = [find_format(str(level.format)) for level in levels]
         names = [form.name for form in forms if form.family == GGUF and not form.plain]
-        if prepared is None or len(weight) > _FEW or type(self).in_ggml is not GPTQ.in_ggml:
+        if prepared is None or len(weight) * len(names) > _FEW or type(self).in_ggml is not GPTQ.in_ggml:
             return super().quantise_each(weight, prepared, levels)
         for form in forms:
             form.check("The matrix", weight.shape[1])

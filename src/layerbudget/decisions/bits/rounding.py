@@ -238,7 +238,10 @@ class RoundingErrors(Watch):
         wanted = [form for form in dict.fromkeys(formats) if form is not None]
         levels = [Level(format=form, peak=self.peaks.get(name)) for form in wanted]
         made, plain = self.quantiser.quantise_each(weights, prepared, levels), weights.to(torch.float32)
-        return {None: None, **{form: each.weight - plain for form, each in zip(wanted, made, strict=True)}}
+        errors: dict[str | None, torch.Tensor | None] = {None: None}
+        for form in wanted:
+            errors[form] = made.pop(0).weight - plain  # of large matrices no two copies are held
+        return errors
 
     def _prepared(self, moments: InputMoments | None) -> Any:
         return None if self.quantiser.statistic == "none" else self.treating.prepared(moments, self._made)
@@ -253,8 +256,9 @@ class RoundingErrors(Watch):
             prepared = self._prepared(moments)
             size = max(1, (_FED_BACK if self.quantiser.statistic == "gram" else _PIECE) // view.shape[1])
             for rows in view.split(size):
-                errors = (self._errors(name, rows, prepared, [f])[f] for f in formats)
-                yield [None if e is None else _apart(e, rows, c) for e, c in zip(errors, factors, strict=True)]
+                errors = self._errors(name, rows, prepared, formats)
+                each = (errors.pop(f) if f is not None else None for f in formats)
+                yield [None if e is None else _apart(e, rows, c) for e, c in zip(each, factors, strict=True)]
 
     def _draw(self, name: str) -> list[_Rows]:
         """Some rows of a matrix, rounded to every format."""
