@@ -26,7 +26,7 @@ from layerbudget.decisions.formats.program import PEER
 from layerbudget.decisions.formats.table import Table
 from layerbudget.decisions.memory.plan import plan_memory
 from layerbudget.errors import InvalidInput
-from layerbudget.execution import memory
+from layerbudget.execution import backward, memory
 from layerbudget.execution.walk import Walk
 from layerbudget.models.blocks import describe, end_modules, weight_of
 from layerbudget.reporting.verdict import passes_of, standing, verdict
@@ -141,9 +141,12 @@ def test_large_matrices_are_measured_along_some_rows(name, method, monkeypatch):
     assert off.max() < 0.3 and np.median(off) < 0.02, "a code at a tie of two changes all behind it"
 
 
-@pytest.mark.parametrize(("tied", "method"), [(True, "gptq"), (False, "weighted"), (False, "gptq")])
-def test_heads_of_many_rows_are_measured_along_the_labels_that_are_drawn(tied, method, monkeypatch):
+@pytest.mark.parametrize(
+    ("tied", "method", "way"), [(True, "gptq", "layers"), (False, "weighted", "whole"), (False, "gptq", "layers")]
+)
+def test_heads_of_many_rows_are_measured_along_the_labels_that_are_drawn(tied, method, way, monkeypatch):
     """Other matrices have the same damages, the head nearly; and it does not depend on batches."""
+    monkeypatch.setattr(backward, "fits_whole", lambda *args: way == "whole")
     wide = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 512}
     model, data = zoo.build("llama", tie_word_embeddings=tied, **wide), zoo.tokens(8, 16, padded=True)
     options = {"family": "gguf", "formats": ["Q4_0", "Q5_1", "Q8_0"], "method": method, "draws": 16}

@@ -131,6 +131,7 @@ class RoundingErrors(Watch):
 
     def start(self, names: Sequence[str]) -> None:
         """See :meth:`Watch.start`."""
+        self._take()  # of a head, which is rounded when its embedding has been there
         self._draws = self.draws if len(names) < len(self.modules) else 1  # outputs of all layers at once take much memory
         if self.quantiser.reads_text:
             self._statistics = InputStatistics(self.model, [self.modules[n] for n in names], self.quantiser.statistic)
