@@ -16,6 +16,9 @@ row has more of, it has more of in every format. Of an embedding all these are r
 Error feedback changes the weights of all rows by the same inputs, so that R of different rows have much to do with each other:
 there all rows are made.
 
+A head has as many rows as there are tokens. Where these are more than 16,384, the rows of the labels that were drawn are enough
+(:mod:`layerbudget.sensitivity.directional.drawn`).
+
 Squared errors are weighted as the quantiser weighs them, by the second moments of the inputs
 (:meth:`layerbudget.compressors.quantisers.Quantiser.weigh`): with error feedback, what counts is the error of the output.
 """
@@ -281,23 +284,29 @@ class RoundingErrors(Watch):
         """The factor by which every format changes all weights of a matrix alike: ``<Delta, W> / <W, W>``, weighted."""
         products = np.zeros((2, len(self.formats) + len(self.anchors)))
         for part in [] if self.whole else drawn:
-            w = part.rows
-            products[1] += self._weighed(w, part.importance).sum()
-            for j, e in enumerate(part.errors):
-                if e is not None:
-                    products[0, j] += (
-                        self._weighed(w + e, part.importance).sum() - self._weighed(w - e, part.importance).sum()
-                    ) / 4
+            w, there = part.rows, [(j, e) for j, e in enumerate(part.errors) if e is not None]
+            moved = [each for _, e in there for each in (w + e, w - e)]
+            plain, *sums = (squares.sum() for squares in self._weigh_each([w, *moved], part.importance))
+            products[1] += plain
+            for k, (j, _) in enumerate(there):
+                products[0, j] += (sums[2 * k] - sums[2 * k + 1]) / 4
         return products[0] / np.where(products[1] > 0, products[1], 1.0)
 
     def _squares(self, drawn: Sequence[_Rows], factors: np.ndarray) -> tuple[np.ndarray, float]:
         parts = []
         for part in drawn:
-            none, errors = np.zeros(len(part.rows)), zip(part.errors, factors, strict=True)
-            each = [none if e is None else self._weighed(_apart(e, part.rows, c), part.importance) for e, c in errors]
+            errors = [_apart(e, part.rows, c) for e, c in zip(part.errors, factors, strict=True) if e is not None]
+            weighed = iter(self._weigh_each(errors, part.importance))
+            each = [np.zeros(len(part.rows)) if e is None else next(weighed) for e in part.errors]
             parts.append(np.stack(each, 1))
         squares, total = np.concatenate(parts), drawn[0].total
         return squares * (total / len(squares)), max(0.0, 1.0 - len(squares) / total)
+
+    def _weigh_each(self, errors: Sequence[torch.Tensor], importance: Any) -> list[np.ndarray]:
+        """Weighted squares of several errors of the same rows; with error feedback one product is that of all of them."""
+        if self.quantiser.statistic != "gram" or not errors:
+            return [self._weighed(each, importance) for each in errors]
+        return np.split(self._weighed(torch.cat(list(errors)), importance), len(errors))
 
     def _weighed(self, errors: torch.Tensor, importance: Any) -> np.ndarray:
         plain = errors.square().sum(1) if importance is None else self.quantiser.weigh(errors, importance)
