@@ -151,9 +151,15 @@ def _best_grid(
     return grid_of(groups, form, peak, shrink)
 
 
-_FEW = 4096  # rows at most, in all types together, that get error feedback at once: as many lie in a processor's cache
+_FEW = 4096  # rows at most, in all types together, that get error feedback at once
 _ROWS = 1024  # that one thread improves together: fewer, and a step takes longer to begin than to do
-FED_BACK = 1 << 25  # weights that get error feedback together: a few copies of them in float32 are held
+_FED_BACK = 1 << 25  # weights that get error feedback together, at most: a few copies of them in float32 are held
+
+
+def rows_together(weight: torch.Tensor) -> int:
+    """Return how many rows get error feedback together: as many as lie in a processor's cache, and fit in memory."""
+    fit = max(1, _FED_BACK // weight.shape[1])
+    return min(_FEW, fit) if weight.device.type == "cpu" else fit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -358,7 +364,7 @@ class GPTQ(Quantiser):
 
     def in_ggml(self, weight: torch.Tensor, prepared: Factors, form: Format) -> np.ndarray:
         """See :meth:`Quantiser.in_ggml`; rows do not depend on each other, so large matrices come in pieces."""
-        pieces = weight.split(max(1, FED_BACK // weight.shape[1]))
+        pieces = weight.split(rows_together(weight))
         return np.concatenate([feed_back(rows, prepared, form.name, threads=torch.get_num_threads()) for rows in pieces])
 
     def quantise_each(self, weight: torch.Tensor, prepared: Any, levels: Sequence[Level]) -> list[Rounded]:

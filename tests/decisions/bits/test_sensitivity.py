@@ -12,6 +12,7 @@ import torch
 from tests import zoo
 
 import layerbudget as lb
+from layerbudget.compressors import quantisers
 from layerbudget.compressors.base import Level, find_quantiser
 from layerbudget.compressors.formats import BY_MOMENTS, RUNTIMES
 from layerbudget.decisions.bits import apply as writing
@@ -400,7 +401,7 @@ def test_a_matrix_is_rounded_some_rows_at_a_time_to_the_same_weights(method, for
     data, found, sizes = None if method == "rtn" else zoo.tokens(4, 16), [], []
     for piece in (1 << 20, 64 * 8):
         monkeypatch.setattr(writing, "_PIECE", piece)
-        monkeypatch.setattr(writing, "FED_BACK", piece)
+        monkeypatch.setattr(quantisers, "_FED_BACK", piece)
         model = zoo.build("llama", hidden_size=64, intermediate_size=64)
         quantise = type(find_quantiser(method)).quantise
         with monkeypatch.context() as patched:
