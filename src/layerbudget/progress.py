@@ -38,7 +38,7 @@ class Steps:
     def __call__(self, n: int = 1) -> None:
         """Advance by ``n``; beyond the total another pass begins."""
         self.done += n
-        passes, within = divmod(self.done - 1, max(self.total, 1))
+        passes, within = divmod(max(self.done - 1, 0), max(self.total, 1))
         if passes and hasattr(self.progress, "say"):
             say(self.progress, ", ".join(filter(None, (self.phase, f"pass {passes + 1}"))))
             self._tell(within + 1)

@@ -105,6 +105,14 @@ def test_a_second_pass_is_named_and_a_plain_function_stays_at_the_total():
     say(None, "nothing")
 
 
+def test_a_step_that_is_not_whole_yet_begins_no_pass():
+    """A walk counts parts of sequences, and tells of none before the first one is whole."""
+    told = Progress("plan bits")
+    tick = Steps(told, 4, "gradients")
+    tick(0)
+    assert told.task.description == "plan bits, gradients" and (told.task.completed, told.task.total) == (0, 4)
+
+
 def test_a_pipe_gets_a_line_now_and_then_and_quiet_gets_none(monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(display.time, "monotonic", lambda: now[0])

@@ -8,7 +8,8 @@ import torch
 
 import gguf
 from layerbudget.compressors import ggml
-from layerbudget.compressors.feedback import Factors, feed_back
+from layerbudget.compressors.base import Level, find_quantiser
+from layerbudget.compressors.feedback import Factors, feed_back, feed_back_each
 from layerbudget.compressors.formats import TYPES, find_format
 from layerbudget.errors import InvalidInput
 
@@ -133,6 +134,27 @@ def test_rows_do_not_depend_on_each_other(weight: np.ndarray, moments: np.ndarra
     whole, some = (feed_back(torch.from_numpy(w), factor, "Q4_K") for w in (weight, weight[[1, 4]]))
     read = [ggml.dequantise(d, "Q4_K") for d in (whole[[1, 4]], some)]
     assert np.isclose(*read, rtol=1e-4).mean() > 0.98  # products of other shapes add up in another order
+
+
+def test_several_types_at_once_are_those_of_each_alone(weight: np.ndarray, moments: np.ndarray) -> None:
+    """Products of other shapes add up in another order, which may change a row from a tie on, and its error hardly."""
+    factor, names = Factors(torch.tensor(moments, dtype=torch.float32).triu()), ["IQ3_S", *NAMES, "Q4_K"]
+    matrix = torch.from_numpy(np.concatenate([weight, weight[:, ::-1], 0.5 * weight])[:16].copy())
+
+    def loss(error: torch.Tensor) -> float:
+        return float(find_quantiser("gptq").weigh(error, factor).sum())
+
+    found = feed_back_each(matrix, factor, names)
+    assert set(found) == set(names)
+    for name in names:
+        read, alone = (torch.from_numpy(ggml.dequantise(d, name)) for d in (found[name], feed_back(matrix, factor, name)))
+        assert loss(read - matrix) == pytest.approx(loss(alone - matrix), rel=0.05)
+        assert np.isclose(read, alone, rtol=1e-4).mean() > 0.7
+    quantiser, levels = find_quantiser("gptq"), [Level(format=name) for name in ("Q4_K", "F16", "Q5_0", "Q4_K")]
+    for level, each in zip(levels, quantiser.quantise_each(matrix, factor, levels), strict=True):
+        alone = quantiser.quantise(matrix, factor, level)
+        assert (each.data is None) == (alone.data is None) == (level.format == "F16")
+        assert loss(each.weight - matrix) == pytest.approx(loss(alone.weight - matrix), rel=0.05)
 
 
 def test_refusals_name_the_remedy(weight: np.ndarray) -> None:

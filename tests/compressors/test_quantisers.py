@@ -11,7 +11,7 @@ import torch
 from layerbudget.compressors import base
 from layerbudget.compressors.base import QUANTISERS, TREATMENTS, Level, find_quantiser, find_treatment
 from layerbudget.compressors.formats import FLOATING, TYPES, VLLM, find_format, find_runtime, need_packing
-from layerbudget.compressors.quantisers import Quantiser, grid_of, grouped
+from layerbudget.compressors.quantisers import Quantiser, grid_of, grouped, rows_together
 from layerbudget.decisions.bits.packed import _pack, _unpack
 from layerbudget.errors import InvalidInput
 
@@ -282,6 +282,12 @@ def test_quantisers_and_pruners_keep_their_tables():
         assert "sign" in QUANTISERS.names() and "sign" not in TREATMENTS.names()
         with pytest.raises(InvalidInput, match="sign does not round to llama.cpp's types"):
             find_quantiser("sign").apply(weight(), None, Level(format="Q4_0"))
+
+
+def test_few_rows_get_error_feedback_together():
+    """Of a head those that lie in a processor's cache, of wide matrices those that fit in memory; on other devices as many."""
+    assert [rows_together(torch.empty(1, n)) for n in (896, 8192, 1 << 14, 1 << 26)] == [4096, 4096, 2048, 1]
+    assert rows_together(torch.empty(1, 896, device="meta")) == (1 << 25) // 896
 
 
 def test_a_missing_package_is_one_sentence(monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -71,9 +72,30 @@ def feed_back(weight: torch.Tensor, factors: Factors, name: str, *, threads: int
         name: A type of ``layerbudget.compressors.formats.TYPES`` that divides the columns.
         threads: Of ggml.
     """
-    size = int(find_format(name).group or 1)
+    return feed_back_each(weight, factors, [name], threads=threads)[name]
+
+
+def feed_back_each(weight: torch.Tensor, factors: Factors, names: Sequence[str], *, threads: int = 1) -> dict[str, np.ndarray]:
+    """Return the bytes of :func:`feed_back` in several types, by name.
+
+    Few rows take as long as their columns take steps. So types whose blocks are equally large lie beside each other, as if they
+    were other rows, and even ones share the steps.
+    """
+    by_size: dict[int, list[str]] = {}
+    for name in dict.fromkeys(names):
+        by_size.setdefault(int(find_format(name).group or 1), []).append(name)
+    return {name: data for size, some in by_size.items() for name, data in _in_blocks(weight, factors, size, some, threads)}
+
+
+def _in_blocks(
+    weight: torch.Tensor, factors: Factors, size: int, names: Sequence[str], threads: int
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Types whose blocks have as many columns, and their bytes."""
+    groups = _groups(names)
+    names = [name for group in groups for name in group]
     order, upper = (t.cpu() for t in factors.of(size))
-    work, data_by_column = weight.detach().to("cpu", torch.float32).T[order], dict[int, np.ndarray]()
+    work, data_by_column = weight.detach().to("cpu", torch.float32).T[order], dict[int, list[np.ndarray]]()
+    rows, work = work.shape[1], work if len(names) == 1 else work.repeat(1, len(names))
     importance = upper.diagonal().square().reciprocal()
     for start in range(0, len(work), COLUMNS):
         block = work[start : start + COLUMNS]
@@ -81,31 +103,59 @@ def feed_back(weight: torch.Tensor, factors: Factors, name: str, *, threads: int
         errors, inside = torch.empty_like(block), upper[start:stop, start:stop]
         for low in range(0, len(block), size):
             part, place = slice(low, low + size), order[start + low : start + low + size]
-            back = place.argsort()
-            data = quantise(block[part][back].T.numpy(), name, importance[start:stop][part][back].numpy(), threads=threads)
-            if code_bits(name) is None:
-                change = block[part] - torch.from_numpy(dequantise(data, name)).T[back.argsort()]
-                errors[part] = torch.linalg.solve_triangular(inside[part, part].T, change, upper=False)
-            else:
-                data = _choose_codes(block[part], inside[part, part], data, name, back, errors[part])
+            back, made, first = place.argsort(), list[np.ndarray](), 0
+            for group in groups:
+                each = slice(first, first := first + rows * len(group))
+                counts = importance[start:stop][part][back].numpy()
+                data = [
+                    quantise(values.T.numpy(), name, counts, threads=threads)
+                    for name, values in zip(group, block[part][back][:, each].split(rows, 1), strict=True)
+                ]
+                if code_bits(group[0]) is None:
+                    change = block[part][:, each] - torch.from_numpy(dequantise(data[0], group[0])).T[back.argsort()]
+                    errors[part][:, each] = torch.linalg.solve_triangular(inside[part, part].T, change, upper=False)
+                else:
+                    data = _choose_codes(block[part][:, each], inside[part, part], data, group, back, errors[part][:, each])
+                made += data
             block[low + size :].addmm_(inside[part, low + size :].T, errors[part], alpha=-1)
-            data_by_column[int(place.min())] = data
+            data_by_column[int(place.min())] = made
         work[stop:].addmm_(upper[start:stop, stop:].T, errors, alpha=-1)
-    return np.concatenate([data_by_column[first] for first in sorted(data_by_column)], 1)
+    for k, name in enumerate(names):
+        yield name, np.concatenate([data_by_column[first][k] for first in sorted(data_by_column)], 1)
+
+
+def _groups(names: Sequence[str]) -> list[list[str]]:
+    """Types that share their steps: the even ones, and every other one by itself."""
+    even = [name for name in names if code_bits(name) is not None and _is_even(name)]
+    return [*([even] if even else []), *([name] for name in names if name not in even)]
+
+
+@functools.cache
+def _is_even(name: str) -> bool:
+    """Whether the levels of a type are one step apart."""
+    return bool((np.diff(np.sort(levels(name))) == 1).all())
 
 
 def _choose_codes(
-    block: torch.Tensor, upper: torch.Tensor, data: np.ndarray, name: str, back: torch.Tensor, errors: torch.Tensor
-) -> np.ndarray:
+    block: torch.Tensor,
+    upper: torch.Tensor,
+    data: Sequence[np.ndarray],
+    names: Sequence[str],
+    back: torch.Tensor,
+    errors: torch.Tensor,
+) -> list[np.ndarray]:
     """The bytes of a block with codes chosen column after column: its rows, used up; ``errors`` gets those divided by ``U_jj``.
 
-    ``back`` puts its rows into the order of the file.
+    Rows of several even types lie beside each other. ``back`` puts the columns into the order of the file.
     """
-    points, order = levels(name), levels(name).argsort(kind="stable")
-    table = torch.from_numpy(points[order]).to(block)
-    least, most, between = float(table[0]), float(table[-1]), (table[1:] + table[:-1]) / 2
-    even = bool((table.diff() == 1).all())
-    base, step = (torch.from_numpy(g).T[back.argsort()] for g in grid(data, name))
+    rows = block.shape[1] // len(names)
+    orders = [levels(name).argsort(kind="stable") for name in names]
+    tables = [torch.from_numpy(levels(name)[order]).to(block) for name, order in zip(names, orders, strict=True)]
+    least, most = (torch.stack([table[end] for table in tables]).repeat_interleave(rows) for end in (0, -1))
+    table, even = tables[0], _is_even(names[0])
+    between = (table[1:] + table[:-1]) / 2
+    grids = [grid(each, name) for each, name in zip(data, names, strict=True)]
+    base, step = (torch.from_numpy(np.concatenate(g)).T[back.argsort()] for g in zip(*grids, strict=True))
     step[step == 0] = _NO_STEP
     scaled, chosen = step / upper.diagonal()[:, None], torch.empty_like(block)
     place = torch.empty(block.shape, dtype=torch.int32)
@@ -122,5 +172,8 @@ def _choose_codes(
             block[j + 1 : high].addr_(upper[j, j + 1 : high], errors[j], alpha=-1)
         block[high:].addmm_(upper[low:high, high:].T, errors[low:high], alpha=-1)
     place = chosen.sub_(least).to(torch.int32) if even else place
-    codes = torch.from_numpy(order.astype(np.uint8)).take(place.long())
-    return with_codes(data, name, codes[back].T.numpy())
+    codes = [
+        torch.from_numpy(order.astype(np.uint8)).take(each.long())
+        for order, each in zip(orders, place.split(rows, 1), strict=True)
+    ]
+    return [with_codes(each, name, c[back].T.numpy()) for each, name, c in zip(data, names, codes, strict=True)]

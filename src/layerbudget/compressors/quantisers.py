@@ -35,7 +35,7 @@ from ..models.machine import in_threads, one_thread
 from . import ggml, ggml_scales
 from .base import Level, Treatment
 from .descent import Codes, Layout, descend
-from .feedback import Factors, feed_back
+from .feedback import Factors, feed_back, feed_back_each
 from .formats import GGUF, Floats, Format, find_format
 from .sparsegpt import COLUMNS
 
@@ -151,8 +151,15 @@ def _best_grid(
     return grid_of(groups, form, peak, shrink)
 
 
+_FEW = 4096  # rows at most, in all types together, that get error feedback at once
 _ROWS = 1024  # that one thread improves together: fewer, and a step takes longer to begin than to do
-FED_BACK = 1 << 25  # weights that get error feedback together: a few copies of them in float32 are held
+_FED_BACK = 1 << 25  # weights that get error feedback together, at most: a few copies of them in float32 are held
+
+
+def rows_together(weight: torch.Tensor) -> int:
+    """Return how many rows get error feedback together: as many as lie in a processor's cache, and fit in memory."""
+    fit = max(1, _FED_BACK // weight.shape[1])
+    return min(_FEW, fit) if weight.device.type == "cpu" else fit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -222,6 +229,10 @@ class Quantiser(Treatment):
             return chosen.onto(weight, prepared, form, peak)
         data = chosen.in_ggml(weight, prepared, form)
         return Rounded(weight=torch.from_numpy(ggml.dequantise(data, form.name)).to(weight.device), data=data)
+
+    def quantise_each(self, weight: torch.Tensor, prepared: Any, levels: Sequence[Level]) -> list[Rounded]:
+        """See :meth:`quantise`, in several formats."""
+        return [self.quantise(weight, prepared, level) for level in levels]
 
     def weigh(self, errors: torch.Tensor, prepared: Any) -> torch.Tensor:
         """Squared error of every row as it counts for the output, ``(rows,)``: ``sum_j h_j e_j^2`` by a diagonal."""
@@ -353,8 +364,26 @@ class GPTQ(Quantiser):
 
     def in_ggml(self, weight: torch.Tensor, prepared: Factors, form: Format) -> np.ndarray:
         """See :meth:`Quantiser.in_ggml`; rows do not depend on each other, so large matrices come in pieces."""
-        pieces = weight.split(max(1, FED_BACK // weight.shape[1]))
+        pieces = weight.split(rows_together(weight))
         return np.concatenate([feed_back(rows, prepared, form.name, threads=torch.get_num_threads()) for rows in pieces])
+
+    def quantise_each(self, weight: torch.Tensor, prepared: Any, levels: Sequence[Level]) -> list[Rounded]:
+        """See :meth:`Quantiser.quantise_each`; types of llama.cpp share the steps of few rows."""
+        forms = [find_format(str(level.format)) for level in levels]
+        names = [form.name for form in forms if form.family == GGUF and not form.plain]
+        if prepared is None or len(weight) * len(names) > _FEW or type(self).in_ggml is not GPTQ.in_ggml:
+            return super().quantise_each(weight, prepared, levels)
+        for form in forms:
+            form.check("The matrix", weight.shape[1])
+        together = feed_back_each(weight, prepared, names, threads=torch.get_num_threads())
+        made = {
+            name: Rounded(weight=torch.from_numpy(ggml.dequantise(data, name)).to(weight.device), data=data)
+            for name, data in together.items()
+        }
+        return [
+            made[form.name] if form.name in made else self.quantise(weight, prepared, level)
+            for form, level in zip(forms, levels, strict=True)
+        ]
 
 
 def _codes_of(floats: Floats) -> torch.Tensor:

@@ -30,6 +30,7 @@ from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.errors import AlreadyExists, CoverageError, InvalidInput, MissingDependency, ModelMismatch
 from layerbudget.exports import EXPORTS
 from layerbudget.finetuning.adapters import classifier_loader
+from layerbudget.llama_cpp import writer
 from layerbudget.llama_cpp.writer import GgufWriter, Stored
 from layerbudget.models.loading import describe_place
 from layerbudget.models.offload import mapped
@@ -301,6 +302,15 @@ def test_nothing_half_written(tmp_path, monkeypatch):
         write_bits(wide("llama"), plan, out)
     with monkeypatch.context() as patch, pytest.raises(CoverageError, match="reads back as other weights"):
         patch.setattr(Stored, "take", lambda self, tensor: tensor + 0.01 if tensor.is_floating_point() else tensor)
+        write_bits(wide("llama"), plan, out)
+
+    def last_row(stored, tensor):
+        """Only the last row is another one: it is read apart from the others."""
+        return torch.cat((tensor[:-1], tensor[-1:] + 0.01)) if tensor.is_floating_point() and tensor.ndim > 1 else tensor
+
+    with monkeypatch.context() as patch, pytest.raises(CoverageError, match="reads back as other weights"):
+        patch.setattr(writer, "_READ", 1)
+        patch.setattr(Stored, "take", last_row)
         write_bits(wide("llama"), plan, out)
     assert not list(tmp_path.iterdir())
     out.mkdir()

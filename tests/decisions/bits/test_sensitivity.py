@@ -12,6 +12,7 @@ import torch
 from tests import zoo
 
 import layerbudget as lb
+from layerbudget.compressors import quantisers
 from layerbudget.compressors.base import Level, find_quantiser
 from layerbudget.compressors.formats import BY_MOMENTS, RUNTIMES
 from layerbudget.decisions.bits import apply as writing
@@ -26,7 +27,7 @@ from layerbudget.decisions.formats.program import PEER
 from layerbudget.decisions.formats.table import FormatTable
 from layerbudget.decisions.memory.plan import plan_memory
 from layerbudget.errors import InvalidInput
-from layerbudget.execution import memory
+from layerbudget.execution import backward, memory
 from layerbudget.execution.walk import Walk
 from layerbudget.models.blocks import describe, end_modules, weight_of
 from layerbudget.reporting.verdict import comparison_table, passes_of, verdict
@@ -139,6 +140,31 @@ def test_large_matrices_are_measured_along_some_rows(name, method, monkeypatch):
     again = FormatTable.of(rounding_damage(model, data, batch_size=3, **options))
     off = np.abs(np.log(again.damage / some.damage))[:, :3]
     assert off.max() < 0.3 and np.median(off) < 0.02, "a code at a tie of two changes all behind it"
+
+
+@pytest.mark.parametrize(
+    ("tied", "method", "way"), [(True, "gptq", "layers"), (False, "weighted", "whole"), (False, "gptq", "layers")]
+)
+def test_heads_of_many_rows_are_measured_along_the_labels_that_are_drawn(tied, method, way, monkeypatch):
+    """Other matrices have the same damages, the head nearly; and it does not depend on batches."""
+    monkeypatch.setattr(backward, "fits_whole", lambda *args: way == "whole")
+    wide = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 512}
+    model, data = zoo.build("llama", tie_word_embeddings=tied, **wide), zoo.tokens(8, 16, padded=True)
+    options = {"family": "gguf", "formats": ["Q4_0", "Q5_1", "Q8_0"], "method": method, "draws": 16}
+    every = FormatTable.of(rounding_damage(model, data, **options))
+    monkeypatch.setattr(rounding, "HEAD_ROWS", 500)
+    made, of_labels = [], rounding.RoundingErrors.of_labels
+    monkeypatch.setattr(
+        rounding.RoundingErrors, "of_labels", lambda self, name, rows: made.append(name) or of_labels(self, name, rows)
+    )
+    some = FormatTable.of(rounding_damage(model, data, **options))
+    ends = [i for i, b in enumerate(some.blocks) if made[0] == b.modules[0].name]
+    off = np.abs(np.log(some.damage / every.damage))[:, :3]
+    assert len(ends) == len(made) == 1 and np.delete(off, ends, 0).max() < 0.05, "pooling knows the others"
+    assert off[ends].max() < 0.25
+    for more in ({"batch_size": 3}, {"rows": 16}):
+        again = FormatTable.of(rounding_damage(model, data, **options, **more))
+        assert np.abs(np.log(again.damage / some.damage))[ends, :3].max() < 0.02
 
 
 def test_rows_are_sampled_without_a_bias_whatever_their_number(monkeypatch):
@@ -255,11 +281,28 @@ def test_the_check_is_of_the_whole_plan_and_leaves_the_model_alone(tmp_path):
     assert f"The plan is {wrong.rule}." in wrong.payload.check.verdict and not wrong.certificate
 
 
+class Said:
+    """Progress that remembers its phases."""
+
+    def __init__(self):
+        self.phases = []
+
+    def say(self, phase):
+        """Remember it."""
+        self.phases.append(phase)
+
+    def __call__(self, done, total):
+        assert 0 <= done <= total
+
+
 def test_a_plan_with_feedback_stands_beside_the_file_that_llama_quantize_writes():
     """The mix with ggml's own rounding, by our importances: said and never taken, however low it is."""
     model, text = zoo.build("llama", hidden_size=64, intermediate_size=64), zoo.tokens(24, 16)
     fit, held_out = text.select(slice(0, 16)), text.select(slice(16, 24))
-    plan = plan_bits(model, fit, held_out, like="Q4_K_M", family="gguf", method="gptq", draws=2)
+    said = Said()
+    plan = plan_bits(model, fit, held_out, like="Q4_K_M", family="gguf", method="gptq", draws=2, progress=said)
+    checks = [phase for phase in said.phases if phase.startswith("the check: plan")]
+    assert 3 <= len(checks) <= 4 and checks == [f"the check: plan {k} of 4 at most" for k in range(1, len(checks) + 1)]
     rows, mix = plan.payload.check.rows, plan_bits(model, fit, like="Q4_K_M", method="gptq", rule="mix", draws=1)
     assert set(rows) == {"exact", "uniform", "mix", PEER} and rows[PEER].bytes == rows["mix"].bytes
     written = DenseOutput(model, held_out).rows_of(model, mix.payload.formats, fit, "weighted")
@@ -358,7 +401,7 @@ def test_a_matrix_is_rounded_some_rows_at_a_time_to_the_same_weights(method, for
     data, found, sizes = None if method == "rtn" else zoo.tokens(4, 16), [], []
     for piece in (1 << 20, 64 * 8):
         monkeypatch.setattr(writing, "_PIECE", piece)
-        monkeypatch.setattr(writing, "FED_BACK", piece)
+        monkeypatch.setattr(quantisers, "_FED_BACK", piece)
         model = zoo.build("llama", hidden_size=64, intermediate_size=64)
         quantise = type(find_quantiser(method)).quantise
         with monkeypatch.context() as patched:

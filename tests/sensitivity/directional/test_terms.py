@@ -283,6 +283,25 @@ def test_a_byte_per_entry_is_enough():
     assert near(held.looked_up(places, g)[:, 0, 2], (delta[1][places] * g).sum((1, 2)).double())
 
 
+def test_where_inputs_come_often_their_outputs_are_made_once(monkeypatch):
+    """Draws that are more than the candidates, of a large matrix: the same derivatives, and no gradient of the matrix."""
+    generator, made = torch.Generator().manual_seed(3), []
+    delta = [torch.randn(600, 500, generator=generator) * s for s in (0.1, 3.0)]
+    pieces = [[delta[0][rows], None, delta[1][rows]] for rows in (slice(0, 250), slice(250, 600))]
+    once, again = Int8Directions((600, 500), pieces, draws=1), Int8Directions((600, 500), pieces, draws=3)
+    outputs = again._outputs
+    monkeypatch.setattr(again, "_outputs", lambda a: made.append(a) or outputs(a))
+    monkeypatch.setattr(again, "_meet", None)
+    for _ in range(2):
+        a = torch.randn(2, 7, 500, generator=generator)
+        for _ in range(3):
+            b = torch.randn(2, 7, 600, generator=generator)
+            assert torch.allclose(again.between(a, b), once.between(a, b), rtol=1e-4, atol=1e-3)
+    assert len(made) == 2
+    few = Int8Directions((300, 500), [[d[:300] for d in delta]], draws=3)
+    assert not few._by_outputs and not Int8Directions((600, 500), pieces, draws=2)._by_outputs
+
+
 def test_a_sample_of_rows_has_the_squares_of_all_rows_and_says_how_sure():
     """Independent errors of 4,096 rows: squares of 256 of them, over many texts, and the error that their parts tell."""
     generator = torch.Generator().manual_seed(1)

@@ -21,7 +21,7 @@ from torch import nn
 from ...compressors.base import Level, find_quantiser
 from ...compressors.formats import GGUF, RUNTIMES, find_format, find_runtime
 from ...compressors.ggml import dequantise
-from ...compressors.quantisers import FED_BACK, Quantiser, Rounded, joined
+from ...compressors.quantisers import Quantiser, Rounded, joined, rows_together
 from ...compressors.treating import InputStats, Job, LayerCompressor, check
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InvalidInput
@@ -263,7 +263,7 @@ class _Rounding(LayerCompressor):
         if form.floating and form.group is not None and level.peak is None:  # one number is of all rows
             level = dataclasses.replace(level, peak=max(float(view.max()), -float(view.min())))
         self.copies[name] = self.copies.get(name, -1) + 1
-        size = max(1, (FED_BACK if self.quantiser.statistic == "gram" else _PIECE) // view.shape[1])
+        size = rows_together(view) if self.quantiser.statistic == "gram" else max(1, _PIECE // view.shape[1])
         for number, rows in enumerate(view.split(size)):
             done = self._rounded(rows, prepared, level, (name, self.copies[name], number, level.format))
             check(self.quantiser, rows, done.weight, level)

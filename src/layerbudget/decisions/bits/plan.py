@@ -209,11 +209,12 @@ def check_plan(
     imatrix = plan.hyperparameters.get("imatrix")
     text, options = (data, {}) if imatrix is None else (None, {"imatrix": imatrix})
     measured: dict[str, np.ndarray] = {}  # plans that are the same are measured once
+    peer = "mix" in plans and method in BY_MOMENTS
 
     def measure(formats: Mapping[str, str], method: str = method) -> np.ndarray:
         key = f"check-{digest([formats, method])}"
         if key not in measured:
-            say(progress, f"the check: plan {len(measured) + 1} of {len(plans)} at most")
+            say(progress, f"the check: plan {len(measured) + 1} of {len(plans) + peer} at most")
             values = parts.json(key, lambda: dense.rows_of(model, formats, text, method, **options).tolist())
             measured[key] = np.array(values, dtype=np.float64)
         return measured[key]
@@ -221,7 +222,7 @@ def check_plan(
     rows = {name: measure(each) for name, each in formats.items()}
     excluded = [n for n, each in plans.items() if not is_allowed(each, scores)]
     spent = {n: int((payload.baselines[n] if n in excluded else p.budget)["spent"]) for n, p in plans.items()}
-    if "mix" in plans and method in BY_MOMENTS:
+    if peer:
         rows[PEER], spent[PEER] = measure(formats["mix"], "weighted"), spent["mix"]
     same = [n for n, each in formats.items() if each == payload.formats]
     record = check_record(dense, plan.rule, rows, spent, same, excluded)

@@ -16,6 +16,9 @@ row has more of, it has more of in every format. Of an embedding all these are r
 Error feedback changes the weights of all rows by the same inputs, so that R of different rows have much to do with each other:
 there all rows are made.
 
+A head has as many rows as there are tokens. Where these are more than 16,384, the rows of the labels that were drawn are enough
+(:mod:`layerbudget.sensitivity.directional.drawn`).
+
 Squared errors are weighted as the quantiser weighs them, by the second moments of the inputs
 (:meth:`layerbudget.compressors.quantisers.Quantiser.weigh`): with error feedback, what counts is the error of the output.
 """
@@ -52,6 +55,7 @@ from .blocks import peaks
 _PIECE = 1 << 20  # weights that are rounded together: their errors take 4 MB
 _FED_BACK = 1 << 23  # with error feedback, which is quicker on many rows at once
 _ANCHORS = (("Q2_K", "Q3_K", "Q4_K", "Q6_K"), ("MXFP4", "Q5_0", "Q8_0"))  # of GGUF, where 256 divides rows and else; quick
+HEAD_ROWS = 1 << 14  # of a head: with more of them its damage comes from the rows of the labels that were drawn
 _LATTICES = ("IQ2_S", "IQ3_S")  # with feedback these too: a code says several weights, and leaves other errors
 
 
@@ -70,7 +74,9 @@ class RoundingErrors(Watch):
     """The errors of blocks in all formats, made while their gradients are measured.
 
     ``has`` says which of ``formats`` a block has, ``(K, m)``. ``rows`` of every matrix are sampled. With ``whole`` every format
-    is an anchor with all rows, and none is taken apart. Afterwards there is of every matrix, by name:
+    is an anchor with all rows, and none is taken apart. ``draws`` of labels are made.
+
+    Afterwards there is of every matrix, by name:
 
     Attributes:
         factors: The factor c of every format and anchor, ``(m + anchors,)``.
@@ -93,8 +99,10 @@ class RoundingErrors(Watch):
         rows: int,
         seed: int,
         whole: bool = False,
+        draws: int = 1,
     ) -> None:
         self.model, self.data, self.quantiser, self.rows, self.seed = model, data, quantiser, rows, seed
+        self.draws, self._draws = draws, 1
         self.treating, self.offloaded = LayerCompressor(model, quantiser), mapped(model)
         feedback = quantiser.statistic == "gram"
         self.formats, self.whole = tuple(formats), whole
@@ -112,6 +120,8 @@ class RoundingErrors(Watch):
         self._made: dict[InputMoments, Any] = {}
         self.lookups = {n for n in self.modules if isinstance(weight_of(model, n)[0], nn.Embedding)}
         self.heads = {m.name for m in end_modules(model)} - self.lookups
+        large = {m.name for m in end_modules(model) if m.d_out > HEAD_ROWS and draws > 1}
+        self._labelled = {name for name in large & set(self.modules) if reader_of(model, name) is not None}
         united = any(find_format(f).united for f in {*formats, *self.anchors})
         self.peaks = peaks(model, self.modules) if united else {}
         self._add = moments_of_sites(self._moments, "diagonal")
@@ -124,6 +134,8 @@ class RoundingErrors(Watch):
 
     def start(self, names: Sequence[str]) -> None:
         """See :meth:`Watch.start`."""
+        self._take()  # of a head, which is rounded when its embedding has been there
+        self._draws = self.draws if len(names) < len(self.modules) else 1  # outputs of all layers at once take much memory
         if self.quantiser.reads_text:
             self._statistics = InputStatistics(self.model, [self.modules[n] for n in names], self.quantiser.statistic)
 
@@ -146,25 +158,42 @@ class RoundingErrors(Watch):
 
     def of(self, name: str) -> Directions:
         """The errors of a matrix in the anchors, from the rows that are measured, and the matrix itself."""
-        self._take()
-        self._drawn[name] = drawn = self._draw(name)
-        self.factors[name] = self._factor(drawn)
         rows, share = self._measured(name)
+        self._directions[name] = directions = self._of_rows(name, rows, share)
+        return self._apart(name, directions)
+
+    def by_labels(self, name: str) -> bool:
+        """See :meth:`Watch.by_labels`: of heads whose rows are far more than the labels of a text."""
+        return name in self._labelled
+
+    def of_labels(self, name: str, rows: torch.Tensor) -> Directions:
+        """See :meth:`Watch.of_labels`."""
+        return self._apart(name, self._of_rows(name, rows, 1.0))
+
+    def _of_rows(self, name: str, rows: torch.Tensor | None, share: float) -> Int8Directions:
+        """The errors of some rows in the anchors."""
+        self._take()
+        if name not in self._drawn:
+            self._drawn[name] = self._draw(name)
+            self.factors[name] = self._factor(self._drawn[name])
         shape = self.modules[name].copies * self.modules[name].d_out if rows is None else len(rows), self.modules[name].d_in
-        directions = self._directions[name] = Int8Directions(shape, self._pieces(name, rows), rows, share)
+        return Int8Directions(shape, self._pieces(name, rows), rows, share, self._draws)
+
+    def _apart(self, name: str, directions: Int8Directions) -> Directions:
+        """The rests of errors, the matrix itself, and both."""
         if self.whole:
             return directions
-        return Apart(
-            directions, Itself([view for view, _ in self._views(name)]), self.factors[name][len(self.formats) :].tolist()
-        )
+        itself = Itself([view for view, _ in self._views(name)])
+        return Apart(directions, itself, self.factors[name][len(self.formats) :].tolist())
 
     def _measured(self, name: str) -> tuple[torch.Tensor | None, float]:
         """The rows of a matrix along whose errors its damage is measured, None for all, and their share of those that count.
 
-        Of an embedding these are the tokens of the text. A head has all: few of its rows have nearly all of the damage.
+        Of an embedding these are the tokens of the text. A head has all, as few of its rows have nearly all of the damage, or
+        those of :meth:`of_labels`.
         """
         if name in self.lookups:
-            tied = reader_of(self.model, name) is not None
+            tied = reader_of(self.model, name) is not None and name not in self._labelled
             return (None if tied else self.data.input_ids.unique().cpu(), 1.0)
         total = self.modules[name].copies * self.modules[name].d_out
         if self.whole or total <= ROWS or name in self.heads or self.quantiser.statistic == "gram":
@@ -183,6 +212,7 @@ class RoundingErrors(Watch):
             drawn = self._draw(name) if drawn is None or self.quantiser.statistic == "none" else drawn  # inputs came later
             self.sampled[name] = self._squares(drawn, self.factors.setdefault(name, self._factor(drawn)))
             self._moments.pop(name, None)
+            self.measured[name] = np.zeros((2, len(self.anchors)))
             if (directions := self._directions.pop(name, None)) is not None:
                 squares = process_group().sum(directions.squares)
                 self.measured[name] = np.stack((squares.sum(0), spread(squares, directions.share)))
@@ -204,13 +234,18 @@ class RoundingErrors(Watch):
         for i, view in enumerate(views):
             yield view.detach(), moments[i] if moments is not None else None
 
-    def _errors(self, name: str, rows: torch.Tensor, prepared: Any, form: str | None) -> torch.Tensor | None:
-        """The change of some rows by rounding to a format, float32; of offloaded weights, of what layers compute with."""
-        if form is None:
-            return None
+    def _errors(
+        self, name: str, rows: torch.Tensor, prepared: Any, formats: Sequence[str | None]
+    ) -> dict[str | None, torch.Tensor | None]:
+        """The change of some rows by rounding to formats, float32; of offloaded weights, of what layers compute with."""
         weights = rows if self.offloaded is None else rows.to(self.offloaded.device, self.offloaded.dtype)
-        level = Level(format=form, peak=self.peaks.get(name))
-        return self.quantiser.quantise(weights, prepared, level).weight - weights.to(torch.float32)
+        wanted = [form for form in dict.fromkeys(formats) if form is not None]
+        levels = [Level(format=form, peak=self.peaks.get(name)) for form in wanted]
+        made, plain = self.quantiser.quantise_each(weights, prepared, levels), weights.to(torch.float32)
+        errors: dict[str | None, torch.Tensor | None] = {None: None}
+        for form in wanted:
+            errors[form] = made.pop(0).weight - plain  # of large matrices no two copies are held
+        return errors
 
     def _prepared(self, moments: InputMoments | None) -> Any:
         return None if self.quantiser.statistic == "none" else self.treating.prepared(moments, self._made)
@@ -225,8 +260,9 @@ class RoundingErrors(Watch):
             prepared = self._prepared(moments)
             size = max(1, (_FED_BACK if self.quantiser.statistic == "gram" else _PIECE) // view.shape[1])
             for rows in view.split(size):
-                errors = (self._errors(name, rows, prepared, f) for f in formats)
-                yield [None if e is None else _apart(e, rows, c) for e, c in zip(errors, factors, strict=True)]
+                errors = self._errors(name, rows, prepared, formats)
+                each = (errors.pop(f) if f is not None else None for f in formats)
+                yield [None if e is None else _apart(e, rows, c) for e, c in zip(each, factors, strict=True)]
 
     def _draw(self, name: str) -> list[_Rows]:
         """Some rows of a matrix, rounded to every format."""
@@ -239,31 +275,38 @@ class RoundingErrors(Watch):
             if len(places):
                 rows, prepared = view[torch.from_numpy(places)], self._prepared(statistics)
                 importance = statistics.value if statistics is not None and statistics.kind == "diagonal" else prepared
-                errors = [self._errors(name, rows, prepared, f) for f in self.names[name]]
-                parts.append(_Rows(rows=rows.to(torch.float32), errors=errors, importance=importance, total=total))
+                errors = self._errors(name, rows, prepared, self.names[name])
+                each = [errors[f] for f in self.names[name]]  # an anchor is among the formats too
+                parts.append(_Rows(rows=rows.to(torch.float32), errors=each, importance=importance, total=total))
         return parts
 
     def _factor(self, drawn: Sequence[_Rows]) -> np.ndarray:
         """The factor by which every format changes all weights of a matrix alike: ``<Delta, W> / <W, W>``, weighted."""
         products = np.zeros((2, len(self.formats) + len(self.anchors)))
         for part in [] if self.whole else drawn:
-            w = part.rows
-            products[1] += self._weighed(w, part.importance).sum()
-            for j, e in enumerate(part.errors):
-                if e is not None:
-                    products[0, j] += (
-                        self._weighed(w + e, part.importance).sum() - self._weighed(w - e, part.importance).sum()
-                    ) / 4
+            w, there = part.rows, [(j, e) for j, e in enumerate(part.errors) if e is not None]
+            moved = [each for _, e in there for each in (w + e, w - e)]
+            plain, *sums = (squares.sum() for squares in self._weigh_each([w, *moved], part.importance))
+            products[1] += plain
+            for k, (j, _) in enumerate(there):
+                products[0, j] += (sums[2 * k] - sums[2 * k + 1]) / 4
         return products[0] / np.where(products[1] > 0, products[1], 1.0)
 
     def _squares(self, drawn: Sequence[_Rows], factors: np.ndarray) -> tuple[np.ndarray, float]:
         parts = []
         for part in drawn:
-            none, errors = np.zeros(len(part.rows)), zip(part.errors, factors, strict=True)
-            each = [none if e is None else self._weighed(_apart(e, part.rows, c), part.importance) for e, c in errors]
+            errors = [_apart(e, part.rows, c) for e, c in zip(part.errors, factors, strict=True) if e is not None]
+            weighed = iter(self._weigh_each(errors, part.importance))
+            each = [np.zeros(len(part.rows)) if e is None else next(weighed) for e in part.errors]
             parts.append(np.stack(each, 1))
         squares, total = np.concatenate(parts), drawn[0].total
         return squares * (total / len(squares)), max(0.0, 1.0 - len(squares) / total)
+
+    def _weigh_each(self, errors: Sequence[torch.Tensor], importance: Any) -> list[np.ndarray]:
+        """Weighted squares of several errors of the same rows; with error feedback one product is that of all of them."""
+        if self.quantiser.statistic != "gram" or not errors:
+            return [self._weighed(each, importance) for each in errors]
+        return np.split(self._weighed(torch.cat(list(errors)), importance), len(errors))
 
     def _weighed(self, errors: torch.Tensor, importance: Any) -> np.ndarray:
         plain = errors.square().sum(1) if importance is None else self.quantiser.weigh(errors, importance)

@@ -89,7 +89,7 @@ def rounding_damage(
     passes, kept, anchors = 0.0, 1.0, tuple[str, ...]()
     if decided:
         blocks, has = [table.blocks[i] for i in decided], table.has[decided]
-        way: dict[str, Any] = {"family": table.family, "rows": rows, "seed": seed, "whole": whole}
+        way: dict[str, Any] = {"family": table.family, "rows": rows, "seed": seed, "whole": whole, "draws": draws}
         errors = RoundingErrors(model, data, quantiser, blocks, table.formats, has, **way)
         units = {m.name: k for k, b in enumerate(blocks) for m in b.modules}
         options: dict[str, Any] = {"draws": draws, "seed": seed, "batch_size": batch_size, "progress": progress}
@@ -99,7 +99,7 @@ def rounding_damage(
             dealt = assign_folds(counts, 2)
             shown = data.select(torch.from_numpy(np.flatnonzero(dealt == 0)))
             judges, options["draws"], options["watched"] = np.flatnonzero(dealt == 1), 2 * draws, shown
-        some = data.select(torch.from_numpy(judges))
+        some, errors.draws = data.select(torch.from_numpy(judges)), options["draws"]
         terms = quadratic_terms(model, some, units, errors.of, shape, listen=errors.listen, watch=errors, **options)
         damage, error, rest = table.damage.copy(), table.error.copy(), np.zeros((*table.damage.shape, data.samples))
         decided_damage, spread, apart, kept = _damages(errors, table, decided, terms)

@@ -27,6 +27,7 @@ from ...errors import LengthMismatch
 
 _CHUNK = 64 << 20  # entries of the gradients of single sequences at a time
 _PIECE = 1 << 19  # of these, entries of one sequence that are met while they lie in the processor's cache
+_LARGE = 1 << 18  # weights of a matrix: with fewer the gradient is made in no time
 _PARTS = 16  # of a sample of rows, at the least: how they differ says how sure it is
 
 
@@ -121,6 +122,8 @@ class Int8Directions(Directions):
         pieces: See above.
         rows: Places of these rows in the matrix, rising; by default all of them.
         share: Share that they are of the rows that count.
+        draws: How often the same inputs come, each time with other gradients. Where that is more often than there are
+            candidates, the outputs of these are made once, and no gradient of the matrix.
     """
 
     groups = 1
@@ -131,6 +134,7 @@ class Int8Directions(Directions):
         pieces: Iterable[Sequence[torch.Tensor | None]],
         rows: torch.Tensor | None = None,
         share: float = 1.0,
+        draws: int = 1,
     ) -> None:
         self.coded: list[tuple[torch.Tensor, torch.Tensor] | None] = []
         self.rows, self.share = rows, share
@@ -150,6 +154,8 @@ class Int8Directions(Directions):
             start = stop
         self.levels = len(self.coded)
         self._products = _Last()
+        candidates = sum(coded is not None for coded in self.coded)
+        self._by_outputs = rows is None and candidates < draws and shape[0] * shape[1] > _LARGE
         self.squares = np.zeros((-(-shape[0] // self.size), self.levels))  # derivatives of parts, squared and added up
 
     @staticmethod
@@ -161,7 +167,12 @@ class Int8Directions(Directions):
         return self._meet(gradient, lambda rows: gradient[:, rows])
 
     def between(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """See :meth:`Directions.between`; of the gradients some rows at a time are made."""
+        """See :meth:`Directions.between`; of the gradients some rows at a time are made.
+
+        Or none: the outputs ``Delta a`` are the same for all draws. They are not where rows are a sample, whose squares count.
+        """
+        if self._by_outputs:
+            return self.by_token(a, b).double().sum(1, keepdim=True)
         return self._meet(a, lambda rows: b[..., rows].mT @ a)
 
     def looked_up(self, rows: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

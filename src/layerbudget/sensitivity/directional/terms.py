@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from ...progress import Progress, Steps
 from ...records import Block
 from ..sequences import deviations
 from .directions import Directions
+from .drawn import DrawnLabels
 
 Clean = Callable[[int], torch.Tensor]
 Listen = Callable[[Site, Batch], None]
@@ -85,6 +86,14 @@ class Watch:
         """See :meth:`Accumulator.watching`."""
         return None
 
+    def by_labels(self, name: str) -> bool:
+        """Whether the damage of a head comes from the rows of the labels that were drawn: see :class:`DrawnLabels`."""
+        return False
+
+    def of_labels(self, name: str, rows: torch.Tensor) -> Directions:
+        """The changes of some rows of such a head, which are asked for by their places in the whole matrix."""
+        raise NotImplementedError
+
     def settle(self, names: Sequence[str]) -> None:
         """All gradients of these matrices have been there."""
 
@@ -121,6 +130,7 @@ class DirectionalSums(Accumulator):
         self._along: dict[int, torch.Tensor] = {}  # (B, groups, levels) by first unit: calls and matrices of one unit add up
         self._draws: list[dict[int, torch.Tensor]] = []
         self._squares: dict[int, torch.Tensor] = {}
+        self._drawn: dict[str, DrawnLabels] = {}
         self._batch: Batch | None = None
         self._loss = 0
 
@@ -142,6 +152,9 @@ class DirectionalSums(Accumulator):
         for name, b in site.b.items():
             if name not in self.units:
                 continue
+            if a.is_floating_point() and name in self.ends and self.watch.by_labels(name):
+                self._draw(name, a, b)
+                continue
             directions = self._of(name)
             if not a.is_floating_point():
                 self._add(name, directions.looked_up(a[..., 0], b))
@@ -153,6 +166,18 @@ class DirectionalSums(Accumulator):
                 self._add(name, directions.between(a, b))
         if self.listen is not None and self._loss == 0 and self._batch is not None:
             self.listen(site, self._batch)
+
+    def _draw(self, name: str, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Keep the inputs and labels of a head of many rows."""
+        sequences = self.places[cast(Batch, self._batch).rows]
+        self._drawn.setdefault(name, DrawnLabels()).add(a, b, sequences, last=self._loss == len(self.losses) - 1)
+
+    def _add_drawn(self, name: str) -> None:
+        """Add the damages of such a head, whose labels are complete."""
+        sequences, squares = self._drawn.pop(name).squares(lambda rows: self.watch.of_labels(name, rows))
+        if len(squares):
+            self.sums[1, self.units[name]] += squares.sum(0).numpy()
+            np.add.at(self.rows[:, self.units[name]], sequences.numpy(), squares.numpy())
 
     def direct(self, name: str, gradient: torch.Tensor) -> None:
         """See :meth:`Accumulator.direct`: experts below each other, one sequence per batch."""
@@ -197,6 +222,8 @@ class DirectionalSums(Accumulator):
 
     def finalize(self, names: Sequence[str]) -> bool:
         """See :meth:`Accumulator.finalize`."""
+        for name in [n for n in names if n in self._drawn]:
+            self._add_drawn(name)
         self.watch.settle(names)
         for name in names:
             self._directions.pop(name, None)
