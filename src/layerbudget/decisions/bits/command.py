@@ -69,7 +69,7 @@ def _by_damage(session: Session) -> Plan:
 
 
 def counted_of(request: Any, runtime: Any) -> dict[str, Any]:
-    """Return what a measurement of formats rounds, as :func:`layerbudget.cost.choosing` takes it."""
+    """Return what a measurement of formats rounds, as ``cost.choosing`` takes it."""
     from .rounding import anchors_of
 
     method = request.method or "rtn"
@@ -206,7 +206,7 @@ def _quantise(session: Session, plan: Plan, weights: Plan, text_files: Mapping[s
 
 
 def rounded_of(plan: Plan) -> dict[str, Any]:
-    """Return what applying a plan rounds, as :func:`layerbudget.cost.treating` takes it."""
+    """Return what applying a plan rounds, as ``cost.treating`` takes it."""
     return {"formats": list(formats_of_plan(plan).values()), "ends": plan.payload.family == GGUF, "forwards": 0.0}
 
 

@@ -127,10 +127,10 @@ def place(fit: Fit, gpu: int, ram: int) -> tuple[Fit, int, Placement]:
         found = min(_plans(fit, side, gpu, ram), key=lambda plan: plan[0], default=None)
         if found is not None:
             best.append(found)
-    damage, placed, memory, placement = min(best, key=lambda plan: plan[0])  # the first of equals: the fewest layers
+    _, placed, memory, placement = min(best, key=lambda plan: plan[0])  # the first of equals: the fewest layers
     others = [
-        {"layers": p.layers, "gpu_bytes": p.gpu_bytes, "ram_bytes": p.ram_bytes, "predicted": float(each)}
-        for each, _, _, p in best
+        {"layers": p.layers, "gpu_bytes": p.gpu_bytes, "ram_bytes": p.ram_bytes, "predicted": float(damage)}
+        for damage, _, _, p in best
     ]
     return placed, memory, dataclasses.replace(placement, others=others)
 
