@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import os
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -25,6 +26,19 @@ from ..records import Block
 from .loss import FeatureSet
 
 T = TypeVar("T")
+
+
+class Exchanged:
+    """Count of the bytes that this process gave to sums over all processes, or sent to them, since it began."""
+
+    bytes = 0
+
+    def add(self, count: int) -> None:
+        """Count what one exchange takes."""
+        self.bytes += count
+
+
+EXCHANGED = Exchanged()  #: What :func:`layerbudget.machines.share_of` expects, as it happened.
 Some = TypeVar("Some", bound=CalibrationSet | FeatureSet)
 
 
@@ -55,6 +69,7 @@ class ProcessGroup:
         for members in kinds.values():
             flat = torch.cat([t.reshape(-1) for t in members])
             dist.all_reduce(flat)
+            EXCHANGED.add(flat.numel() * flat.element_size())
             for t, part in zip(members, flat.split([t.numel() for t in members]), strict=True):
                 t.copy_(part.view_as(t))
 
@@ -64,6 +79,7 @@ class ProcessGroup:
             return np.array(values)
         tensor = torch.tensor(np.asarray(values, dtype=np.float64)).to(self.device)
         dist.all_reduce(tensor)
+        EXCHANGED.add(tensor.numel() * tensor.element_size())
         return tensor.cpu().numpy()
 
     def gather(self, value: T) -> list[T]:
@@ -71,6 +87,7 @@ class ProcessGroup:
         values: list[Any] = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value)
+            EXCHANGED.add(len(pickle.dumps(value)))
         return values
 
     def owners(self, blocks: Sequence[Block]) -> list[int]:
@@ -147,6 +164,7 @@ def broadcast(make: Callable[[], T]) -> T:
     values: list[Any] = [make() if is_main() else None]
     if process_group().size > 1:
         dist.broadcast_object_list(values, src=0)
+        EXCHANGED.add(len(pickle.dumps(values)))
     return values[0]
 
 
