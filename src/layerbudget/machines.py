@@ -18,7 +18,8 @@ from .timing import Pace
 
 #: What a card of a data centre does in a second: operations in 16 bits, bytes read from a disk, bytes sent over the network.
 RATES = {"operations": 4e14, "reading": 3e9, "exchange": 2.5e10}
-_SMALL = 4096.0  # bytes of one exchange of numbers that is no sum over a matrix
+_TRIED = 2.0  # walks that try whether the layers of a model whose weights stay in files can run one at a time
+_SMALL = 256.0  # bytes of the names and numbers of a layer, beside its sums
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,7 +114,7 @@ def share_of(
     divided = [dataclasses.replace(p, text=dataclasses.replace(p.text, samples=-(-p.text.samples // machines))) for p in parts]
     cost: Cost = price(verb, divided, shape, pace, machine, streamed)
     operations = sum(part.times * _operations(part, shape) for part in divided)
-    read = sum(part.times * _walks(part) for part in parts) * shape.weights if cost.how == "streamed" else float(shape.weights)
+    read = (_TRIED + sum(part.times * _walks(part) for part in parts) if cost.how == "streamed" else 1.0) * shape.weights
     sent = sum(part.times * _looks(part) * _sent(part, shape) for part in parts) if machines > 1 else 0.0
     seconds = {"operations": operations, "reading": read, "exchange": 2.0 * sent * (machines - 1) / machines}
     seconds = {name: amount / RATES[name] for name, amount in seconds.items()}
@@ -153,7 +154,7 @@ def _walks(part: WorkItem) -> float:
 
 def _sent(part: WorkItem, shape: Shape) -> float:
     counted = SENT.get(part.kind)
-    return _SMALL + (0.0 if counted is None else counted(shape, part.text))
+    return _SMALL * shape.layers + (0.0 if counted is None else counted(shape, part.text))
 
 
 def _operations(part: WorkItem, shape: Shape) -> float:
