@@ -11,7 +11,8 @@ from typing import Any
 
 from ..errors import InvalidInput, LayerbudgetError
 
-PROCESSES = ("score", "plan sparsity", "plan cache", "apply", "finetune", "evaluate")  # these can run in several
+#: These can run in several processes.
+PROCESSES = ("score", "plan sparsity", "plan bits", "plan cache", "plan memory", "apply", "finetune", "evaluate")
 
 
 def carried(asked: Any, run: Callable[[], dict[str, Any]], line: Callable[[], str]) -> int:

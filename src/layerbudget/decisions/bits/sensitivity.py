@@ -186,7 +186,8 @@ class DenseOutput:
 
     def __init__(self, model: nn.Module, data: CalibrationSet, batch_size: int = 8, progress: Progress | None = None) -> None:
         self.text, self.progress, self.batch_size = data.describe(), progress, batch_size
-        self.runs, self.samples = list(unlabelled(model, shard(data), batch_size)), data.samples
+        self.samples, self.run = data.samples, process_group().batch(data.samples, batch_size)
+        self.runs = list(unlabelled(model, shard(data, self.run), self.run))
         self.labelled = data.labels is not None
         self._clean: Store | None = None
         self._shared: dict[Any, Shared] = {}
@@ -240,7 +241,7 @@ class DenseOutput:
             columns = (nats * compared).double().sum(1), compared.sum(1), lost.double().sum(1), predicted.sum(1)
             out.append(torch.stack([c.double() for c in columns], 1).cpu().numpy())
             tick()
-        return process_group().collect(np.concatenate(out), self.samples)
+        return process_group().collect(np.concatenate(out), self.samples, self.run)
 
     def _keep(self, key: Any, clean: torch.Tensor) -> None:
         """Keep log-probabilities: in memory where those of the whole text are small, else in temporary files."""
