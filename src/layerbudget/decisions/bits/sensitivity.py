@@ -106,7 +106,7 @@ def rounding_damage(
         damage[decided] = np.where(has, decided_damage, np.inf)
         error[decided] = np.where(has, spread, 0.0)
         rest[np.ix_(np.array(decided), np.arange(len(table.formats)), judges)] = np.where(has[..., None], apart, 0.0)
-        table = dataclasses.replace(table, damage=damage, error=error, rest=rest)
+        table = dataclasses.replace(table, damage=_short(damage), error=_short(error), rest=rest)
         share = len(judges) / data.samples  # of the text; inputs take a pass more of a layer, and watched text its forward
         passes = terms.passes * share + quantiser.reads_text * (1.0 if share == 1.0 else 2.0 * (1.0 - share))
         anchors = errors.anchors
@@ -124,6 +124,11 @@ def rounding_damage(
         versions=versions(),
         extra={"formats": {**table.record(), **how}},
     )
+
+
+def _short(values: np.ndarray) -> np.ndarray:
+    """Numbers in nine digits: the last of sixteen is that of the order of sums, which is not the same everywhere."""
+    return np.array([float(f"{v:.9g}") for v in values.ravel()]).reshape(values.shape)
 
 
 def _damages(
