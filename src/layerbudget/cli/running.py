@@ -12,7 +12,8 @@ from typing import Any
 
 from ..errors import InvalidInput, LayerbudgetError, LostProcess
 
-PROCESSES = ("score", "plan sparsity", "plan cache", "apply", "finetune", "evaluate")  # these can run in several
+#: These can run in several processes.
+PROCESSES = ("score", "plan sparsity", "plan bits", "plan cache", "plan memory", "apply", "finetune", "evaluate")
 
 
 def carried(asked: Any, run: Callable[[], dict[str, Any]], line: Callable[[], str]) -> int:

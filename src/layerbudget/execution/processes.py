@@ -89,6 +89,15 @@ class ProcessGroup:
         EXCHANGED.add(tensor.numel() * tensor.element_size())
         return tensor.cpu().numpy()
 
+    def give(self, tensor: torch.Tensor, owner: int) -> None:
+        """Write what one process has in a tensor into that of all others."""
+        if self.size == 1:
+            return
+        sent = tensor.to(self.device).contiguous()
+        dist.broadcast(sent, owner)
+        if owner != self.rank:
+            tensor.copy_(sent)
+
     def gather(self, value: T) -> list[T]:
         """The values of all processes, in their order."""
         values: list[Any] = [value] * self.size
@@ -115,10 +124,23 @@ class ProcessGroup:
             )
         return list(runs[self.rank :: self.size])
 
-    def collect(self, values: np.ndarray, samples: int) -> np.ndarray:
-        """Values of all sequences, ``(samples, ...)``, of which every process has those that :meth:`shard` gives it."""
+    def batch(self, samples: int, size: int) -> int:
+        """Sequences of a batch: ``size``, or fewer where the processes would not have equally many batches."""
+        batches = -(-samples // size)
+        if batches % self.size == 0:
+            return size
+        fewer = -(-samples // (-(-batches // self.size) * self.size))
+        return fewer if -(-samples // fewer) >= self.size else max(1, samples // self.size)
+
+    def places(self, samples: int, size: int = 1) -> list[int]:
+        """The sequences of this process: every n-th batch of ``size`` of them, beginning with this process's number."""
+        runs = self.shard([range(start, min(start + size, samples)) for start in range(0, samples, size)])
+        return [place for run in runs for place in run]
+
+    def collect(self, values: np.ndarray, samples: int, size: int = 1) -> np.ndarray:
+        """Values of all sequences, ``(samples, ...)``, of which every process has those of its :meth:`places`."""
         together = np.zeros((samples, *values.shape[1:]))
-        together[self.shard(range(samples))] = values
+        together[self.places(samples, size)] = values
         return self.sum(together)
 
     def barrier(self) -> None:
@@ -232,8 +254,8 @@ def rounds(parts: Sequence[T]) -> list[tuple[T, bool]]:
     return dealt + [(part, False) for part in parts[-1:]] * (-(-len(parts) // group.size) - len(dealt))
 
 
-def shard(data: Some) -> Some:
-    """The sequences of this process."""
+def shard(data: Some, size: int = 1) -> Some:
+    """The sequences of this process: every n-th batch of ``size`` of them."""
     group = process_group()
-    mine: Any = data if group.size == 1 else data.select(group.shard(range(data.samples)))
+    mine: Any = data if group.size == 1 else data.select(group.places(data.samples, size))
     return mine
