@@ -21,6 +21,7 @@ from .compressors.base import QUANTISERS, find_quantiser, find_treatment
 from .compressors.formats import BY_MOMENTS, GGUF, PLAIN, ROWS, RUNTIMES, TOKENS, find_format, find_runtime
 from .data.calibration import check_reads_text
 from .errors import UnknownStructure
+from .execution.inputs import EXACT
 from .execution.memory import HEAD
 from .models.blocks import end_modules, layers, partition, text_config
 from .models.experts import find_experts
@@ -120,7 +121,7 @@ class WorkItem:
     """One kind of ``WORK`` on some text, as a part of a verb.
 
     It is done ``times`` times, with so many ``forwards`` and ``losses`` (its kind's by default) and a ``job`` beside them;
-    ``resident`` weights are never streamed.
+    ``resident`` weights are never streamed; ``sent`` are bytes that several processes exchange beside the sums of its kind.
     """
 
     kind: str
@@ -130,6 +131,7 @@ class WorkItem:
     resident: bool = False
     losses: int | None = None
     job: Job = lambda shape, text: 0.0
+    sent: Job = lambda shape, text: 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,6 +157,11 @@ def _rows(shape: Shape, text: Text) -> float:
 def _squares(shape: Shape, text: Text) -> float:
     largest = max(m.numel for m in shape.matrices)
     return 4.0 * (sum(copies * d**2 for d, copies in shape.sites) + 3 * max(shape.inputs) ** 2 + 3 * largest)
+
+
+def moments_bytes(shape: Shape, text: Text) -> float:
+    """Second moments of all inputs, of every pair of columns: in float64 up to a width."""
+    return shape.layers * sum((8.0 if d <= EXACT else 4.0) * copies * d**2 for d, copies in shape.sites)
 
 
 def _factors(sums: int, copies: int, halves: int, *, rows: bool) -> Callable[[Shape, Text], float]:
@@ -349,17 +356,31 @@ def choosing(
         ends = sum(end(m.d_out, m.d_in) for m in shape.ends if target.ends)
         return shape.over(each) + ends + _collected(statistic, shape, text)
 
-    measured = [WorkItem("directional", text, 1.0 + 2.0 * draws, losses=draws, job=job)]
+    def codes(shape: Shape, text: Text) -> float:
+        """The rows that are measured, rounded to every anchor, in a byte for each weight."""
+
+        def each(out: int, columns: int) -> float:
+            fit = sum(find_format(f).fits(columns) for f in anchors)
+            return fit * (columns + 4.0) * (out if gram else min(out, ROWS))
+
+        return shape.over(each, ends=target.ends)
+
+    def rounded(shape: Shape, text: Text) -> float:
+        """All weights of a plan that was rounded by several processes."""
+        return shape.width * shape.over(lambda out, columns: out * columns, ends=target.ends)
+
+    measured = [WorkItem("directional", text, 1.0 + 2.0 * draws, losses=draws, job=job, sent=codes)]
     if gram:  # every second sequence shows the inputs, and the others have twice as many draws
         half = dataclasses.replace(text, samples=max(1, text.samples // 2))
-        measured = [WorkItem("directional", half, 1.0 + 4.0 * draws, losses=2 * draws, job=job), WorkItem("norms", half, 2.0)]
+        look = WorkItem("directional", half, 1.0 + 4.0 * draws, losses=2 * draws, job=job, sent=codes)
+        measured = [look, WorkItem("norms", half, 2.0, sent=moments_bytes)]
     elif statistic == "diagonal":
         measured.append(WorkItem("norms", text, 1.0))
     if check is None:
         return measured
     plans = 3.0 if runtime == "llama.cpp" else 2.0
     whole = treating(method, text, formats=anchors, ends=target.ends, forwards=0.0)
-    whole = [dataclasses.replace(part, times=plans) for part in whole]
+    whole = [dataclasses.replace(part, times=plans, sent=rounded) for part in whole]
     if runtime == "llama.cpp" and method in BY_MOMENTS:
         whole += treating("weighted", text, formats=anchors, ends=True)
     return [*measured, *whole, WorkItem("forward", check, 1.0 + plans + (method in BY_MOMENTS))]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from .cost import WORK, Cost, Shape, Text, WorkItem, price
+from .cost import WORK, Cost, Shape, Text, WorkItem, moments_bytes, price
 from .timing import Pace
 
 #: What a card of a data centre does in a second: operations in 16 bits, bytes read from a disk, bytes sent over the network.
@@ -68,9 +68,9 @@ def _factors(tables: float) -> Callable[[Shape, Text], float]:
     return sent
 
 
-def _moments(power: int) -> Callable[[Shape, Text], float]:
-    """Second moments of the inputs of every layer: of each column, or of all pairs of columns."""
-    return lambda shape, text: 4.0 * shape.layers * sum(copies * d**power for d, copies in shape.sites)
+def _norms(shape: Shape, text: Text) -> float:
+    """Second moments of every input by itself."""
+    return 8.0 * shape.layers * sum(copies * d for d, copies in shape.sites)
 
 
 def _values(each: float) -> Callable[[Shape, Text], float]:
@@ -89,9 +89,9 @@ SENT: dict[str, Callable[[Shape, Text], float]] = {
     "rank-gain": _factors(2),
     "kfac": _factors(4),
     "ekfac": _factors(6),
-    "norms": _moments(1),
-    "gram": _moments(2),
-    "refit": _moments(2),
+    "norms": _norms,
+    "gram": moments_bytes,
+    "refit": moments_bytes,
     "directional": _values(17.0),
     "forward": lambda shape, text: 8.0 * text.samples,
 }
@@ -154,7 +154,8 @@ def _walks(part: WorkItem) -> float:
 
 def _sent(part: WorkItem, shape: Shape) -> float:
     counted = SENT.get(part.kind)
-    return _SMALL * shape.layers + (0.0 if counted is None else counted(shape, part.text))
+    sums = 0.0 if counted is None else counted(shape, part.text)
+    return _SMALL * shape.layers + sums + part.sent(shape, part.text)
 
 
 def _operations(part: WorkItem, shape: Shape) -> float:

@@ -95,6 +95,7 @@ class ProcessGroup:
             return
         sent = tensor.to(self.device).contiguous()
         dist.broadcast(sent, owner)
+        EXCHANGED.add(sent.numel() * sent.element_size())
         if owner != self.rank:
             tensor.copy_(sent)
 
