@@ -98,6 +98,7 @@ def test_one_plan_of_two_memories_is_the_best_of_all_choices(measured):
         assert here.layers == min(n for damage, n in every if damage <= best * (1 + 1e-12))
         assert here.card.bytes <= here.gpu == gpu and here.processor.bytes <= here.ram == ram
         assert plan.budget["spent"] <= plan.budget["limit"]
+        assert "each within its own limit" in plan.certificate["message"]
         for row in here.others:
             own = min(damage for damage, n in every if n == row["layers"])
             assert row["predicted"] == pytest.approx(own, rel=1e-9)

@@ -89,9 +89,15 @@ class Fitted:
             return [(f"leave out {terms.given}", fit_of(scores, terms.free))]
 
         memory, placed = terms.bytes, list[Placed]()
+        every = fit.table
         if terms.ram is not None:
             fit, memory, placed = place(fit, terms.bytes, terms.beside)
         limit, choice = fit.limit(memory, freed, terms.utilization), fit.best(memory)
+        if placed:
+            own_best = every.damage[np.arange(len(choice.chosen)), choice.chosen] == every.damage.min(axis=1)
+            status = "optimal" if choice.status == "slack" and not own_best.all() else choice.status
+            among = " of two memories, each within its own limit,"
+            choice = dataclasses.replace(choice, status=status, among=among)
         caches, mixes = _picks(fit, fit.uniform_caches(limit)), _picks(fit, fit.mixes(limit))
         picks, near = {"exact": Pick(fit=fit, chosen=choice.chosen)}, {}
         for rule, plans in ((UNIFORM, caches), (MIX, mixes)):
