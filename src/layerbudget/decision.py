@@ -152,8 +152,11 @@ class Session(Protocol):
     request: Any  #: the decision's own :class:`~layerbudget.requests.Request`
     facts: dict[str, Any]  #: what planning learns of the model, and the command that follows depends on
 
-    def load(self, *, data: bool = True) -> tuple[Any, Any, Any]:
-        """Return model, tokenizer and calibration tokens that the request names; without ``data`` no text is read."""
+    def load(self, *, data: bool = True, lean: bool = False) -> tuple[Any, Any, Any]:
+        """Return model, tokenizer and calibration tokens that the request names; without ``data`` no text is read.
+
+        If ``lean``, a large model that would be copied into another precision is streamed instead.
+        """
 
     def configuration(self) -> Any:
         """Return the configuration of the model, of which no weights are read."""
@@ -167,8 +170,8 @@ class Session(Protocol):
     def use_text_of(self, plan: Plan, *, as_drawn: bool = True) -> None:
         """Let :meth:`load` read the text that decided a plan where no other is named, by default as it was drawn then."""
 
-    def load_apart(self, plan: Plan, checked: int) -> tuple[Any, Any, Any]:
-        """Return model, tokenizer and the text without the ``checked`` sequences of it that checked a plan."""
+    def load_apart(self, plan: Plan, checked: int, *, lean: bool = False) -> tuple[Any, Any, Any]:
+        """Return model, tokenizer and the text without the ``checked`` sequences of it that checked a plan, as :meth:`load`."""
 
     def batch(self, model: Any = None, data: Any = None, *, most: int = 8) -> int:
         """Return the sequences per forward: what was asked for, else as many as fit into the memory."""
