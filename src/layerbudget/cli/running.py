@@ -12,7 +12,16 @@ from typing import Any
 
 from ..errors import InvalidInput, LayerbudgetError, LostProcess
 
-PROCESSES = ("score", "plan sparsity", "plan cache", "apply", "finetune", "evaluate")  # these can run in several
+PROCESSES = (  # these can run in several
+    "score",
+    "plan sparsity",
+    "plan cache",
+    "plan expert-pruning",
+    "plan shapes",
+    "apply",
+    "finetune",
+    "evaluate",
+)
 
 
 def carried(asked: Any, run: Callable[[], dict[str, Any]], line: Callable[[], str]) -> int:
