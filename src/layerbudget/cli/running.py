@@ -15,7 +15,9 @@ from ..errors import InvalidInput, LayerbudgetError, LostProcess
 PROCESSES = (  # these can run in several
     "score",
     "plan sparsity",
+    "plan bits",
     "plan cache",
+    "plan memory",
     "plan expert-pruning",
     "plan shapes",
     "apply",

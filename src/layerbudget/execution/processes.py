@@ -83,6 +83,15 @@ class ProcessGroup:
         dist.all_reduce(tensor, group=self.handle)
         return tensor.cpu().numpy()
 
+    def give(self, tensor: torch.Tensor, owner: int) -> None:
+        """Write what one process has in a tensor into that of all others."""
+        if self.size == 1:
+            return
+        sent = tensor.to(self.device).contiguous()
+        dist.broadcast(sent, self.everywhere(owner), group=self.handle)
+        if owner != self.rank:
+            tensor.copy_(sent)
+
     def gather(self, value: T) -> list[T]:
         """The values of all processes, in their order."""
         values: list[Any] = [value] * self.size
@@ -127,21 +136,28 @@ class ProcessGroup:
                 f"Give more text (--samples {self.size * len(parts)} or more), or start at most {max(1, least * teams)}.",
             )
 
-    def batch(self, samples: int, most: int) -> int:
-        """Sequences of a batch, at most ``most``, so that all processes have a batch where there are as many sequences."""
-        most = max(1, min(most, -(-samples // self.size)))
-        while most > 1 and -(-samples // most) < self.size:
-            most -= 1
-        return most
+    def batch(self, samples: int, size: int) -> int:
+        """Sequences of a batch: ``size``, or fewer where the processes would not have equally many batches."""
+        batches = -(-samples // size)
+        if batches % self.size == 0:
+            return size
+        fewer = -(-samples // (-(-batches // self.size) * self.size))
+        return fewer if -(-samples // fewer) >= self.size else max(1, samples // self.size)
 
     def batch_alike(self, samples: int, most: int) -> int:
         """The same, and up to :data:`ALIKE` processes have the same batches as one: what one gives is the same to the bit."""
-        return self.batch(samples, min(most, -(-samples // ALIKE)))
+        most = min(most, -(-samples // ALIKE))
+        return most if -(-samples // most) >= self.size else self.batch(samples, most)
 
-    def collect(self, values: np.ndarray, samples: int) -> np.ndarray:
-        """Values of all sequences, ``(samples, ...)``, of which every process has those that :meth:`shard` gives it."""
+    def places(self, samples: int, size: int = 1) -> list[int]:
+        """The sequences of this process: every n-th batch of ``size`` of them, beginning with this process's number."""
+        runs = self.shard([range(start, min(start + size, samples)) for start in range(0, samples, size)])
+        return [place for run in runs for place in run]
+
+    def collect(self, values: np.ndarray, samples: int, size: int = 1) -> np.ndarray:
+        """Values of all sequences, ``(samples, ...)``, of which every process has those of its :meth:`places`."""
         together = np.zeros((samples, *values.shape[1:]))
-        together[self.shard(range(samples))] = values
+        together[self.places(samples, size)] = values
         return self.sum(together)
 
     def barrier(self) -> None:
@@ -334,16 +350,15 @@ class Teams:
         group = process_group()
         if group.size == 1:
             return [made[part] for part in range(self.parts)]
-        values, like = [], next(iter(made.values()))
-        for part, first in enumerate(self.first):
-            value = made[part].to(group.device) if part in made else torch.empty_like(like, device=group.device)
-            dist.broadcast(value, src=group.everywhere(first), group=group.handle)
-            values.append(value)
+        like = next(iter(made.values()))
+        values = [made[part] if part in made else torch.empty_like(like) for part in range(self.parts)]
+        for value, first in zip(values, self.first, strict=True):
+            group.give(value, first)
         return values
 
 
-def shard(data: Some) -> Some:
-    """The sequences of this process."""
+def shard(data: Some, size: int = 1) -> Some:
+    """The sequences of this process: every n-th batch of ``size`` of them."""
     group = process_group()
-    mine: Any = data if group.size == 1 else data.select(group.shard(range(data.samples)))
+    mine: Any = data if group.size == 1 else data.select(group.places(data.samples, size))
     return mine

@@ -91,16 +91,12 @@ class Parts:
 
     def json(self, name: str, make: Callable[[], Any]) -> Any:
         """A part made of plain values (numbers exactly, also those that are not finite): the stored one, or a new one."""
-        if self.find(name) is not None:
-            return self.read(name)
+        file = self.find(name)
+        if file is not None:
+            return json.loads(file.read_text(encoding="utf-8"))
         text = json.dumps(make(), ensure_ascii=True)
         self.put(name, "json", lambda path: path.write_text(text, encoding="utf-8"))
         return json.loads(text)  # the same types whether it was stored or not
-
-    def read(self, name: str) -> Any:
-        """A part made of plain values that is stored; None where there is none."""
-        file = self.find(name)
-        return None if file is None else json.loads(file.read_text(encoding="utf-8"))
 
     def drop(self, prefix: str) -> None:
         """Remove the parts whose names begin so, and the folder where it is empty then."""

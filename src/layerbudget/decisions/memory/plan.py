@@ -22,6 +22,7 @@ from ...compressors.formats import GGUF, RUNTIMES
 from ...data.calibration import CalibrationSet
 from ...decision import check_kind
 from ...errors import CoverageError, InvalidInput, LayerbudgetError
+from ...execution.processes import is_main
 from ...models.offload import mapped
 from ...plan import Plan, payload_of
 from ...progress import Progress, say
@@ -36,6 +37,7 @@ from ..bits import (
     check_record,
     empty_table,
     measured_formats,
+    need_sequences,
     refuse_measuring,
     write_bits,
 )
@@ -131,6 +133,7 @@ def plan_memory(
         raise InvalidInput("A model is planned on calibration tokens.", "", "Pass data.")
     if save_scores is not None:
         check_output(save_scores, overwrite=overwrite)
+    need_sequences(data, check, str(options.get("method", "rtn")))
     runtime = runtime or "llama.cpp"
     if runtime not in RUNTIMES:
         raise InvalidInput(f"There is no runtime {runtime!r}.", f"There are {', '.join(RUNTIMES)}.", "Choose one of those.")
@@ -157,7 +160,7 @@ def plan_memory(
     measured_cache = {**kept, **parts.json(f"cache-{digest(kept)}", measure_cache)}
     scores = dataclasses.replace(scores, extra={**scores.extra, "cache": measured_cache})
     scores = Scores.from_dict(to_jsonable(scores.to_dict()))  # as it is read from a file
-    if save_scores is not None:
+    if save_scores is not None and is_main():
         scores.save(save_scores, overwrite=overwrite)
     fitted = Fitted.of(scores, terms)
     return fitted.plan(rule) if check is None else _checked(source, fitted, rule, data, check, batch_size, parts, progress)

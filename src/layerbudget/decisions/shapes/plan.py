@@ -20,7 +20,8 @@ from ...budget import parse_budget
 from ...compressors.formats import RUNTIMES
 from ...data.calibration import CalibrationSet
 from ...errors import InfeasibleBudget, InvalidInput
-from ...execution.processes import Teams, alone, broadcast, is_main
+from ...execution.processes import Teams, alone, broadcast
+from ...execution.sharing import SharedParts
 from ...gguf.names import architecture
 from ...models.blocks import check_finite, config_of, describe, text_config
 from ...models.experts import EXPERTS_KEPT
@@ -149,8 +150,7 @@ def plan_shapes(
     request = {**hyper, **spaces[0].hyper, "by": by, "seed": seed, "damping": damping, "batch_size": batch_size}
     hyper |= {} if runtime is None else {"runtime": runtime}
     request |= {"model": identity["digest"], "data": data.digest, "versions": versions(), "computation": computation(model)}
-    parts = Parts(resume if is_main() else None, request)
-    tick = Steps(progress, int(passes), "forward equivalents")
+    parts, tick = SharedParts(resume, request), Steps(progress, int(passes), "forward equivalents")
     points = (ShapePoint(model, data, space, damping, batch_size) for space in spaces)
     path = _first([_Path(point, strides, trust, draws, seed, tick, parts, f"start-{i}") for i, point in enumerate(points)])
     others = path.even_and_uneven()
@@ -315,9 +315,7 @@ class _Path:
             forms = measured[0].forms
             return {name: np.asarray(getattr(forms, name)).tolist() for name in _KEPT}
 
-        name = f"{self.name}-{self.tried}"
-        found = broadcast(lambda: self.parts.read(name))
-        kept = found or self.parts.json(name, measure)
+        kept = self.parts.json(f"{self.name}-{self.tried}", measure)
         self.tried += 1
         if measured:
             evaluation = measured[0]

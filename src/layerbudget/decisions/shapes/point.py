@@ -226,7 +226,7 @@ class ShapePoint:
             mine = {fold: torch.as_tensor(made[name].value) for fold, made in grams.items()}
             values = self.teams.tensors(mine)
             for fold, made in others.items():
-                rest = [v.to(mine[fold].device) for k, v in enumerate(values) if k != fold]
+                rest = [v for k, v in enumerate(values) if k != fold]
                 made[name] = InputMoments("gram", value=torch.stack(rest).sum(0))
         return others
 
