@@ -191,7 +191,7 @@ def test_a_plan_is_that_of_one_process_to_the_bit(runs, name):
 def test_what_cannot_be_shared_refuses_in_a_sentence(runs):
     root, _, codes, done = runs
     assert set(codes[6:]) == {2} and "Traceback (most recent call last):\n  File" not in done.stdout
-    assert "explain runs in one process" in done.stderr and "cannot be shared between 2 processes" in done.stderr
+    assert "explain plan runs in one process" in done.stderr and "cannot be shared between 2 processes" in done.stderr
     assert not any((root / name).exists() for name in ("s.json", "c.json", "h.json", "e.json"))
 
 
