@@ -121,7 +121,7 @@ def runs(tmp_path_factory):
     assert all(main(job) == 0 for job in (alone[0], made, *alone[1:]))
     few = ["--samples", "1", "--length", "16", "--device", "cpu"]
     refused = [
-        ["plan", "bits", str(shards), "--bits", "4", "-o", str(root / "bits.json")],
+        ["explain", plan],
         ["score", str(shards), *few, "--estimator", "fisher-trace", "-o", str(root / "s.json")],
         ["plan", "cache", str(shards), *few, *map(str, CACHE), "-o", str(root / "c.json")],
         ["plan", "shapes", str(shards), *few, *map(str, SHAPES), "-o", str(root / "h.json")],
@@ -191,8 +191,8 @@ def test_a_plan_is_that_of_one_process_to_the_bit(runs, name):
 def test_what_cannot_be_shared_refuses_in_a_sentence(runs):
     root, _, codes, done = runs
     assert set(codes[6:]) == {2} and "Traceback (most recent call last):\n  File" not in done.stdout
-    assert "plan bits runs in one process" in done.stderr and "cannot be shared between 2 processes" in done.stderr
-    assert not any((root / name).exists() for name in ("bits.json", "s.json", "c.json", "h.json", "e.json"))
+    assert "explain plan runs in one process" in done.stderr and "cannot be shared between 2 processes" in done.stderr
+    assert not any((root / name).exists() for name in ("s.json", "c.json", "h.json", "e.json"))
 
 
 @pytest.mark.parametrize("size", [1, 2])

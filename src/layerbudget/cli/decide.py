@@ -30,7 +30,8 @@ def plan_request(words: Sequence[str]) -> tuple[Decision, list[str]]:
 def run_plan(session: Session, decision: Decision) -> dict[str, Any]:
     """Plan, write the plan, show it, and end with what it comes to and the command that follows."""
     request: Any = session.request
-    for path in filter(None, (request.out, getattr(request, "save_scores", None))):
+    outputs = (request.out, getattr(request, "save_scores", None)) if request.measures or _is_main() else ()
+    for path in filter(None, outputs):  # nothing else keeps processes that measure nothing together: one may be through
         check_output(path, overwrite=request.overwrite)
     if request.out is None and request.measures:
         request.out = "plan.json"

@@ -25,15 +25,15 @@ class Part(NamedTuple):
 def deal(parts: Sequence[Part], group: ProcessGroup) -> list[int]:
     """Return the process of every part, the same in all processes.
 
-    The largest part goes first, and to the process that would be through with it first. What a part needs is made once in every
-    process that has such parts.
+    The largest part goes first, and to the process that has least to do so far. What a part needs is made once in every process
+    that has such parts, so parts of the same needs stay together where that is worth it.
     """
     load, has, owner = [0.0] * group.size, [set[Hashable]() for _ in range(group.size)], [0] * len(parts)
     for k in sorted(range(len(parts)), key=lambda i: -(parts[i].cost + parts[i].made_for)):
         part = parts[k]
-        ends = [load[r] + part.cost + (0.0 if part.needs in has[r] else part.made_for) for r in range(group.size)]
-        owner[k] = ends.index(min(ends))
-        load[owner[k]] = min(ends)
+        more = [0.0 if part.needs in has[r] else part.made_for for r in range(group.size)]
+        owner[k] = min(range(group.size), key=lambda r: load[r] + 2 * more[r])  # work that is done twice is nobody's gain
+        load[owner[k]] += part.cost + more[owner[k]]
         has[owner[k]].add(part.needs)
     return owner
 

@@ -95,7 +95,7 @@ def score(
     finished = None
     if resume is not None and is_main():
         finished = Finished(resume, request_of(model, data, blocks, chosen.name, arguments), blocks)
-    known = None if resume is None else broadcast(lambda: finished and finished.scores())
+    known = None if resume is None else broadcast(lambda: None if finished is None else finished.scores())
     if known is not None:
         return known
     aside = {"progress": progress, "resume": resume, "finished": finished if process_group().size == 1 else None}
