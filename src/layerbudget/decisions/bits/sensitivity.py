@@ -100,6 +100,7 @@ def rounding_damage(
             dealt = assign_folds(counts, 2)
             shown = data.select(torch.from_numpy(np.flatnonzero(dealt == 0)))
             judges, options["draws"], options["watched"] = np.flatnonzero(dealt == 1), 2 * draws, shown
+            options["batch_size"] = -(-batch_size // 2)  # as many batches as of the whole text, also for two processes
         some, errors.draws = data.select(torch.from_numpy(judges)), options["draws"]
         terms = quadratic_terms(model, some, units, errors.of, shape, listen=errors.listen, watch=errors, **options)
         damage, error, rest = table.damage.copy(), table.error.copy(), np.zeros((*table.damage.shape, data.samples))
