@@ -155,7 +155,7 @@ def test_the_doctor_says_what_fits_before_anything_is_loaded(tmp_path, capsys):
     assert main(["doctor", str(tmp_path), "--card", "8GiB", "--context", "32k", "--json"]) == 0
     rows = {r["cache"]: r for r in json.loads(capsys.readouterr().out)["fits"]}
     ends, layers = 2 * 32000 * 4096, 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336)
-    buffers = 512 * (4 * (8 * 4096 + 2 * 14336) + 2 * 32768) + 4 * 32000
+    buffers = 512 * (4 * (5 * 4096 + 3 * 14336) + 2 * 32768) + 4 * 32000
     for name, share in (("F16", 1), ("Q8_0", 8.5 / 16), ("Q4_0", 4.5 / 16), ("fp8", 0.5)):
         held = int(2 * 2 * 32 * 1024 * 32768 * share)
         left, weights = 8 * 2**30 - held - buffers - 4 * 4096 * 65, ends + layers

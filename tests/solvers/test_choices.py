@@ -83,6 +83,20 @@ def test_the_theorem(seed, share):
         assert total == pytest.approx(d[k, pick].sum(), rel=1e-9)
 
 
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 5))
+def test_the_relaxation_of_many_budgets_is_that_of_each(seed, n, m):
+    rng = np.random.default_rng(seed)
+    d, c = rng.normal(size=(n, m)), rng.integers(0, 50, (n, m))
+    low, high = int(c.min(1).sum()), int(c.max(1).sum())
+    budgets = np.unique(np.linspace(low, high + 9, 7).astype(int))
+    found = C.Relaxation.of(d, c)
+    assert np.isinf(found.at([low - 1])).all()
+    choices = [C.choose(d, c, int(b)) for b in budgets]
+    np.testing.assert_allclose(found.at(budgets), [choice.relaxed for choice in choices], atol=1e-12)
+    assert (found.at(budgets) <= [choice.damage + 1e-12 for choice in choices]).all()
+
+
 def test_more_bytes_never_hurt_and_the_price_says_how_much_they_help():
     d, c = curves(np.random.default_rng(5), 60, 6)
     low, high = c.min(1).sum(), c.max(1).sum()
