@@ -174,7 +174,7 @@ def test_a_plan_of_the_cache_is_that_of_one_process(runs):
 def test_what_cannot_be_shared_refuses_in_a_sentence(runs):
     root, _, codes, done = runs
     assert 0 not in codes[4:] and "Traceback (most recent call last):\n  File" not in done.stdout
-    assert "explain runs in one process" in done.stderr and "cannot be shared between 2 processes" in done.stderr
+    assert "explain plan runs in one process" in done.stderr and "cannot be shared between 2 processes" in done.stderr
     assert not any((root / name).exists() for name in ("s.json", "c.json"))
 
 

@@ -4,14 +4,18 @@ Processes are those of the launcher that started them (``torchrun --nproc-per-no
 -m layerbudget ...``). Every process walks all layers on its own batches; when a layer is through, what the accumulators hold of
 it is reduced in one flat sum per type, and each matrix is settled (factorised, decomposed) by one *owner*, chosen so that
 owners have the same work. What settling gave is added up at the end. Random labels are drawn from the content of a sequence,
-so the numbers do not depend on the number of processes beyond the order of sums.
+so the numbers do not depend on the number of processes beyond the order of sums. :mod:`layerbudget.execution.partners` says
+what happens when one of them ends early.
 """
 
 from __future__ import annotations
 
 import atexit
 import dataclasses
+import datetime
 import os
+import socket
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -22,8 +26,11 @@ import torch.distributed as dist
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
 from ..records import Block
+from . import partners
 from .loss import FeatureSet
 
+_ALONE, _WATCHED = 30.0, 600.0  # seconds in which all processes come: without a launcher that watches them, and with one
+_PATIENCE = datetime.timedelta(days=7)  # of one sum: work is unequal, and who dies is noticed otherwise
 T = TypeVar("T")
 Some = TypeVar("Some", bound=CalibrationSet | FeatureSet)
 
@@ -132,20 +139,67 @@ def process_group() -> ProcessGroup:
 
 
 def join(device: str | None = None) -> ProcessGroup:
-    """Join the processes that a launcher started, as it says in the environment."""
+    """Join the processes that a launcher started, as it says in the environment.
+
+    Raises:
+        InvalidInput: The environment does not say which of them this is, or where the main one is.
+        LostProcess: They did not all come: within 10 minutes where a launcher watches them, else within 30 seconds.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and dist.is_available() and not dist.is_initialized():
         accelerated = torch.cuda.is_available() and device != "cpu"
         if accelerated:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-        dist.init_process_group("nccl" if accelerated else "gloo")
+        seconds = _WATCHED if os.environ.keys() & {"TORCHELASTIC_RUN_ID", "SLURM_STEP_ID"} else _ALONE
+        store, rank, size = _meet(seconds)
+        partners.meet(rank, size, os.environ["MASTER_ADDR"], store, seconds)
+        backend = "nccl" if accelerated else "gloo"
+        group = dist.PrefixStore("group", store)
+        dist.init_process_group(backend, store=group, rank=rank, world_size=size, timeout=_PATIENCE)
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # else transformers reads weights in process 0 alone
         atexit.register(shutdown)
     return process_group()
 
 
+def _meet(seconds: float) -> tuple[Any, int, int]:
+    """Wait for the other processes where the environment says; return torch's store, the number of this one, and how many."""
+    size = int(os.environ["WORLD_SIZE"])
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise InvalidInput(
+            f"WORLD_SIZE is {size}, and {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set.",
+            "A launcher sets them.",
+            "Start it with torchrun, accelerate launch or srun, or unset WORLD_SIZE.",
+        )
+    if os.environ["RANK"] != "0":
+        _wait_for(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), seconds, size)
+    try:
+        return next(iter(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=seconds))))
+    except dist.DistNetworkError as error:
+        if "listen" not in str(error):
+            raise partners.missing(1, size, seconds) from error
+        where = f"port {os.environ['MASTER_PORT']}"
+        raise InvalidInput(f"{where.capitalize()} of this machine is taken.", "", "Choose another MASTER_PORT.") from error
+    except dist.DistError as error:
+        raise partners.missing(1, size, seconds) from error
+
+
+def _wait_for(host: str, port: int, seconds: float, size: int) -> None:
+    """Wait until the main process is there; torch would say at length that it is not."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(0.1, until - time.monotonic())).close()
+            return
+        except OSError as error:
+            if time.monotonic() > until:
+                raise partners.missing(1, size, seconds) from error
+            time.sleep(0.2)
+
+
 def shutdown() -> None:
-    """Leave the group, so that no process warns."""
-    if dist.is_initialized():
+    """Leave the group, so that no process warns and none takes this one for dead."""
+    well = partners.part()
+    if dist.is_initialized() and well:  # with one that is gone there is nothing to agree on
         dist.destroy_process_group()
 
 
