@@ -152,6 +152,11 @@ class RoundingErrors(Watch):
             self._add(site, batch)
 
     @property
+    def ahead(self) -> bool:
+        """See :meth:`Watch.ahead`: with error feedback errors depend on nothing but the inputs."""
+        return self.quantiser.statistic == "gram" and self.quantiser.reads_text
+
+    @property
     def levels(self) -> int:
         """Directions of every matrix. They are the anchors, or their rests, the matrix itself, and both."""
         return len(self.anchors) if self.whole else 2 * len(self.anchors) + 1
@@ -160,6 +165,9 @@ class RoundingErrors(Watch):
         """The errors of a matrix in the anchors, from the rows that are measured, and the matrix itself."""
         rows, share = self._measured(name)
         self._directions[name] = directions = self._of_rows(name, rows, share)
+        if self.ahead and name not in self.lookups | self.heads:
+            self._sample(name, self._drawn.pop(name))
+            self._forget(name)
         return self._apart(name, directions)
 
     def by_labels(self, name: str) -> bool:
@@ -208,15 +216,25 @@ class RoundingErrors(Watch):
         if self.quantiser.statistic == "none":
             share_statistics({name: self._moments[name] for name in names if name in self._moments})
         for name in names:
-            drawn = self._drawn.pop(name, None)
-            drawn = self._draw(name) if drawn is None or self.quantiser.statistic == "none" else drawn  # inputs came later
-            self.sampled[name] = self._squares(drawn, self.factors.setdefault(name, self._factor(drawn)))
+            if name not in self.sampled:
+                drawn = self._drawn.pop(name, None)
+                drawn = self._draw(name) if drawn is None or self.quantiser.statistic == "none" else drawn  # inputs came later
+                self._sample(name, drawn)
             self._moments.pop(name, None)
             self.measured[name] = np.zeros((2, len(self.anchors)))
             if (directions := self._directions.pop(name, None)) is not None:
                 squares = process_group().sum(directions.squares)
                 self.measured[name] = np.stack((squares.sum(0), spread(squares, directions.share)))
         self._made.clear()
+
+    def _sample(self, name: str, drawn: Sequence[_Rows]) -> None:
+        self.sampled[name] = self._squares(drawn, self.factors.setdefault(name, self._factor(drawn)))
+
+    def _forget(self, name: str) -> None:
+        """Drop the inputs of a matrix, and what was made of them, where no other matrix has the same: they are wide."""
+        for moments in self._moments.pop(name, ()):
+            if not any(each is moments for others in self._moments.values() for each in others):
+                self._made.pop(moments, None)
 
     def _take(self) -> None:
         """Take the statistics that are complete, from all processes."""
