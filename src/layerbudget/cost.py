@@ -401,7 +401,7 @@ def shaping(text: Text, passes: float) -> list[WorkItem]:
     def job(shape: Shape, text: Text) -> float:
         return passes / 7.0 * _collected("gram", shape, text)
 
-    return [WorkItem("directional", text, passes, losses=2, job=job), WorkItem("refit", text)]
+    return [WorkItem("directional", text, passes, losses=2, job=job), WorkItem("refit", text, times=passes / 7.0)]
 
 
 def removing(text: Text, *, draws: int = 4) -> list[WorkItem]:

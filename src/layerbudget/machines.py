@@ -155,7 +155,8 @@ def _walks(part: WorkItem) -> float:
 def _sent(part: WorkItem, shape: Shape) -> float:
     counted = SENT.get(part.kind)
     sums = 0.0 if counted is None else counted(shape, part.text)
-    return _SMALL * shape.layers + sums + part.sent(shape, part.text)
+    names = _SMALL * shape.layers if part.kind != "forward" else 0.0
+    return names + sums + part.sent(shape, part.text)
 
 
 def _operations(part: WorkItem, shape: Shape) -> float:

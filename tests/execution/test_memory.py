@@ -11,12 +11,15 @@ import torch
 from tests import zoo
 from torch import nn
 
+from layerbudget.decisions.bits.rounding import RoundingErrors
+from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.errors import InvalidInput
 from layerbudget.execution import backward, memory
 from layerbudget.execution.inputs import InputStatistics
 from layerbudget.execution.memory import Store
 from layerbudget.models.blocks import partition
 from layerbudget.records import Module
+from layerbudget.sensitivity.directional.directions import Int8Directions
 from layerbudget.sensitivity.gain import score
 
 
@@ -70,6 +73,34 @@ def test_two_copies_of_a_wide_factor_are_held_while_its_matrix_is_settled():
     """Of 2400 x 2400 in float64, 44 MiB each: the factor and its Cholesky factor; there were four."""
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
     assert float(done.stdout) < 2.8 * 44, done.stdout
+
+
+def test_errors_with_feedback_stand_before_there_is_a_graph(monkeypatch):
+    """What they are made of, squares of wide inputs and their factors, is gone when gradients come; so are a piece's logits."""
+    model, data, events, held, given = zoo.build("llama", intermediate_size=64), zoo.tokens(6, 12), list[str](), [], []
+    made, between, settle = RoundingErrors._of_rows, Int8Directions.between, RoundingErrors.settle
+
+    def note(letter, function):
+        def noted(self, *arguments):
+            if letter == "m":
+                held.append(self)
+            else:
+                events.append(f"{len(held[-1]._made)} factors" if letter == "g" and held[-1]._made else "")
+            events.append(letter)
+            return function(self, *arguments)
+
+        return noted
+
+    monkeypatch.setattr(RoundingErrors, "_of_rows", note("m", made))
+    monkeypatch.setattr(RoundingErrors, "settle", note("s", settle))
+    monkeypatch.setattr(Int8Directions, "between", note("g", between))
+    monkeypatch.setattr(backward, "fits_whole", lambda *_: False)
+    monkeypatch.setattr(backward, "give_back", lambda: given.append(None))
+    monkeypatch.setattr(memory, "HEAD", 4 * 3 * 4 * model.config.vocab_size)  # four positions of the three sequences
+    rounding_damage(model, data, family="gguf", method="gptq", draws=1)
+    seen = "".join(events)
+    assert "g" in seen and "gm" not in seen and "factors" not in seen, seen
+    assert len(given) == 3
 
 
 @pytest.mark.parametrize("kind", ["diagonal", "gram"])

@@ -29,6 +29,7 @@ from torch import nn
 
 from ..errors import CoverageError, CurvatureFailure, InvalidInput
 from ..models.blocks import transposed, weight_of
+from ..models.machine import give_back
 from ..models.offload import converting
 from ..records import Block
 from .loss import Batch, Data, batches, logits_of, sampled_targets, summed_loss
@@ -85,6 +86,9 @@ class Accumulator:
     def watching(self, batch: Batch) -> contextlib.AbstractContextManager[Any] | None:
         """A context for a forward without gradients of these matrices, before any loss; None where nobody looks."""
         return None
+
+    def looked(self, names: Sequence[str]) -> None:
+        """All forwards of :meth:`watching` have been there; no graph exists yet."""
 
     def begin(self, batch: Batch, loss: int) -> None:
         """Sites of this batch and loss are about to come. A walk says so once per layer."""
@@ -253,6 +257,7 @@ class _Whole:
         more = True
         self.consumer.start(names)
         self.look()
+        self.consumer.looked(names)
         while more:
             yield [i for i in range(len(self.consumer.losses)) if self.consumer.needs(i)]
             if self.group.size > 1:
@@ -370,6 +375,9 @@ class _Layers(_Whole):
                         torch.autograd.backward(loss, retain_graph=retain, inputs=[piece])
                     if piece.grad is not None:
                         gradients[i][:, places] = piece.grad
+                if part is not batch:  # what accumulators keep of a piece lies between freed logits, which nothing fits into
+                    del logits
+                    give_back()
             for i, gradient in enumerate(gradients):
                 self.store.put((self.count - 1, j, i), gradient)
             self.store.drop((self.count, j))

@@ -17,9 +17,9 @@ from typing import Any, cast
 import numpy as np
 
 from ..errors import BadModel, CorruptFile, InvalidInput, NotFound
-from ..gguf.names import need_gguf
 from .architectures import ARCHITECTURES, Architecture, rope_of
 from .names import rope_factors
+from .reader import read_gguf
 from .tensors import Stored, stored_tensors
 
 _GPT2 = Architecture(
@@ -94,10 +94,10 @@ class GgufFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.parts, gguf = path, _parts_of(path), need_gguf()
+        self.path, self.parts = path, _parts_of(path)
         try:
-            readers = [gguf.GGUFReader(part) for part in self.parts]
-            self.fields = {key: field.contents() for key, field in readers[0].fields.items()}
+            readers = [read_gguf(part) for part in self.parts]
+            self.fields = readers[0].values()
         except _BROKEN as error:
             reason = str(error).rstrip(".") if path.stat().st_size else "it is empty"
             raise CorruptFile(

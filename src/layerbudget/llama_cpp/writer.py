@@ -18,6 +18,7 @@ from ..compressors.quantisers import Rounded
 from ..errors import CoverageError, InvalidInput
 from ..gguf.architectures import Architecture
 from ..gguf.names import ROUTERS, Sizes, add_numbers, architecture, need_gguf, rope_factors, sizes_of
+from ..gguf.reader import read_gguf
 from ..gguf.tensors import Stored, stored_tensors
 from ..models.blocks import config_of, layers, name_of, text_config, text_parameters
 from ..models.experts import EXPERTS_KEPT
@@ -281,6 +282,6 @@ class GgufWriter:
 
 def recount_gguf(file: Path) -> dict[str, int]:
     """Return the bytes of every tensor of a file, padding included: from one tensor's place to the next one's."""
-    tensors = sorted(need_gguf().GGUFReader(file).tensors, key=lambda t: t.data_offset)
+    tensors = sorted(read_gguf(file).tensors, key=lambda t: t.data_offset)
     stops = [t.data_offset for t in tensors[1:]] + [file.stat().st_size]
     return {t.name: int(stop - t.data_offset) for t, stop in zip(tensors, stops, strict=True)}

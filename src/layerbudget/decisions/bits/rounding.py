@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -157,6 +157,11 @@ class RoundingErrors(Watch):
             self._add(site, batch)
 
     @property
+    def ahead(self) -> bool:
+        """See :meth:`Watch.ahead`: with error feedback errors depend on nothing but the inputs."""
+        return self.quantiser.statistic == "gram" and self.quantiser.reads_text
+
+    @property
     def levels(self) -> int:
         """Directions of every matrix. They are the anchors, or their rests, the matrix itself, and both."""
         return len(self.anchors) if self.whole else 2 * len(self.anchors) + 1
@@ -167,6 +172,9 @@ class RoundingErrors(Watch):
             self._take()
             beside = self._beside.get(name, [name]) if process_group().size > 1 else [name]
             self._make([n for n in beside if n not in self._directions])
+            if self.ahead and process_group().size == 1 and name not in self.lookups | self.heads:
+                self._keep(self._sample([name]))
+                self._forget(name)
         return self._apart(name, self._directions[name])
 
     def by_labels(self, name: str) -> bool:
@@ -263,9 +271,9 @@ class RoundingErrors(Watch):
         self._take()
         if self.quantiser.statistic == "none":
             share_statistics({name: self._moments[name] for name in names if name in self._moments})
-        for each in process_group().gather(together(lambda: self._sample(names))):
-            for name, (factors, sampled) in each.items():
-                self.factors[name], self.sampled[name] = factors, sampled
+        rest = [name for name in names if name not in self.sampled]
+        for each in process_group().gather(together(lambda: self._sample(rest))):
+            self._keep(each)
         for name in names:
             self._moments.pop(name, None)
             self.measured[name] = np.zeros((2, len(self.anchors)))
@@ -273,6 +281,11 @@ class RoundingErrors(Watch):
                 squares = process_group().sum(directions.squares)
                 self.measured[name] = np.stack((squares.sum(0), spread(squares, directions.share)))
         self._made.clear()
+
+    def _keep(self, samples: Mapping[str, tuple[np.ndarray, tuple[np.ndarray, float]]]) -> None:
+        """Keep what :meth:`_sample` gives."""
+        for name, (factors, sampled) in samples.items():
+            self.factors[name], self.sampled[name] = factors, sampled
 
     def _sample(self, names: Sequence[str]) -> dict[str, tuple[np.ndarray, tuple[np.ndarray, float]]]:
         """Factors and squared errors of a sample of the matrices that are this process's."""
@@ -285,6 +298,12 @@ class RoundingErrors(Watch):
             factors = self.factors[name] if name in self.factors else self._factor(drawn)
             sampled[name] = factors, self._squares(drawn, factors)
         return sampled
+
+    def _forget(self, name: str) -> None:
+        """Drop the inputs of a matrix, and what was made of them, where no other matrix has the same: they are wide."""
+        for moments in self._moments.pop(name, ()):
+            if not any(each is moments for others in self._moments.values() for each in others):
+                self._made.pop(moments, None)
 
     def _take(self) -> None:
         """Take the statistics that are complete, from all processes."""

@@ -33,6 +33,7 @@ from ...execution.loss import IGNORE, Batch, Data, unlabelled
 from ...execution.processes import process_group, shard
 from ...execution.sites import Site, tracked
 from ...models.blocks import end_modules, layer_lists, partition
+from ...models.machine import give_back
 from ...progress import Progress, Steps
 from ...records import Block
 from ..sequences import deviations
@@ -85,6 +86,11 @@ class Watch:
     def watching(self, batch: Batch) -> AbstractContextManager[Any] | None:
         """See :meth:`Accumulator.watching`."""
         return None
+
+    @property
+    def ahead(self) -> bool:
+        """Whether directions can be made once all of a layer's inputs were watched, before there is a graph beside them."""
+        return False
 
     def by_labels(self, name: str) -> bool:
         """Whether the damage of a head comes from the rows of the labels that were drawn: see :class:`DrawnLabels`."""
@@ -141,6 +147,14 @@ class DirectionalSums(Accumulator):
     def watching(self, batch: Batch) -> AbstractContextManager[Any] | None:
         """See :meth:`Accumulator.watching`."""
         return self.watch.watching(batch)
+
+    def looked(self, names: Sequence[str]) -> None:
+        """See :meth:`Accumulator.looked`."""
+        if self.watch.ahead:
+            for name in names:
+                if name in self.units and name not in self.ends:
+                    self._of(name)
+            give_back()
 
     def begin(self, batch: Batch, loss: int) -> None:
         """See :meth:`Accumulator.begin`."""
