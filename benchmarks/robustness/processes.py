@@ -193,7 +193,7 @@ def one_kill(name: str, verb: Verb, truth: dict, rng: random.Random, sound: Path
     tolerance, victim, size = TOLERANCE.get(name, 1e-3), rng.randrange(2), rng.choice((1, 2, 3))
     start(sound, work, verb)
     when = (
-        ("time", rng.uniform(0.02, 0.98) * truth["seconds"])
+        ("time", rng.uniform(0.02, 0.8) * truth["seconds"])
         if rng.random() < 0.6
         else ("step", rng.randint(1, max(1, truth["steps"][victim])))
     )

@@ -17,7 +17,7 @@ from layerbudget.cli import main
 from layerbudget.decisions.shapes.apply import remove_units
 from layerbudget.decisions.sparsity.apply import prune
 from layerbudget.decisions.sparsity.plan import plan_sparsity
-from layerbudget.errors import LayerbudgetError
+from layerbudget.errors import InvalidInput, LayerbudgetError
 from layerbudget.evaluation.perplexity import perplexity
 from layerbudget.execution import processes
 from layerbudget.models.blocks import partition
@@ -94,7 +94,18 @@ def jobs_of(folder, shards):
     few, plan, text = ["--length", 32, "--device", "cpu", "--quiet"], folder.parent / "plan.json", folder.parent / "text.txt"
     read = ["--samples", 6, "--data", text, *few]
     jobs = [
-        ["score", shards, *read, "--estimator", "fisher-gram", "--stream", "-o", folder / "scores.json"],
+        [
+            "score",
+            shards,
+            *read,
+            "--estimator",
+            "fisher-gram",
+            "--stream",
+            "--resume",
+            folder / "stage",
+            "-o",
+            folder / "scores.json",
+        ],
         ["apply", shards, plan, *read, "--stream", "-o", folder / "pruned"],
         ["evaluate", folder / "pruned", "--perplexity", text, "--windows", 6, *few, "-o", folder / "result.json"],
         ["plan", "cache", shards, *CACHE, *few, "--data", text, "--samples", 3, "-o", folder / "cache.json"],
@@ -158,6 +169,8 @@ def test_the_command_line_is_shared_by_torchrun(runs):
     assert codes[:6] == [0] * 6
     records = [json.loads((root / way / "scores.json").read_text()) for way in ("one", "two")]
     assert np.allclose(records[0]["gain"], records[1]["gain"], rtol=1e-4)
+    kept = [sorted(file.name.split(".")[0] for file in (root / way / "stage").iterdir()) for way in ("one", "two")]
+    assert kept[0] == kept[1] and sum(name.startswith("rows-") for name in kept[0]) == 6  # each process has kept its own
     results = [
         json.loads((root / way / "result.json").read_text())["perplexity"][str(root / "text.txt")] for way in ("one", "two")
     ]
@@ -193,6 +206,44 @@ def test_what_cannot_be_shared_refuses_in_a_sentence(runs):
     assert set(codes[6:]) == {2} and "Traceback (most recent call last):\n  File" not in done.stdout
     assert "explain plan runs in one process" in done.stderr and "cannot be shared between 2 processes" in done.stderr
     assert not any((root / name).exists() for name in ("s.json", "c.json", "h.json", "e.json"))
+
+
+@pytest.mark.parametrize(
+    ("size", "parts", "what", "said"),
+    [
+        (3, [2], "", "2 sequences cannot be shared between 3 processes. Every process needs one. "
+         "Give more text (--samples 3 or more), or start at most 2."),
+        (3, [3, 1], "halves", "1 sequence in the smallest of 2 halves cannot be shared between 3 processes. "
+         "Every process needs one. Give more text (--samples 6 or more), or start at most 1."),
+    ],
+)  # fmt: skip
+def test_too_few_sequences_are_refused_with_a_remedy(size, parts, what, said):
+    with pytest.raises(InvalidInput) as error:
+        processes.ProcessGroup(0, size).check_shares(parts, what)
+    assert str(error.value) == said
+    samples = int(said.split("--samples ")[1].split()[0])
+    processes.ProcessGroup(0, size).check_shares([samples // len(parts)] * len(parts), what)
+    processes.ProcessGroup(0, int(said.split("at most ")[1].rstrip("."))).check_shares(parts, what)
+
+
+@pytest.mark.parametrize(("size", "sizes"), [(5, [1, 1, 1, 2]), (9, [2, 2, 2, 2]), (3, [2])])
+def test_teams_that_have_too_few_sequences_are_refused_with_a_remedy(monkeypatch, size, sizes):
+    monkeypatch.setattr(processes, "process_group", lambda: processes.ProcessGroup(0, size))
+    with pytest.raises(InvalidInput) as error:
+        processes.Teams.check(sizes, "parts")
+    samples, fewer = (int(str(error.value).split(word)[1].split()[0].rstrip(".")) for word in ("--samples ", "at most "))
+    processes.Teams.check([samples // len(sizes)] * len(sizes), "parts")
+    monkeypatch.setattr(processes, "process_group", lambda: processes.ProcessGroup(0, fewer))
+    processes.Teams.check(sizes, "parts")
+
+
+def test_up_to_four_processes_have_the_batches_of_one():
+    for samples in range(1, 40):
+        for size in range(1, samples + 1):
+            batch = processes.ProcessGroup(0, size).batch_alike(samples, 8)
+            assert 1 <= batch <= 8 and -(-samples // batch) >= size
+            alike = processes.ProcessGroup().batch_alike(samples, 8)
+            assert batch == alike or size > processes.ALIKE
 
 
 @pytest.mark.parametrize("size", [1, 2])

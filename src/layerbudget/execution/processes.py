@@ -166,6 +166,8 @@ class ProcessGroup:
     def batch_alike(self, samples: int, most: int) -> int:
         """The same, and up to :data:`ALIKE` processes have the same batches as one: what one gives is the same to the bit."""
         most = min(most, -(-samples // ALIKE))
+        if -(-samples // most) < min(samples, ALIKE):
+            most = max(1, samples // ALIKE)
         return most if -(-samples // most) >= self.size else self.batch(samples, most)
 
     def places(self, samples: int, size: int = 1) -> list[int]:
