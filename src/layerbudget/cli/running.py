@@ -12,8 +12,18 @@ from typing import Any
 
 from ..errors import InvalidInput, LayerbudgetError, LostProcess
 
-#: These can run in several processes.
-PROCESSES = ("score", "plan sparsity", "plan bits", "plan cache", "plan memory", "apply", "finetune", "evaluate")
+PROCESSES = (  # these can run in several
+    "score",
+    "plan sparsity",
+    "plan bits",
+    "plan cache",
+    "plan memory",
+    "plan expert-pruning",
+    "plan shapes",
+    "apply",
+    "finetune",
+    "evaluate",
+)
 
 
 def carried(asked: Any, run: Callable[[], dict[str, Any]], line: Callable[[], str]) -> int:

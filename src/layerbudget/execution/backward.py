@@ -175,7 +175,7 @@ def feed(
             runs = list(data)
         else:
             fits = group.gather(fitting(model, data.length, batch_size))  # all processes share the same batches
-            most = min(*fits, -(-data.samples // group.size))
+            most = group.batch(data.samples, min(fits))
             runs = list(batches(model, data, 1 if collector.direct else most))
         runs = group.shard(runs)
         inside = [name for name in collector.names if name not in collector.ends]

@@ -11,12 +11,14 @@ what happens when one of them ends early.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import datetime
 import os
+import pickle
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,16 +33,34 @@ from .loss import FeatureSet
 
 _ALONE, _WATCHED = 30.0, 600.0  # seconds in which all processes come: without a launcher that watches them, and with one
 _PATIENCE = datetime.timedelta(days=7)  # of one sum: work is unequal, and who dies is noticed otherwise
+ALIKE = 4  #: Processes that can share the batches of one where a plan is to be equal to the bit.
 T = TypeVar("T")
+
+
+class Exchanged:
+    """Count of the bytes that this process gave to sums over all processes, or sent to them, since it began."""
+
+    bytes = 0
+
+    def add(self, count: int) -> None:
+        """Count what one exchange takes."""
+        self.bytes += count
+
+
+EXCHANGED = Exchanged()  #: What :func:`layerbudget.machines.share_of` expects, as it happened.
 Some = TypeVar("Some", bound=CalibrationSet | FeatureSet)
 
 
 @dataclasses.dataclass(frozen=True)
 class ProcessGroup:
-    """The processes of one run: the number of this one, and how many there are. One by itself has nothing to exchange."""
+    """The processes of one run: the number of this one, and how many there are. One by itself has nothing to exchange.
+
+    ``handle`` is torch's own group where it is a part of them (:func:`among`).
+    """
 
     rank: int = 0
     size: int = 1
+    handle: Any = None
 
     @property
     def is_main(self) -> bool:
@@ -52,6 +72,10 @@ class ProcessGroup:
         """Where tensors must lie to be sent."""
         return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
+    def everywhere(self, rank: int) -> int:
+        """The number in the whole run of one of these processes."""
+        return rank if self.handle is None else int(dist.get_global_rank(self.handle, rank))
+
     def reduce(self, tensors: Sequence[torch.Tensor]) -> None:
         """Add tensors up over all processes, in place; one flat sum per type and device."""
         if self.size == 1:
@@ -61,7 +85,8 @@ class ProcessGroup:
             kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         for members in kinds.values():
             flat = torch.cat([t.reshape(-1) for t in members])
-            dist.all_reduce(flat)
+            dist.all_reduce(flat, group=self.handle)
+            EXCHANGED.add(flat.numel() * flat.element_size())
             for t, part in zip(members, flat.split([t.numel() for t in members]), strict=True):
                 t.copy_(part.view_as(t))
 
@@ -70,7 +95,8 @@ class ProcessGroup:
         if self.size == 1:
             return np.array(values)
         tensor = torch.tensor(np.asarray(values, dtype=np.float64)).to(self.device)
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=self.handle)
+        EXCHANGED.add(tensor.numel() * tensor.element_size())
         return tensor.cpu().numpy()
 
     def give(self, tensor: torch.Tensor, owner: int) -> None:
@@ -78,7 +104,8 @@ class ProcessGroup:
         if self.size == 1:
             return
         sent = tensor.to(self.device).contiguous()
-        dist.broadcast(sent, owner)
+        dist.broadcast(sent, self.everywhere(owner), group=self.handle)
+        EXCHANGED.add(sent.numel() * sent.element_size())
         if owner != self.rank:
             tensor.copy_(sent)
 
@@ -86,7 +113,17 @@ class ProcessGroup:
         """The values of all processes, in their order."""
         values: list[Any] = [value] * self.size
         if self.size > 1:
-            dist.all_gather_object(values, value)
+            dist.all_gather_object(values, value, group=self.handle)
+            EXCHANGED.add(len(pickle.dumps(value)))
+        return values
+
+    def bring(self, value: T, owner: int) -> list[T]:
+        """The values of all processes, in their order, to one of them; the others get none."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size if self.rank == owner else []
+        dist.gather_object(value, values or None, dst=self.everywhere(owner), group=self.handle)
+        EXCHANGED.add(len(pickle.dumps(value)))
         return values
 
     def owners(self, blocks: Sequence[Block]) -> list[int]:
@@ -99,13 +136,24 @@ class ProcessGroup:
 
     def shard(self, runs: Sequence[T]) -> list[T]:
         """Every n-th batch or sequence, beginning with this process's number."""
-        if len(runs) < self.size:
-            raise InvalidInput(
-                f"{len(runs)} batches cannot be shared between {self.size} processes.",
-                "Every process needs one.",
-                "Use a smaller --batch-size, more samples, or fewer processes.",
-            )
+        self.check_shares([len(runs)])
         return list(runs[self.rank :: self.size])
+
+    def check_shares(self, parts: Sequence[int], what: str = "", teams: int = 1) -> None:
+        """Refuse parts of a text, of so many sequences each, that have none for some process; ``what`` is what they are.
+
+        With several ``teams`` of this many processes, a part is worked on by one of them.
+
+        Raises:
+            InvalidInput: The smallest part has fewer sequences than there are processes.
+        """
+        least, each = min(parts), f" in the smallest of {len(parts)} {what}" if len(parts) > 1 else ""
+        if least < self.size:
+            raise InvalidInput(
+                f"{least} sequence{'s' * (least != 1)}{each} cannot be shared between {self.size} processes.",
+                "Every process needs one.",
+                f"Give more text (--samples {self.size * len(parts)} or more), or start at most {max(1, least * teams)}.",
+            )
 
     def batch(self, samples: int, size: int) -> int:
         """Sequences of a batch: ``size``, or fewer where the processes would not have equally many batches."""
@@ -114,6 +162,11 @@ class ProcessGroup:
             return size
         fewer = -(-samples // (-(-batches // self.size) * self.size))
         return fewer if -(-samples // fewer) >= self.size else max(1, samples // self.size)
+
+    def batch_alike(self, samples: int, most: int) -> int:
+        """The same, and up to :data:`ALIKE` processes have the same batches as one: what one gives is the same to the bit."""
+        most = min(most, -(-samples // ALIKE))
+        return most if -(-samples // most) >= self.size else self.batch(samples, most)
 
     def places(self, samples: int, size: int = 1) -> list[int]:
         """The sequences of this process: every n-th batch of ``size`` of them, beginning with this process's number."""
@@ -129,11 +182,16 @@ class ProcessGroup:
     def barrier(self) -> None:
         """Wait until all processes are here."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(group=self.handle)
+
+
+_AMONG: list[ProcessGroup] = []  # parts of the processes that work together now, the innermost last
 
 
 def process_group() -> ProcessGroup:
-    """The processes of this run."""
+    """The processes that work together: those of this run, or inside :func:`among` some of them."""
+    if _AMONG:
+        return _AMONG[-1]
     joined = dist.is_available() and dist.is_initialized()
     return ProcessGroup(dist.get_rank(), dist.get_world_size()) if joined else ProcessGroup()
 
@@ -220,10 +278,21 @@ def one_process(what: str) -> None:
 
 def broadcast(make: Callable[[], T]) -> T:
     """Return what the main process makes, in all of them."""
-    values: list[Any] = [make() if is_main() else None]
-    if process_group().size > 1:
-        dist.broadcast_object_list(values, src=0)
+    group = process_group()
+    values: list[Any] = [make() if group.is_main else None]
+    if group.size > 1:
+        dist.broadcast_object_list(values, src=group.everywhere(0), group=group.handle)
+        EXCHANGED.add(len(pickle.dumps(values)))
     return values[0]
+
+
+def in_turn(parts: Sequence[Sequence[T]]) -> list[T]:
+    """Undo :meth:`ProcessGroup.shard`: what every process has of all, in one list.
+
+    >>> in_turn([["a", "c", "e"], ["b", "d"]])
+    ['a', 'b', 'c', 'd', 'e']
+    """
+    return [part[i] for i in range(len(parts[0])) for part in parts if i < len(part)]
 
 
 def rounds(parts: Sequence[T]) -> list[tuple[T, bool]]:
@@ -234,6 +303,78 @@ def rounds(parts: Sequence[T]) -> list[tuple[T, bool]]:
     group = process_group()
     dealt = [(part, True) for part in parts[group.rank :: group.size]]
     return dealt + [(part, False) for part in parts[-1:]] * (-(-len(parts) // group.size) - len(dealt))
+
+
+@contextlib.contextmanager
+def among(team: ProcessGroup) -> Iterator[None]:
+    """Inside, this process shares its work with a team alone, as :meth:`Teams.of` gives it."""
+    _AMONG.append(team)
+    try:
+        yield
+    finally:
+        _AMONG.pop()
+
+
+def alone() -> contextlib.AbstractContextManager[None]:
+    """A context in which this process does all of its work itself."""
+    return among(ProcessGroup())
+
+
+@dataclasses.dataclass(frozen=True)
+class Teams:
+    """Parts of a text, each of which one team of processes works on: with no more processes than parts, each is a team.
+
+    What a team of one makes of a part is what one process makes of it, to the bit.
+
+    Attributes:
+        parts: How many there are.
+        mine: Those of this process's team.
+        team: Its processes.
+        first: The first process of every part's team.
+    """
+
+    parts: int
+    mine: tuple[int, ...]
+    team: ProcessGroup
+    first: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], what: str) -> Teams:
+        """Divide parts of so many sequences each; ``what`` they are stands in a refusal.
+
+        Raises:
+            InvalidInput: A part has fewer sequences than its team has processes.
+        """
+        cls.check(sizes, what)
+        group, parts = process_group(), len(sizes)
+        count = min(parts, group.size)
+        teams = [list(range(number, group.size, count)) for number in range(count)]
+        number = group.rank % count
+        handles = [None if len(t) == 1 or count == 1 else dist.new_group(t, timeout=_PATIENCE) for t in teams]
+        team = ProcessGroup(teams[number].index(group.rank), len(teams[number]), handles[number] or group.handle)
+        return cls(parts, tuple(range(number, parts, count)), team, tuple(p % count for p in range(parts)))
+
+    @staticmethod
+    def check(sizes: Sequence[int], what: str) -> None:
+        """Refuse as :meth:`of` does."""
+        size, count = process_group().size, min(len(sizes), process_group().size)
+        ProcessGroup(0, -(-size // count)).check_shares(sizes, what, teams=count)
+
+    def spread(self, made: Mapping[int, T]) -> list[T]:
+        """What every part's team made, for all: one value per part."""
+        everywhere = process_group().gather(dict(made))
+        return [everywhere[first][part] for part, first in enumerate(self.first)]
+
+    def tensors(self, made: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        """The same of tensors of one shape, which are large."""
+        group = process_group()
+        if group.size == 1:
+            return [made[part] for part in range(self.parts)]
+        like = next(iter(made.values()))
+        values = [made[part] if part in made else torch.empty_like(like) for part in range(self.parts)]
+        for value, first in zip(values, self.first, strict=True):
+            group.give(value, first)
+        return values
 
 
 def shard(data: Some, size: int = 1) -> Some:
