@@ -25,6 +25,7 @@ from layerbudget.cost import (
     shape_in_memory,
     shape_of,
     shape_of_config,
+    treating,
 )
 from layerbudget.diagnosis.fits import what_fits
 from layerbudget.models.blocks import partition
@@ -98,6 +99,26 @@ def test_prices_add_up():
     assert search.seconds > one.seconds and "demo" in long_verbs(demo=True)
     small = price("c", comparing(text, text, ["kfac"], "wanda", seeds=1, plans=3), shape, PACE, 1000)
     assert small.how == "layers" and not small.fits and small.memory > shape.weights  # a comparison holds the model
+
+
+def test_logits_are_priced_as_they_are_made_and_mapped_weights_as_far_as_there_is_room():
+    shape = dataclasses.replace(shape_of_config(SEVEN, torch.bfloat16), vocabulary=152_000)
+    part = [WorkItem("forward", Text(samples=96, length=512, batch=16))]
+    whole = price("evaluate", part, shape, PACE, 64 << 30)
+    assert whole.how == "whole" and whole.memory < shape.weights + (3 << 30), "all logits take 15 GiB"
+    large, small = (price("evaluate", part, shape, PACE, m << 30, streamed=True) for m in (64, 4))
+    assert large.memory > shape.weights and small.memory == 4 << 30 and small.fits
+
+
+def test_rounding_is_priced_by_the_formats_that_matrices_of_a_name_have(monkeypatch):
+    shape = shape_in_memory(zoo.tiny("llama", intermediate_size=64))
+    monkeypatch.setattr(timing, "treating_seconds", lambda find, method, form, rows, columns: 1.0 if form == "Q8_0" else 0.0)
+    formats = {m.name: "Q8_0" if "down" in m.name else "F16" for m in shape.matrices}
+    written = []
+    (part,) = treating("rtn", Text(samples=1), formats=formats, more=lambda s, t, weights: written.append(weights) or 5.0)
+    assert part.job(shape, part.text) == pytest.approx(5.0 + shape.layers)
+    (down,) = (m.numel for m in shape.matrices if "down" in m.name)
+    assert written == [{"Q8_0": shape.layers * down, "F16": shape.layers * (shape.numel - down)}]
 
 
 def test_timing_leaves_the_random_numbers_alone():

@@ -2,16 +2,17 @@
 
 A verb counts what it does to a text in forward equivalents; a backward is two. Their seconds are those of one layer and of the
 head, which are timed. Beside them a verb counts the matrices that it rounds, sorts or factors, which are timed on a few rows.
-Memory is the weights, the activations of one batch, the graph that is kept, and what is held of one layer. Expect a factor of
-two: benchmarks/results/size.md has both beside what commands took.
+Memory is the weights, the activations of one batch, the graph that is kept, and what is held of one layer. Weights that stay
+in their files count as far as there is room for them. Expect a factor of 1.5: benchmarks/results/size.md has both beside what
+commands took.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -30,8 +31,9 @@ from .models.offload import mapped
 from .records import Module
 from .timing import Pace
 
-_BASE = 0.45 * 2**30  # bytes of an interpreter with torch and transformers
+_BASE = 0.6 * 2**30  # bytes of an interpreter with torch, transformers and a tokenizer
 _SLACK = 1.2  # bytes that the allocator holds, over those in use
+_CLEAN = 256 << 20  # of the dense model's probabilities are kept at the most
 HOWS = {"whole": "in memory", "layers": "layer by layer", "streamed": "streamed from its files"}
 
 
@@ -50,7 +52,8 @@ class Shape:
     weights: int  # bytes of all of them
     hidden: int  # width of the residual stream
     vocabulary: int
-    width: int  # bytes of a number
+    width: int  # bytes of a number that layers compute with
+    converts: bool = False  # whether a layer, or the head, is converted into these when it comes from its file
     routed: float = 1.0  # share of a layer's experts that its router gives to a token
 
     @property
@@ -100,6 +103,8 @@ class Text:
 
 
 Job = Callable[[Shape, Text], float]  # seconds of the whole model beside forwards and backwards
+Written = Callable[[Shape, Text, dict[str, float]], float]  # the same, of so many weights in every format
+Formats = Sequence[str] | Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +126,8 @@ class WorkItem:
     """One kind of ``WORK`` on some text, as a part of a verb.
 
     It is done ``times`` times, with so many ``forwards`` and ``losses`` (its kind's by default) and a ``job`` beside them;
-    ``resident`` weights are never streamed; ``sent`` are bytes that several processes exchange beside the sums of its kind.
+    ``resident`` weights are never streamed. ``held`` are bytes beside those of its kind, and ``sent`` those that several
+    processes exchange beside the sums of its kind.
     """
 
     kind: str
@@ -131,6 +137,7 @@ class WorkItem:
     resident: bool = False
     losses: int | None = None
     job: Job = lambda shape, text: 0.0
+    held: Callable[[Shape], float] = lambda shape: 0.0
     sent: Job = lambda shape, text: 0.0
 
 
@@ -140,7 +147,7 @@ class Cost:
 
     verb: str
     how: str  # a key of HOWS
-    memory: int  # bytes at the peak, mapped weights not counted
+    memory: int  # bytes at the peak; of mapped weights as many as there is room for
     seconds: float
     forwards: float  # forward equivalents of the first text
     fits: bool  # whether the machine has that much memory
@@ -221,7 +228,7 @@ WORK: dict[str, Work] = SCORES | {
     "train": Work(3.0, "model"),
     "direct check": Work(1.0, "model", 0, _rows),
     "directional": Work(
-        20.0, "layer", 1, lambda shape, text: 6.0 * shape.numel + 4.0 * text.tokens * shape.vocabulary, copied=True
+        20.0, "layer", 1, lambda shape, text: 6.0 * shape.numel + min(4.0 * text.tokens * shape.vocabulary, _CLEAN), copied=True
     ),
     "norms": Work(2.0, "none", 0, lambda shape, text: 8.0 * max(m.numel for m in shape.matrices), head=False),
     "gram": Work(2.0, "none", 0, _squares, head=False),
@@ -244,17 +251,28 @@ def _looked_at(shape: Shape, text: Text) -> float:
     return shape.weights * timing.finite_seconds(shape.width)
 
 
-def rounding(method: str, formats: Sequence[str], *, ends: bool) -> Job:
-    """Rounding every matrix once, to the mean of some formats."""
+def rounding(method: str, formats: Formats, *, ends: bool, more: Written | None = None) -> Job:
+    """Rounding every matrix once: to the formats that matrices of its name have, or to the mean of some; and ``more``."""
 
     def job(shape: Shape, text: Text) -> float:
-        def each(rows: int, columns: int) -> float:
-            fit = [form for form in formats if find_format(form).plain or find_format(form).fits(columns)] or [PLAIN[GGUF].name]
-            return sum(timing.treating_seconds(find_quantiser, method, form, rows, columns) for form in fit) / len(fit)
-
-        return shape.over(each, ends=ends) + _collected(find_quantiser(method).statistic, shape, text)
+        seconds, weights = _collected(find_quantiser(method).statistic, shape, text), dict[str, float]()
+        for matrix, count in [*((m, shape.layers * m.copies) for m in shape.matrices), *((m, 1) for m in shape.ends if ends)]:
+            fit = _formats_of(matrix, formats)
+            for form in fit:
+                one = timing.treating_seconds(find_quantiser, method, form, matrix.d_out, matrix.d_in)
+                seconds += count * one / len(fit)
+                weights[form] = weights.get(form, 0.0) + count * matrix.d_out * matrix.d_in / len(fit)
+        return seconds + (more(shape, text, weights) if more is not None else 0.0)
 
     return job
+
+
+def _formats_of(matrix: Module, formats: Formats) -> list[str]:
+    """Formats of a matrix: where they are given by name, those of the matrices of that name in all layers."""
+    if isinstance(formats, Mapping):
+        last = matrix.name.rpartition(".")[2]
+        formats = [f for name, f in formats.items() if name.rpartition(".")[2] == last] or list(formats.values())
+    return [f for f in formats if find_format(f).plain or find_format(f).fits(matrix.d_in)] or [PLAIN[GGUF].name]
 
 
 def _collected(statistic: str, shape: Shape, text: Text) -> float:
@@ -268,7 +286,15 @@ def _collected(statistic: str, shape: Shape, text: Text) -> float:
 
 
 def treating(
-    method: str, text: Text, *, again: float = 1.0, formats: Sequence[str] = (), ends: bool = False, forwards: float = 1.0
+    method: str,
+    text: Text,
+    *,
+    again: float = 1.0,
+    formats: Formats = (),
+    ends: bool = False,
+    forwards: float = 1.0,
+    more: Written | None = None,
+    held: Callable[[Shape], float] = lambda shape: 0.0,
 ) -> list[WorkItem]:
     """Parts of applying a plan of sparsity or bits: inputs are collected ``again`` times, then the method works on them.
 
@@ -276,16 +302,18 @@ def treating(
         method: A pruner or quantiser.
         text: What is read.
         again: Forwards behind the first one.
-        formats: Of the plan's matrices, for a quantiser.
+        formats: Of the plan's matrices, for a quantiser; by name, or some whose mean is taken.
         ends: Whether embedding and head are rounded too.
         forwards: Of a method that reads nothing: zero where no layer runs.
+        more: Seconds of writing so many weights in every format.
+        held: Bytes beside those of the work.
     """
     rounds = method in QUANTISERS.names()
     statistic = (find_quantiser if rounds else find_treatment)(method).statistic
-    job = rounding(method, formats, ends=ends) if rounds else _pruning(method)
+    job = rounding(method, formats, ends=ends, more=more) if rounds else _pruning(method)
     if statistic == "none":
-        return [WorkItem("forward", Text(samples=1, length=text.length), forwards, job=job)]
-    return [WorkItem("gram" if statistic == "gram" else "norms", text, 1.0 + again, job=job)]
+        return [WorkItem("forward", Text(samples=1, length=text.length), forwards, job=job, held=held)]
+    return [WorkItem("gram" if statistic == "gram" else "norms", text, 1.0 + again, job=job, held=held)]
 
 
 def _pruning(method: str) -> Job:
@@ -512,11 +540,12 @@ def shape_of_config(config: Any, dtype: torch.dtype) -> Shape:
 
 
 def shape_in_memory(model: nn.Module) -> Shape:
-    """The sizes of a loaded model that reads text, in the bytes that it holds: its weights may be packed."""
+    """The sizes of a loaded model that reads text, in the bytes that it holds: its weights may be packed, or stay in files."""
     check_reads_text(model)
-    config: Any = model.config
+    config, files = cast(Any, model.config), mapped(model)
     if not hasattr(config, "quantization_config"):
-        return shape_of(model)
+        shape = shape_of(model)
+        return shape if files is None else dataclasses.replace(shape, width=files.dtype.itemsize, converts=files.converts)
     plain = copy.deepcopy(config)
     del plain.quantization_config
     stored = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
@@ -581,18 +610,25 @@ def _memory(part: WorkItem, shape: Shape, device: str, machine: int, streamed: b
     graph = 2.0 * batch * sum(m.d_in + m.d_out for m in shape.matrices) * shape.width
     widest = max(max(m.d_in, m.d_out) for m in shape.matrices)
     acting = graph if backwards else batch * (12.0 * shape.hidden + 4.0 * widest * shape.width)
-    logits, state = 12.0 * batch * shape.vocabulary, work.state(shape, text)
+    state = work.state(shape, text) + part.held(shape)
+    logits = 12.0 * batch * shape.vocabulary * work.head
+    pieces = min(logits, 3.0 * HEAD)  # where a head is asked for some positions at a time
+    logits = pieces if part.kind == "forward" else logits
     ends = 2.0 * batch * shape.width * sum(m.d_in + m.d_out for m in shape.ends)
     needed = ((acting + state) * shape.layers + ends if backwards else acting + state) + logits
     weights = shape.weights * (1 + work.copied)
     whole, room = _BASE + weights + _SLACK * needed, min(half, ROOM) if device == "cpu" and backwards else half
     if work.graph == "model" or (whole <= half and needed < room and not streamed):
         return whole, "whole"
-    stored = text.tokens * shape.hidden * shape.width * (shape.layers + 1 + 2 * work.losses if backwards else 1)
-    kept = 0.0 if backwards and stored >= half else stored  # what has no room in memory is kept on disk
-    walked = _BASE + _SLACK * (acting + min(logits, 3.0 * HEAD) + kept + state)
+    losses = work.losses if part.losses is None else part.losses
+    stored = text.tokens * shape.hidden * shape.width * (shape.layers + 1 + 2 * losses if backwards else 1)
+    most = SHARE * ROOM if device == "cpu" and backwards else half  # see execution.memory.room_for
+    kept = 0.0 if part.kind == "forward" or (backwards and stored >= most) else stored  # else it is kept on disk
+    walked = _BASE + _SLACK * (acting + pieces + kept + state)
     if streamed or (streamed is None and walked + shape.weights > half):
-        return walked + _SLACK * shape.numel * shape.width, "streamed"
+        head = max((m.numel for m in shape.ends), default=0) if shape.converts else 0
+        streams = walked + _SLACK * (shape.numel + head) * shape.width
+        return streams + (min(shape.weights, max(machine - streams, 0.0)) if device == "cpu" else 0.0), "streamed"
     return walked + weights, "layers"
 
 

@@ -198,9 +198,9 @@ def _compare(ours: torch.Tensor, coarse: torch.Tensor, logits: np.ndarray) -> st
 def _rounded_inputs(model: nn.Module, formats: Mapping[str, str]) -> Iterator[None]:
     """Within it the inputs of matrices are rounded as llama.cpp's products round them: to 8 bits, or to 16 for numbers."""
     head: Any = pretrained(model).get_output_embeddings()
-    hooks = []
+    hooks, modules = [], dict(model.named_modules())
     for name, form in formats.items():
-        owner: Any = dict(model.named_modules()).get(name) or model.get_submodule(name.rpartition(".")[0])
+        owner: Any = modules.get(name) or model.get_submodule(name.rpartition(".")[0])
         owner = head if isinstance(owner, nn.Embedding) and head is not None and head.weight is owner.weight else owner
         if not isinstance(owner, nn.Embedding):
             block = None if find_format(form).plain else 256 if find_format(form).group == 256 else 32

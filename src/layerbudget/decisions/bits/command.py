@@ -177,6 +177,7 @@ def _quantise(session: Session, plan: Plan, weights: Plan, text_files: Mapping[s
     from ...storage.writing import check_space
     from ..sparsity import BESIDE
     from .apply import write_bits
+    from .forecast import rounded_of
 
     request: BitsWrite = session.request
     request.refuse(("inputs",), "a model that is no GGUF file")
@@ -207,14 +208,10 @@ def _quantise(session: Session, plan: Plan, weights: Plan, text_files: Mapping[s
         return write_bits(model, weights, request.out, data, **options)
 
 
-def rounded_of(plan: Plan) -> dict[str, Any]:
-    """Return what applying a plan rounds, as ``cost.treating`` takes it."""
-    return {"formats": list(formats_of_plan(plan).values()), "ends": plan.payload.family == GGUF, "forwards": 0.0}
-
-
 def _requantise(session: Session, plan: Plan, weights: Plan) -> Any:
     """Give a GGUF file the types of a plan; with the inputs of its model, where that is named."""
     from ...cost import treating
+    from .forecast import rounded_of
     from .requantise import requantise
 
     request: BitsWrite = session.request
