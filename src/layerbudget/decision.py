@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from . import requests
-from .errors import InvalidInput
+from .errors import InvalidInput, LayerbudgetError
 from .records import Receipt
 from .registry import Registry, options_of, resolve_options
 from .requests import TextRequest, option, out_option, resume_option
@@ -123,12 +123,21 @@ class Export:
         plan = self._part(plan)
         return self.call(plan, **resolve_options(f"The format {self.name}", options_of(self.call), chosen))
 
+    def takes(self, plan: Plan) -> bool:
+        """Return whether the plan can be written with no option given."""
+        try:
+            self.text(plan, {})
+        except LayerbudgetError:
+            return False
+        return True
+
     def _part(self, plan: Plan) -> Plan:
         """The plan that is written, or its part of the kind that is."""
         parts = decision_of(plan).parts(plan)
         plan = next((part for kind, part in parts.items() if kind in self.kinds), plan)
         if self.kinds and plan.kind not in self.kinds:
-            fitting = [e.name for e in EXPORTS.all().values() if not e.kinds or {plan.kind, *parts} & {*e.kinds}]
+            kinds = {plan.kind, *parts}
+            fitting = [e.name for e in EXPORTS.all().values() if (not e.kinds or kinds & {*e.kinds}) and e.takes(plan)]
             raise InvalidInput(
                 f"{self.name} is no format for a plan of kind {plan.kind}.",
                 f"It writes {' and '.join(self.kinds)}.",
@@ -143,8 +152,11 @@ class Session(Protocol):
     request: Any  #: the decision's own :class:`~layerbudget.requests.Request`
     facts: dict[str, Any]  #: what planning learns of the model, and the command that follows depends on
 
-    def load(self, *, data: bool = True) -> tuple[Any, Any, Any]:
-        """Return model, tokenizer and calibration tokens that the request names; without ``data`` no text is read."""
+    def load(self, *, data: bool = True, lean: bool = False) -> tuple[Any, Any, Any]:
+        """Return model, tokenizer and calibration tokens that the request names; without ``data`` no text is read.
+
+        If ``lean``, a large model that would be copied into another precision is streamed instead.
+        """
 
     def configuration(self) -> Any:
         """Return the configuration of the model, of which no weights are read."""
@@ -158,8 +170,8 @@ class Session(Protocol):
     def use_text_of(self, plan: Plan, *, as_drawn: bool = True) -> None:
         """Let :meth:`load` read the text that decided a plan where no other is named, by default as it was drawn then."""
 
-    def load_apart(self, plan: Plan, checked: int) -> tuple[Any, Any, Any]:
-        """Return model, tokenizer and the text without the ``checked`` sequences of it that checked a plan."""
+    def load_apart(self, plan: Plan, checked: int, *, lean: bool = False) -> tuple[Any, Any, Any]:
+        """Return model, tokenizer and the text without the ``checked`` sequences of it that checked a plan, as :meth:`load`."""
 
     def batch(self, model: Any = None, data: Any = None, *, most: int = 8) -> int:
         """Return the sequences per forward: what was asked for, else as many as fit into the memory."""

@@ -8,6 +8,7 @@ import shlex
 import shutil
 
 import pytest
+import torch
 from tests import zoo
 
 import layerbudget as lb
@@ -73,6 +74,23 @@ def test_plan_write_count_and_measure(folder, plan, capsys):
     assert made["extra"]["check"]["verdict"] in told["sentences"]
     main(["report", str(folder), "-o", str(folder / "page.html")])
     assert "bits, rule" in (folder / "page.html").read_text()
+
+
+def test_a_model_that_float32_would_copy_stays_in_its_file(folder, capsys, monkeypatch):
+    """What would be a copy of more than 1 GiB is computed, rounded and written a layer at a time, to the same bytes."""
+    model, name = lb.load_model("demo"), str(folder / "halved")
+    lb.write_model(model.to(torch.bfloat16), lb.load_tokenizer("demo"), name)
+    cheap = ["--rule", "mix", "--samples", 1, "--length", 32, "--check", 0]
+    document(capsys, "plan", "bits", name, "--like", "Q4_K_M", *cheap, "-o", folder / "mix.json")
+    evaluate = ["evaluate", name, "--dtype", "float32", "--windows", 2, "--length", 32]
+    made = []
+    for room, out in ((1 << 30, "whole"), (0, "streamed")):
+        monkeypatch.setattr("layerbudget.models.loading.ROOM", room)
+        applied = document(capsys, "apply", name, folder / "mix.json", "-o", folder / out)
+        evaluated = document(capsys, *evaluate)
+        assert (applied["expected"]["how"] == "streamed") == (evaluated["expected"]["how"] == "streamed") == (out == "streamed")
+        made.append(((folder / out / "model.gguf").read_bytes(), applied["llama_cpp"], evaluated["perplexity"]))
+    assert made[0] == made[1]
 
 
 def test_every_number_of_bytes_says_of_what_it_is(folder, plan, capsys):

@@ -10,12 +10,14 @@ from tests import zoo
 from tests.llama_cpp.test_writer import build, planned
 
 import layerbudget as lb
+from layerbudget.data.calibration import CalibrationSet
 from layerbudget.decisions.bits.apply import write_bits
 from layerbudget.decisions.shapes.save import save_gguf
 from layerbudget.errors import CoverageError
 from layerbudget.gguf import names as names
 from layerbudget.llama_cpp import check as gguf_check
 from layerbudget.llama_cpp.writer import GgufHead, Stored
+from layerbudget.models.blocks import fingerprint
 
 pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp")
@@ -94,11 +96,30 @@ def test_without_the_package_or_an_answer_the_receipt_says_so(tmp_path, monkeypa
 def test_a_streamed_model_and_a_large_file_are_loaded_alone(tmp_path, monkeypatch):
     build("llama").save_pretrained(tmp_path / "model")
     streamed = lb.load_model(str(tmp_path / "model"), dtype="float32", stream=True)
+    monkeypatch.setattr(gguf_check, "unwalkable", lambda *_: "its layers share state")
     receipt = write_bits(streamed, planned(streamed, ["Q8_0"]), tmp_path / "a")
-    assert receipt.llama_cpp == "llama.cpp loads the file; of a streamed model no probabilities were compared."
+    said = "of a streamed model whose layers do not run alone no probabilities were compared"
+    assert receipt.llama_cpp == f"llama.cpp loads the file; {said}."
     model = build("llama")
     monkeypatch.setattr(gguf_check, "free_bytes", lambda: 1000)
     assert "larger than the free memory" in write_bits(model, planned(model, ["Q8_0"]), tmp_path / "b").llama_cpp
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_a_streamed_model_says_the_same_as_one_in_memory(tmp_path, method):
+    """Its tokens go through every layer while that is rounded; also where a run goes on, and afterwards nothing is rounded."""
+    build("llama").to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    data = None if method == "rtn" else CalibrationSet(input_ids=zoo.tokens(4, 32).input_ids % 96)
+    said = []
+    for number, (stream, resume) in enumerate([(False, None), (True, tmp_path / "kept"), (True, tmp_path / "kept")]):
+        model = lb.load_model(str(tmp_path / "model"), dtype="float32", stream=stream)
+        digest = fingerprint(model)
+        options = {"method": method, "resume": resume, "overwrite": True}
+        said.append(write_bits(model, planned(model, ["Q4_0", "Q8_0"]), tmp_path / f"out-{number}", data, **options).llama_cpp)
+        assert not stream or fingerprint(model) == digest
+    assert "log-probabilities differ" in said[0] and said[1:] == said[:1] * 2
+    files = [(tmp_path / f"out-{n}" / "model.gguf").read_bytes() for n in range(3)]
+    assert files[1:] == files[:1] * 2
 
 
 def test_a_run_that_goes_on_compares_the_rounded_model(tmp_path):

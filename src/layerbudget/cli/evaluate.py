@@ -164,7 +164,8 @@ def _measured(session: Session, models: float = 1.0) -> tuple[dict[str, Any], li
     request: EvaluateRequest = session.request
     tokenizer = session.load_tokenizer()
     sets = {s: evaluation_set(s, tokenizer, length=request.length or 256, windows=request.windows) for s in request.texts}
-    model = session.load_model()
+    lean = not request.adapter and not request.names  # what works on the weights themselves has them in memory
+    model = session.load_model(lean=lean)
     options = Text(samples=4 * (request.limit or 1000), length=80, batch=session.batch(most=16))  # a forward for every option
     texts = [Text(samples=d.samples, length=d.length, batch=min(options.batch, d.samples)) for d in sets.values()]
     named = {source: named_text(source, "--perplexity") for source in sets}

@@ -32,6 +32,7 @@ class Session:
         self.console = display.terminal(stderr=request.json)
         self.facts: dict[str, Any] = {}
         self.expected: Any = None  # what the command is expected to cost
+        self.each: Any = None  # what each of several processes would do of it
         self.began: float | None = None  # when the work began
         self.processor = 0.0  # seconds of the processor until then
         self.loaded = False  # whether the expected cost is without the loading of a model
@@ -80,11 +81,11 @@ class Session:
         checkpoint = loading.find_checkpoint(name, revision=revision, device="cpu", four_bit=False)
         return loading.held_dtype(checkpoint.config).itemsize
 
-    def load(self, *, data: bool = True, **options: Any) -> tuple[Any, Any, Any]:
+    def load(self, *, data: bool = True, lean: bool = False, **options: Any) -> tuple[Any, Any, Any]:
         """Return model, tokenizer and calibration tokens that the request names.
 
         What was not given is filled in, so that the command that repeats this one names it. Without ``data`` no text is read,
-        and a tokenizer that the model does not have is None.
+        and a tokenizer that the model does not have is None. If ``lean``, see :func:`~layerbudget.models.loading.load_model`.
         """
         from ..data.text import calibration
 
@@ -95,7 +96,7 @@ class Session:
                 raise
             tokenizer = None
         if not data:
-            return self.load_model(**options), tokenizer, None
+            return self.load_model(lean=lean, **options), tokenizer, None
         request: Any = self.request
         wanted = {**self.usual, **request.given(*self.usual)}
         if request.data is None and wanted["data"] == "stdlib" and request.model != "demo":
@@ -103,7 +104,7 @@ class Session:
         for name, value in wanted.items():
             setattr(request, name, value)
         tokens = calibration(wanted.pop("data"), tokenizer, **wanted)
-        return self.load_model(**options), tokenizer, tokens
+        return self.load_model(lean=lean, **options), tokenizer, tokens
 
     def load_checked(self, count: int, *, lean: bool = False) -> tuple[Any, Any, Any, Any]:
         """Return model, tokenizer, the tokens that decide, and ``count`` further sequences that check; None where none do.
@@ -154,21 +155,21 @@ class Session:
             return
         self.usual |= {**(made if as_drawn else {}), "data": name}
 
-    def load_apart(self, plan: Plan, checked: int) -> tuple[Any, Any, Any]:
-        """Return model, tokenizer and the text without the ``checked`` sequences of it that checked a plan."""
+    def load_apart(self, plan: Plan, checked: int, *, lean: bool = False) -> tuple[Any, Any, Any]:
+        """Return model, tokenizer and the text without the ``checked`` sequences of it that checked a plan, as :meth:`load`."""
         request, made = self.request, text_of_plan(plan)
         asked = {**self.usual, **request.given(*self.usual)}
         if not checked or asked["data"] != made.get("data"):
-            return self.load()
+            return self.load(lean=lean)
         if any(asked[name] != made.get(name) for name in ("length", "seed")):
             cut = "The text is cut otherwise than for the plan"
             self.announce(f"{cut}: parts of the {checked} sequences that checked it may be read.")
-            return self.load()
+            return self.load(lean=lean)
         first, wanted = made["samples"], asked["samples"]
         if wanted <= first:
-            return self.load()
+            return self.load(lean=lean)
         request.samples = wanted + checked
-        model, tokenizer, data = self.load()
+        model, tokenizer, data = self.load(lean=lean)
         request.samples = wanted
         data = data.select([i for i in range(data.samples) if not first <= i < first + checked])
         self.announce(f"The {checked} sequences that checked the plan are left out: {data.samples} are read.")

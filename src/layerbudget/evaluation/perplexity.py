@@ -19,15 +19,17 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ..data.calibration import CalibrationSet, check_fits
 from ..data.encoding import IGNORE
 from ..data.text import calibration
 from ..errors import BadModel, InvalidInput
-from ..execution.divergence import next_tokens, sequence_losses
-from ..execution.loss import head_of
+from ..execution.divergence import next_tokens, token_losses
+from ..execution.loss import Batch, head_of
 from ..execution.modes import inference, overflowed
+from ..execution.outputs import Outputs
 from ..execution.processes import process_group, shard
 from ..progress import Progress, Steps
 from ..sensitivity.sequences import per_token
@@ -81,6 +83,26 @@ def predicted(data: CalibrationSet) -> np.ndarray:
     return (_targets(data) != IGNORE).sum(1).numpy()
 
 
+def _runs(data: CalibrationSet, size: int, device: torch.device) -> list[Batch]:
+    """Batches whose targets are next tokens, ``(B, T)``; the last position has none."""
+    targets = F.pad(_targets(data), (0, 1), value=IGNORE).to(device)
+    starts = range(0, data.samples, size)
+    return [
+        Batch(rows=slice(i, i + len(targets[i : i + size])), args=(), kwargs=inputs, targets=targets[i : i + size], keys=())
+        for i, inputs in zip(starts, data.batches(size, device), strict=True)
+    ]
+
+
+def _sequence_losses(model: nn.Module, batch: Batch, outputs: Outputs) -> torch.Tensor:
+    """Summed token losses of every sequence in nats, ``(B,)`` float64."""
+    losses = []
+    for places, logits in outputs.of(batch):
+        if logits is None or logits.ndim != 3:
+            raise BadModel(f"{type(model).__name__} gives no token logits.", "", "Perplexity needs a causal language model.")
+        losses.append(token_losses(logits, batch.targets[:, places]))
+    return torch.cat(losses, 1)[:, :-1].double().sum(1)
+
+
 def perplexity(
     model: nn.Module,
     data: CalibrationSet,
@@ -105,19 +127,13 @@ def perplexity(
     check_fits(model, data)
     group, counts = process_group(), predicted(data)
     mine = shard(data)
-    device, wanted = next(model.parameters()).device, _targets(mine)
+    runs = _runs(mine, batch_size, next(model.parameters()).device)
     losses: list[np.ndarray] = []
     with inference(model):
-        tick = Steps(progress, mine.samples)
-        for done, batch in enumerate(mine.batches(batch_size, device)):
-            logits = getattr(model(**batch), "logits", None)
-            if logits is None or logits.ndim != 3:
-                raise BadModel(
-                    f"{type(model).__name__} gives no token logits.", "", "Perplexity needs a causal language model."
-                )
-            targets = wanted[done * batch_size :][: len(logits)].to(device)
-            losses.append(sequence_losses(logits[:, :-1].float(), targets).cpu().numpy())
-            tick(len(logits))
+        tick, outputs = Steps(progress, mine.samples), Outputs(model, runs)
+        for batch in runs:
+            losses.append(_sequence_losses(model, batch, outputs).cpu().numpy())
+            tick(batch.size)
     sums = group.collect(np.concatenate(losses), data.samples)
     rows = sums / np.maximum(counts, 1)
     if not np.isfinite(rows).all():

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import datetime
 import os
+import pickle
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,19 @@ _ALONE, _WATCHED = 30.0, 600.0  # seconds in which all processes come: without a
 _PATIENCE = datetime.timedelta(days=7)  # of one sum: work is unequal, and who dies is noticed otherwise
 ALIKE = 4  #: Processes that can share the batches of one where a plan is to be equal to the bit.
 T = TypeVar("T")
+
+
+class Exchanged:
+    """Count of the bytes that this process gave to sums over all processes, or sent to them, since it began."""
+
+    bytes = 0
+
+    def add(self, count: int) -> None:
+        """Count what one exchange takes."""
+        self.bytes += count
+
+
+EXCHANGED = Exchanged()  #: What :func:`layerbudget.machines.share_of` expects, as it happened.
 Some = TypeVar("Some", bound=CalibrationSet | FeatureSet)
 
 
@@ -72,6 +86,7 @@ class ProcessGroup:
         for members in kinds.values():
             flat = torch.cat([t.reshape(-1) for t in members])
             dist.all_reduce(flat, group=self.handle)
+            EXCHANGED.add(flat.numel() * flat.element_size())
             for t, part in zip(members, flat.split([t.numel() for t in members]), strict=True):
                 t.copy_(part.view_as(t))
 
@@ -81,6 +96,7 @@ class ProcessGroup:
             return np.array(values)
         tensor = torch.tensor(np.asarray(values, dtype=np.float64)).to(self.device)
         dist.all_reduce(tensor, group=self.handle)
+        EXCHANGED.add(tensor.numel() * tensor.element_size())
         return tensor.cpu().numpy()
 
     def give(self, tensor: torch.Tensor, owner: int) -> None:
@@ -89,6 +105,7 @@ class ProcessGroup:
             return
         sent = tensor.to(self.device).contiguous()
         dist.broadcast(sent, self.everywhere(owner), group=self.handle)
+        EXCHANGED.add(sent.numel() * sent.element_size())
         if owner != self.rank:
             tensor.copy_(sent)
 
@@ -97,6 +114,7 @@ class ProcessGroup:
         values: list[Any] = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value, group=self.handle)
+            EXCHANGED.add(len(pickle.dumps(value)))
         return values
 
     def bring(self, value: T, owner: int) -> list[T]:
@@ -105,6 +123,7 @@ class ProcessGroup:
             return [value]
         values: list[Any] = [None] * self.size if self.rank == owner else []
         dist.gather_object(value, values or None, dst=self.everywhere(owner), group=self.handle)
+        EXCHANGED.add(len(pickle.dumps(value)))
         return values
 
     def owners(self, blocks: Sequence[Block]) -> list[int]:
@@ -268,6 +287,7 @@ def broadcast(make: Callable[[], T]) -> T:
     values: list[Any] = [make() if group.is_main else None]
     if group.size > 1:
         dist.broadcast_object_list(values, src=group.everywhere(0), group=group.handle)
+        EXCHANGED.add(len(pickle.dumps(values)))
     return values[0]
 
 

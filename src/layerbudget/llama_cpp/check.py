@@ -15,7 +15,9 @@ from torch import nn
 from ..compressors.formats import find_format
 from ..compressors.ggml import library_file
 from ..errors import CoverageError
+from ..execution.loss import Batch
 from ..execution.modes import inference
+from ..execution.replay import Replay, unwalkable
 from ..models.blocks import config_of, pretrained, text_config
 from ..models.machine import free_bytes
 from ..models.offload import mapped
@@ -30,17 +32,63 @@ TOKENS = 32
 _LEAST, _TIMES = 1e-3, 20.0  # nats per token that pass anyway, and of what rounded inputs explain
 
 
-def check_file(file: Path, model: nn.Module, tokenizer: Any, formats: Mapping[str, str]) -> str:
+class Followed:
+    """Probabilities of a streamed model on the tokens of the check, taken along while its layers are rounded one by one.
+
+    Afterwards no layer is rounded any more. The tokens go through every layer twice: once as they are, and once with the inputs
+    of products rounded as llama.cpp rounds them.
+
+    Args:
+        model: Streamed.
+        tokenizer: As for :func:`check_file`.
+        formats: Format of every planned matrix.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any, formats: Mapping[str, str]) -> None:
+        self.replay, self.formats, self.ids = Replay(model), formats, _ids(model, tokenizer)
+        self.inputs = {"input_ids": torch.tensor([self.ids], device=next(model.parameters()).device)}
+        self.states: list[torch.Tensor] = []
+        self.said: list[torch.Tensor] = []
+
+    @classmethod
+    def of(cls, model: nn.Module, tokenizer: Any, formats: Mapping[str, str]) -> Followed | None:
+        """Return one for a model whose layers run alone, where llama.cpp is installed; else None."""
+        if library_file() is None or mapped(model) is None:
+            return None
+        made = cls(model, tokenizer, formats)
+        batch = Batch(rows=slice(0, 1), args=(), kwargs=made.inputs, targets=made.inputs["input_ids"], keys=())
+        return None if unwalkable(model, (), [batch]) else made
+
+    def follow(self, index: int) -> None:
+        """Take the tokens through a layer that is rounded now: with -1 to the first one, with the last one to the end."""
+        count, model = len(self.replay.layers), self.replay.model
+        if index < 0:
+            self.replay.probe(self.inputs)
+            self.states = [self.replay.first_inputs(self.inputs)] * 2
+            return
+        for way in (0, 1):
+            with _rounded_inputs(model, self.formats) if way else contextlib.nullcontext():
+                with self.replay.begin(index, self.states[way]), self.replay.end(index):
+                    self.states[way] = self.replay.run(self.inputs)
+                if index == count - 1:
+                    with self.replay.begin(count, self.states[way]):
+                        self.said.append(_log_probabilities(model(**self.inputs)))
+
+
+def check_file(
+    file: Path, model: nn.Module, tokenizer: Any, formats: Mapping[str, str], followed: Followed | None = None
+) -> str:
     """Return a sentence on what llama.cpp makes of a file: its tokens, and its probabilities beside the rounded model's.
 
     Where the package of llama.cpp is not installed, or gives no answer, the sentence says so. Probabilities are not compared
-    of a streamed model, whose weights are not rounded any more, and of a file that is larger than the free memory.
+    of a file that is larger than the free memory, and of a streamed model that was not ``followed``.
 
     Args:
         file: With the tokenizer's vocabulary, where ``tokenizer`` is not None.
         model: As the file has it.
         tokenizer: None compares no tokens.
         formats: Format of every planned matrix.
+        followed: What a streamed model said, whose weights are not rounded any more.
 
     Raises:
         CoverageError: llama.cpp refuses the file, splits texts into other tokens, or computes something else.
@@ -65,11 +113,12 @@ def check_file(file: Path, model: nn.Module, tokenizer: Any, formats: Mapping[st
         said.append(f"the tokens of {len(texts)} texts are equal")
     if not ids:
         said.append("no probabilities were compared: it is larger than the free memory")
-    elif mapped(model) is not None:
+    elif mapped(model) is not None and followed is None:
         _finite(raw)
-        said.append("of a streamed model no probabilities were compared")
+        said.append("of a streamed model whose layers do not run alone no probabilities were compared")
     else:
-        said.append(_compare(model, formats, ids, _finite(raw).reshape(len(ids), -1)))
+        ours, coarse = _probabilities(model, formats, ids) if followed is None else followed.said
+        said.append(_compare(ours, coarse, _finite(raw).reshape(len(ids), -1)))
     return "; ".join(said) + "."
 
 
@@ -116,26 +165,33 @@ def _finite(raw: bytes) -> np.ndarray:
     return logits
 
 
+def _log_probabilities(output: Any) -> torch.Tensor:
+    return torch.log_softmax(output.logits[0].float(), -1).cpu()
+
+
 @torch.no_grad()
-def _compare(model: nn.Module, formats: Mapping[str, str], ids: tuple[int, ...], logits: np.ndarray) -> str:
-    """Compare probabilities; what llama.cpp's rounding of the inputs of products explains is found by rounding them here."""
-    device = next(model.parameters()).device
-    inputs: Any = {"input_ids": torch.tensor([ids], device=device)}
+def _probabilities(model: nn.Module, formats: Mapping[str, str], ids: tuple[int, ...]) -> list[torch.Tensor]:
+    """Log-probabilities of a rounded model, then those with the inputs of products rounded too, ``(tokens, V)`` each."""
+    inputs: Any = {"input_ids": torch.tensor([ids], device=next(model.parameters()).device)}
     with inference(model):
-        ours = torch.log_softmax(model(**inputs).logits[0].float(), -1).cpu()
+        ours = _log_probabilities(model(**inputs))
         with _rounded_inputs(model, formats):
-            coarse = torch.log_softmax(model(**inputs).logits[0].float(), -1).cpu()
+            return [ours, _log_probabilities(model(**inputs))]
+
+
+def _compare(ours: torch.Tensor, coarse: torch.Tensor, logits: np.ndarray) -> str:
+    """Compare probabilities; ``coarse`` says what llama.cpp's rounding of the inputs of products explains."""
     theirs = torch.log_softmax(torch.from_numpy(logits.copy()), -1)
     apart, explained = (float((ours.exp() * (ours - other)).sum(-1).clamp(min=0).quantile(0.75)) for other in (theirs, coarse))
     if apart > max(_LEAST, _TIMES * explained):
         raise CoverageError(
-            f"llama.cpp computes something else from the file: of {len(ids)} tokens a quarter has a KL of more than "
+            f"llama.cpp computes something else from the file: of {len(ours)} tokens a quarter has a KL of more than "
             f"{apart:.2g} nats from the rounded model.",
             f"Its own arithmetic explains about {explained:.2g}.",
             "Nothing is kept. Plan for compressed-tensors, and report this.",
         )
     most = float((ours - theirs).abs().max())
-    return f"on {len(ids)} tokens its log-probabilities differ by at most {most:.2g} (KL of the upper quartile {apart:.1g})"
+    return f"on {len(ours)} tokens its log-probabilities differ by at most {most:.2g} (KL of the upper quartile {apart:.1g})"
 
 
 @contextlib.contextmanager

@@ -239,9 +239,18 @@ def load_mapped(
         model, report = chosen.from_pretrained(None, config=config, state_dict=tensors, dtype=stored, output_loading_info=True)
     if dtype not in (None, stored):
         _buffers_of(chosen, config, model, dtype)
+    _generation_of(model, folder)
     Mapped(model, places, dtype=dtype or stored, device=device)
     model.config.dtype = dtype or stored
     return model, report
+
+
+def _generation_of(model: Any, folder: Path | str) -> None:
+    """Give a model the settings of generation of its folder, which transformers reads only of a model that it loads itself."""
+    from transformers import GenerationConfig
+
+    if (Path(folder) / "generation_config.json").is_file() and model.can_generate():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
 
 
 @contextlib.contextmanager

@@ -353,7 +353,7 @@ def test_logits_are_looked_at_some_positions_at_a_time(padded, monkeypatch):
     """Of 4 sequences three positions at once; the dense model runs once, and what is kept lies in files."""
     model, other, data = zoo.build("llama"), zoo.build("llama", seed=1), zoo.tokens(4, 16, padded=padded)
     whole = DenseOutput(model, data, 4)
-    assert not whole.pieced
+    assert not whole.outputs.pieced
     wanted, vocabulary = whole.rows(other), model.config.vocab_size
     monkeypatch.setattr(memory, "HEAD", 4 * 4 * 3 * vocabulary)
     monkeypatch.setattr(R, "_KEPT", 0)
@@ -361,7 +361,7 @@ def test_logits_are_looked_at_some_positions_at_a_time(padded, monkeypatch):
     handles = [m.lm_head.register_forward_hook(lambda m, given, out: sizes.append(out[0].numel())) for m in (model, other)]
     handles.append(model.model.layers[0].register_forward_hook(lambda m, given, out: calls.append(given[0].shape)))
     dense = DenseOutput(model, data, 4)
-    assert dense.pieced and sum(shape == (4, 16, model.config.hidden_size) for shape in calls) == 1
+    assert dense.outputs.pieced and sum(shape == (4, 16, model.config.hidden_size) for shape in calls) == 1
     folder = dense._clean._folder
     assert len(list(folder.iterdir())) == 6
     sizes.clear()

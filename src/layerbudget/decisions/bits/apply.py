@@ -30,7 +30,7 @@ from ...execution.modes import inference
 from ...execution.processes import process_group, shard
 from ...execution.sharing import Part, deal
 from ...execution.walk import Walk
-from ...llama_cpp.check import check_file
+from ...llama_cpp.check import Followed, check_file
 from ...llama_cpp.imatrix import IMATRIX_FILE, counted, entries, imatrix_digest, importances, write_imatrix
 from ...llama_cpp.writer import GGUF_FILE, GgufWriter, recount_gguf
 from ...models.blocks import check_finite, describe, layers, weight_of
@@ -143,7 +143,7 @@ def write_bits(
     every matrix, of all tensors, and of the file where a size was asked for.
 
     Args:
-        model: A streamed one is afterwards as it was (but for what lies outside its layers); one in memory is rounded.
+        model: A streamed one is afterwards as it was, but perhaps for what lies outside its layers; one in memory is rounded.
         plan: Of kind ``bits``, made for this model.
         out_dir: Must not exist, or be empty.
         data: Calibration tokens, for quantisers that read inputs.
@@ -186,6 +186,10 @@ def write_bits(
         if rounding.quantiser.imatrix is not None:
             request["imatrix"] = imatrix_digest(rounding.quantiser.imatrix)
         rounding.parts = Parts(resume, request)
+        if isinstance(rounding.writer, GgufWriter) and check:
+            known = tokenizer if rounding.writer.head.has_vocabulary else None
+            rounding.checked = Followed.of(model, known, formats)
+            rounding.follow = None if rounding.checked is None else rounding.checked.follow
         rounding.run(batch_size, progress)
         for name, text in (text_files or {}).items():
             write_text(folder / name, text)
@@ -253,6 +257,7 @@ class _Rounding(LayerCompressor):
             self.offloaded.hold_ends()
         self.writer: _Writer | None = None
         self.follow: Callable[[int], None] | None = None
+        self.checked: Followed | None = None
         self.shared: Shared | None = None
         self.alike, self.copies = False, dict[str, int]()
         self.parts = Parts(None)
@@ -417,7 +422,8 @@ class _Rounding(LayerCompressor):
                 tensors = {n: handle.get_tensor(n) for n in handle.metadata()["order"].split("\n")}
                 self.sums |= {n: handle.get_tensor(n) for n in handle.keys() if n not in tensors}
                 self.notes += json.loads(handle.metadata()["notes"])
-            if (walk is not None or self.offloaded is None) and not isinstance(self.writer, PlacedRows):
+            needed = walk is not None or self.follow is not None or self.offloaded is None
+            if needed and not isinstance(self.writer, PlacedRows):
                 self.writer.restore([job.module.name for job in jobs], tensors)
             self.writer.add(tensors)
             return
@@ -489,7 +495,7 @@ def _finish(
     said = ""
     if isinstance(writer, GgufWriter) and check:
         known = tokenizer if writer.head.has_vocabulary else None
-        said = check_file(folder / GGUF_FILE, rounding.model, known, formats)
+        said = check_file(folder / GGUF_FILE, rounding.model, known, formats, rounding.checked)
     total = sum(counted.values())
     receipt = QuantisationReceipt(
         method=rounding.quantiser.name,

@@ -188,7 +188,9 @@ def _quantise(session: Session, plan: Plan, weights: Plan, text_files: Mapping[s
     else:
         _use_text_of(session, plan)
     request.dtype = request.dtype or "float32"  # grids of formats are finer than what checkpoints hold
-    model, tokenizer, data = session.load(data=False) if blind else session.load_apart(plan, _checked(plan))
+    model, tokenizer, data = (
+        session.load(data=False, lean=True) if blind else session.load_apart(plan, _checked(plan), lean=True)
+    )
     size = BESIDE + whole_bytes(weights)  # what the plan counted, and a tokenizer
     check_space(dict.fromkeys(filter(None, (request.out, request.resume)), size))
     text = session.size(data)

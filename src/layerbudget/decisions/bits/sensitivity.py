@@ -32,10 +32,11 @@ from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
 from ...execution.divergence import next_tokens, token_divergence, token_losses
 from ...execution.loss import IGNORE, Batch, assign_folds, count_scored_tokens, unlabelled
-from ...execution.memory import Store, pieces_of, room_for
+from ...execution.memory import Store, room_for
 from ...execution.modes import inference
+from ...execution.outputs import Outputs
 from ...execution.processes import process_group, shard
-from ...execution.replay import Replay, unwalkable
+from ...execution.replay import Replay
 from ...models.blocks import describe
 from ...models.machine import give_back, versions
 from ...models.offload import mapped
@@ -51,7 +52,7 @@ from .blocks import formats_table, modules_by_name
 from .rounding import RoundingErrors
 
 _KEPT = 256 << 20  # bytes of log-probabilities that are kept in memory
-_Outputs = Callable[[Batch], Iterator[tuple[slice, torch.Tensor]]]
+_Logits = Callable[[Batch], Iterator[tuple[slice, torch.Tensor]]]
 _Context = Callable[[], contextlib.AbstractContextManager[None]]
 _LEAST = 0.1  # of the damage of its rest that a format has at the least: what scales weights may by chance undo some of it
 
@@ -99,6 +100,7 @@ def rounding_damage(
             dealt = assign_folds(counts, 2)
             shown = data.select(torch.from_numpy(np.flatnonzero(dealt == 0)))
             judges, options["draws"], options["watched"] = np.flatnonzero(dealt == 1), 2 * draws, shown
+            options["batch_size"] = -(-batch_size // 2)  # as many batches as of the whole text, also for two processes
         some, errors.draws = data.select(torch.from_numpy(judges)), options["draws"]
         terms = quadratic_terms(model, some, units, errors.of, shape, listen=errors.listen, watch=errors, **options)
         damage, error, rest = table.damage.copy(), table.error.copy(), np.zeros((*table.damage.shape, data.samples))
@@ -198,38 +200,16 @@ class DenseOutput:
         self._shared: dict[Any, Shared] = {}
         give_back()
         with inference(model):
-            several = any(batch.length > piece.length for batch in self.runs for piece, _ in pieces_of(model, batch))
-            self.pieced = several and not unwalkable(model, (), self.runs)
-            self.own = self._rows(self._outputs(model), "the check: the dense model")
+            self.outputs = Outputs(model, self.runs)
+            self.own = self._rows(self.outputs.of, "the check: the dense model")
 
     def rows(self, model: nn.Module) -> np.ndarray:
         """``(sequences, 4)``: summed KL in nats, compared tokens, summed loss, predicted tokens (of answers, if any)."""
         with inference(model):
-            return self._rows(self._outputs(model))
+            outputs = self.outputs if model is self.outputs.model else Outputs(model, self.runs)
+            return self._rows(outputs.of)
 
-    def _outputs(self, model: nn.Module) -> _Outputs:
-        """The model's logits of a batch."""
-        if not self.pieced:
-            return lambda batch: iter([(slice(0, batch.length), model(**batch.kwargs).logits.float())])
-        replay = Replay(model)
-        replay.probe(self.runs[0].kwargs)
-
-        def outputs(batch: Batch) -> Iterator[tuple[slice, torch.Tensor]]:
-            """Of all layers at once, then of the head."""
-            with replay.end(len(replay.layers) - 1):
-                hidden = replay.run(batch.kwargs)
-            return self._head(replay, batch, hidden)
-
-        return outputs
-
-    def _head(self, replay: Replay, batch: Batch, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Logits from the hidden states behind the last layer."""
-        for piece, places in pieces_of(replay.model, batch) if self.pieced else [(batch, slice(None))]:
-            with replay.begin(len(replay.layers), hidden[:, places]):
-                logits = replay.model(**piece.kwargs).logits
-            yield slice(*places.indices(batch.length)), logits.float()
-
-    def _rows(self, outputs: _Outputs, phase: str = "") -> np.ndarray:
+    def _rows(self, outputs: _Logits, phase: str = "") -> np.ndarray:
         """See :meth:`rows`. The first outputs are the dense ones, and are kept."""
         out, tick, first = [], Steps(self.progress, len(self.runs), phase), self._clean is None
         for j, batch in enumerate(self.runs):
@@ -335,7 +315,7 @@ class DenseOutput:
                         states.put((c, j), replay.run(batch.kwargs))
             for c in range(len(contexts)) if index == count - 1 else ():
                 places = {id(batch): (c, j) for j, batch in enumerate(self.runs)}
-                rows.append(self._rows(lambda batch, at=places: self._head(replay, batch, states.get(at[id(batch)]))))  # type: ignore[misc]
+                rows.append(self._rows(lambda batch, at=places: self.outputs.behind(replay, batch, states.get(at[id(batch)]))))  # type: ignore[misc]
 
         with inference(model), contextlib.closing(Store(room_for(model, self.runs, len(contexts)))) as states:
             round_matrices(model, formats, data, follow=follow, **options)

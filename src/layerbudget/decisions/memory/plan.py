@@ -46,8 +46,8 @@ from ..formats.payload import CachedPayload
 from .fitted import Fitted, Pick
 from .parts import parts_of
 from .payload import MemoryPayload
-from .placement import check_memories, sides_of
 from .program import KIND, Fit, MemoryLimits
+from .splits import check_memories, splits_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -92,9 +92,9 @@ def plan_memory(
         check: Held-out tokens; without them nothing is checked.
         memory: Bytes for the file, the cache and the buffers of a forward, such as ``"8 GiB"``.
         context: Tokens of a sequence, prompt and answer, such as ``"32k"``.
-        gpu: In place of ``memory``, for a mixture of experts and llama.cpp: bytes of a card.
-        ram: With ``gpu``: bytes of the processor's memory, which takes the experts of the first layers. How many layers
-            these are is decided too; see :mod:`layerbudget.decisions.memory.placement`.
+        gpu: In place of ``memory``, for llama.cpp: bytes of a card.
+        ram: With ``gpu``: bytes of the processor's memory, which takes the first layers, or of a mixture their experts.
+            How many layers these are is decided too; see :mod:`layerbudget.decisions.memory.placement`.
         batch: Sequences at a time.
         runtime: ``llama.cpp`` (a GGUF file; one type for all keys, one for all values; a model's default), ``transformers`` or
             ``vllm``. Scores were measured for one.
@@ -208,8 +208,8 @@ def check_needed(fit: Fit, terms: MemoryLimits) -> None:
         return
     needed = int(fit.weights.size[:, -1].sum() + fit.cache.size[:, -1].sum()) + fit.beside
     if terms.ram is not None:
-        if any(card <= terms.bytes and beside <= terms.beside for card, beside in (s.whole(fit) for s in sides_of(fit))):
-            what = "Everything fits in 16 bits, with the experts of some layers at the processor. There is nothing to plan."
+        if any(card <= terms.bytes and beside <= terms.beside for card, beside in (split.most for split in splits_of(fit))):
+            what = "Everything fits in 16 bits, with some layers or their experts at the processor. There is nothing to plan."
             raise InvalidInput(what, "A plan is needed with less memory, or at a longer context.", "Run the model as it is.")
     elif needed <= terms.bytes:
         unit, name = unit_of(needed)
