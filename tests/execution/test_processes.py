@@ -14,7 +14,8 @@ from tests.launching import launched
 
 import layerbudget as lb
 from layerbudget.cli import main
-from layerbudget.decisions.shapes.apply import remove_units
+from layerbudget.decisions.shapes.apply import apply_shapes, remove_units
+from layerbudget.decisions.shapes.plan import plan_shapes
 from layerbudget.decisions.sparsity.apply import prune
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import InvalidInput, LayerbudgetError
@@ -78,6 +79,11 @@ def everything():
             smaller = zoo.build(name).double()
             remove_units(smaller, text, 0.5, kind="mlp", batch_size=2)
             out[f"{name} refit damage"] = [float(p.detach().abs().sum()) for p in smaller.parameters()]
+            smaller, few = zoo.build(name).double(), {"by": "groups", "strides": 1, "draws": 1, "batch_size": 2}
+            shapes = plan_shapes(smaller, text, "20% params", passes=16, **few)
+            out[f"{name} shapes {shapes.hyperparameters['compensate']}"] = shapes.digest
+            apply_shapes(smaller, shapes, text, batch_size=2)
+            out[f"{name} stream damage"] = [float(p.detach().abs().sum()) for p in smaller.parameters()]
         text = zoo.tokens(8, padded=True)
         for by in ("linear", "rows:4") if name == "llama-tied" else ("rows:4",):
             plan = plan_sparsity(model, text, by=by, passes=8, batch_size=4, method="magnitude" if name == "bert" else "wanda")

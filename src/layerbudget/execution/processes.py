@@ -192,8 +192,11 @@ _AMONG: list[ProcessGroup] = []  # parts of the processes that work together now
 
 def process_group() -> ProcessGroup:
     """The processes that work together: those of this run, or inside :func:`among` some of them."""
-    if _AMONG:
-        return _AMONG[-1]
+    return _AMONG[-1] if _AMONG else everyone()
+
+
+def everyone() -> ProcessGroup:
+    """All processes of this run, also inside :func:`among`."""
     joined = dist.is_available() and dist.is_initialized()
     return ProcessGroup(dist.get_rank(), dist.get_world_size()) if joined else ProcessGroup()
 

@@ -60,7 +60,7 @@ def score(
         progress: Called with ``(done, total)`` sequences or products.
         resume: Folder in which finished records are kept and found again, also the gradients of sequences (``fisher-gram``) and
             finished blocks (``kfac``, ``ekfac`` and ``rank-gain``, not with dampings that wait for the last block, nor in
-            several processes).
+            several processes). Processes on several machines need one folder that all of them see.
         **options: Of the estimator (``sketch``, ``draws``, ``steps``, ...).
 
     Returns:

@@ -30,7 +30,7 @@ from torch import nn
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InvalidInput, UnknownStructure
 from ...execution.modes import inference
-from ...execution.processes import alone, process_group
+from ...execution.processes import alone, everyone, process_group
 from ...execution.replay import StopForward
 from ...execution.walk import Walk
 from ...models.blocks import layers
@@ -108,11 +108,15 @@ class Aim:
     def best(
         self, weight: torch.Tensor, keep: torch.Tensor, dampings: Sequence[float], stiffness: Sequence[float], *, centred: bool
     ) -> tuple[float, float]:
-        """The damping and stiffness with the least error on folds that their fit has not seen; the first of each without."""
+        """The damping and stiffness with the least error on folds that their fit has not seen; the first of each without.
+
+        Several processes share the folds, and have the same ones.
+        """
         if len(self.folds) < 2:
             return dampings[0], stiffness[0]
-        total, errors = self.total, weight.new_zeros(len(dampings), len(stiffness), dtype=torch.float64)
-        for fold in self.folds:
+        total, group, each = self.total, everyone(), dict[int, np.ndarray]()
+        for number in range(group.rank, len(self.folds), group.size):
+            fold, errors = self.folds[number], weight.new_zeros(len(dampings), len(stiffness), dtype=torch.float64)
             fit = _Fit.of(total.plus(fold, -1), keep, centred=centred)
             cross, inner = fold.columns(keep, centred=centred)
             cross, inner = cross @ fit.vectors, fit.vectors.T @ inner @ fit.vectors
@@ -121,8 +125,11 @@ class Aim:
                 start, shares = start @ fit.vectors, fit.shares(stiffness)
                 short = start @ inner - cross
                 slope, curve = 2 * (missing * short).sum(0), (missing.T @ missing) * inner
-                errors[i] += ((short - cross) * start).sum() + shares @ slope + (shares @ curve * shares).sum(1)
-        i, j = divmod(int(errors.argmin()), len(stiffness))
+                errors[i] = ((short - cross) * start).sum() + shares @ slope + (shares @ curve * shares).sum(1)
+            each[number] = errors.cpu().numpy()
+        found = {number: errors for part in group.gather(each) for number, errors in part.items()}
+        least = int(np.argmin(sum(found[number] for number in range(len(self.folds)))))
+        i, j = divmod(least, len(stiffness))
         return dampings[i], stiffness[j]
 
 

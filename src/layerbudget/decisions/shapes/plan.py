@@ -169,14 +169,15 @@ def plan_shapes(
         forward_passes=float(path.point.passes + last),
         experts_differ=hasattr(config_of(model), EXPERTS_KEPT),
         crossed=path.point.folds > 1,  # the predicted damage is on text that did not refit
-        measured=broadcast(lambda: _measured(model, plan, data, batch_size, progress)),
+        measured=_measured(model, plan, data, batch_size, progress),
     )
 
 
 def _measured(model: nn.Module, plan: Plan, data: CalibrationSet, batch_size: int, progress: Progress | None) -> float:
-    """See :func:`measure_plan`; in one process, for refits to sums of another order would not be the same to the bit."""
+    """See :func:`measure_plan`; every process runs all of the text, for refits to sums of another order give other digits."""
     with alone():
-        return measure_plan(model, plan, data, batch_size=batch_size, progress=progress)
+        measured = measure_plan(model, plan, data, batch_size=batch_size, progress=progress)
+    return broadcast(lambda: measured)
 
 
 def _every_width(space: ShapeSpace, around: np.ndarray, seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
