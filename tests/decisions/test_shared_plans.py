@@ -50,6 +50,8 @@ def everything(begun, own):
     few, fewer, resumed = zoo.tokens(5, padded=True), zoo.tokens(3, seed=1), {**CASES["weighted"], "draws": 1}
     plans["other batches"] = plan_bits(model, few, fewer, resume=own, **resumed)
     plans["resumed"] = plan_bits(model, few, fewer, resume=begun, **resumed)
+    experts = {"bits": 6.0, "family": PACKED, "group": 32, "unwritten": "plan", "draws": 1, "batch_size": 2}
+    plans["experts"] = plan_bits(zoo.build("mixtral", hidden_size=64, intermediate_size=96), data, check, **experts)
     room = {"memory": f"{zoo.buffers(64) + 60000} bytes", "context": 64, "runtime": "transformers"}
     plans["memory"] = plan_memory(model, data, check, draws=1, batch_size=2, method="weighted", **room)
     return {name: described(plan) for name, plan in plans.items()}
@@ -83,7 +85,7 @@ def runs(tmp_path_factory):
     return root, alone, found, done, names
 
 
-@pytest.mark.parametrize("name", [*CASES, "resumed", "memory"])
+@pytest.mark.parametrize("name", [*CASES, "resumed", "experts", "memory"])
 def test_two_processes_make_the_plan_of_one(runs, name):
     """Damages, choice and check, to the last digit."""
     assert all(out[name] == runs[1][name] for out, _ in runs[2])

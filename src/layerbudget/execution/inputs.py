@@ -17,7 +17,7 @@ from ..models.machine import zeros_in_file
 from ..records import Module
 from .loss import Batch
 from .modes import overflowed
-from .processes import process_group
+from .processes import ProcessGroup, process_group
 from .replay import StopForward
 from .sites import Site
 from .walk import Walk
@@ -46,13 +46,17 @@ class InputMoments:
     @property
     def value(self) -> torch.Tensor | None:
         """The moments, ``(d_in,)`` or ``(d_in, d_in)``, float32; a sum over tokens."""
-        if self.sums is not None and self.sums.dtype == torch.float64:
-            self.sums = self.sums.to(torch.float32)
+        self.settle()
         return self.sums
 
     @value.setter
     def value(self, value: torch.Tensor | None) -> None:
         self.sums = value
+
+    def settle(self) -> None:
+        """Keep sums in float32 from now on."""
+        if self.sums is not None and self.sums.dtype == torch.float64:
+            self.sums = self.sums.to(torch.float32)
 
     def copy(self) -> InputMoments:
         """Return moments of the same tokens that grow apart from these."""
@@ -123,10 +127,16 @@ def moments_of_sites(
 
 
 def share_statistics(moments: Mapping[str, Sequence[InputMoments]]) -> None:
-    """Add up what several processes saw, each of its own sequences, by matrix; in one process there is nothing to do."""
+    """Add up what several processes saw, each of its own sequences, by matrix; sums are in float32 after that."""
     together = process_group()
-    if together.size == 1:
-        return
+    if together.size > 1:
+        _add_up(moments, together)
+    for statistic in {id(s): s for each in moments.values() for s in each}.values():
+        statistic.settle()
+
+
+def _add_up(moments: Mapping[str, Sequence[InputMoments]], together: ProcessGroup) -> None:
+    """Add up what several processes saw."""
     names = sorted(moments)
     if together.gather(names) != [names] * together.size:
         raise CoverageError("Some matrices ran in some processes only.", "", "Use one process.")

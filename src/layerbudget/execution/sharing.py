@@ -57,6 +57,15 @@ def together(work: Callable[[], T]) -> T:
     return made  # type: ignore[return-value]
 
 
+def from_main(make: Callable[[], T]) -> T:
+    """Return what the main process makes, in all of them; all refuse where it refuses.
+
+    For what transformers does in the main process alone, such as saving, and for what it is enough to do once.
+    """
+    made = together(lambda: make() if process_group().is_main else None)
+    return broadcast(lambda: made)  # type: ignore[return-value]
+
+
 class SharedParts(Parts):
     """The parts of one run of several processes: the main one reads and writes them, and all of them have what it has.
 

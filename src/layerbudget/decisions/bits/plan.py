@@ -20,7 +20,7 @@ from ...compressors.formats import BY_MOMENTS, GGUF, PACKED
 from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
 from ...execution.processes import is_main, process_group
-from ...execution.sharing import SharedParts
+from ...execution.sharing import SharedParts, from_main
 from ...gguf.names import is_written
 from ...llama_cpp.imatrix import imatrix_digest
 from ...llama_cpp.writer import head_bytes
@@ -111,7 +111,7 @@ def plan_bits(
         check_output(save_scores, overwrite=overwrite)
     need_sequences(data, check, str(options.get("method", "rtn")))
     options |= {"unwritten": unwritten} | ({} if like is None or "family" in options else {"family": GGUF})
-    table = empty_table(source, tokenizer, options)
+    table = from_main(lambda: empty_table(source, tokenizer, options))
     if like is not None and options.get("formats") is None:  # also what the menu leaves out, such as IQ1_S
         options["formats"] = types_like(table, like)
         table = in_formats(table, options["formats"], options.get("group"))

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -57,6 +57,7 @@ _PIECE = 1 << 20  # weights that are rounded together: their errors take 4 MB
 _FED_BACK = 1 << 23  # with error feedback, which is quicker on many rows at once
 _ANCHORS = (("Q2_K", "Q3_K", "Q4_K", "Q6_K"), ("MXFP4", "Q5_0", "Q8_0"))  # of GGUF, where 256 divides rows and else; quick
 HEAD_ROWS = 1 << 14  # of a head: with more of them its damage comes from the rows of the labels that were drawn
+_Sample = tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, float]]
 _LATTICES = ("IQ2_S", "IQ3_S")  # with feedback these too: a code says several weights, and leaves other errors
 
 
@@ -173,7 +174,7 @@ class RoundingErrors(Watch):
             beside = self._beside.get(name, [name]) if process_group().size > 1 else [name]
             self._make([n for n in beside if n not in self._directions])
             if self.ahead and process_group().size == 1 and name not in self.lookups | self.heads:
-                self._keep(self._sample([name]))
+                self._keep([self._sample([name])])
                 self._forget(name)
         return self._apart(name, self._directions[name])
 
@@ -185,8 +186,10 @@ class RoundingErrors(Watch):
         """See :meth:`Watch.of_labels`."""
         self._take()
         if name not in self.factors:
-            self._drawn[name] = self._draw(name)
-            self.factors[name] = self._factor(self._drawn[name])
+            drawn = self._draw(name, lambda form, size: True)
+            self.factors[name] = self._factor(drawn)
+            if process_group().size == 1:
+                self._drawn[name] = drawn
         shape = len(rows), self.modules[name].d_in
         pieces = self._pieces(name, rows, lambda form, size: True)  # other labels come in every process
         return self._apart(name, Int8Directions(shape, pieces, rows, 1.0, self._draws))
@@ -198,16 +201,13 @@ class RoundingErrors(Watch):
         factors: dict[str, np.ndarray] = {}
 
         def draw() -> None:
-            """Sample the matrices that are this process's."""
-            for name in (n for n in names if owners[n] == group.rank):
-                if name not in self.factors:
-                    self._drawn[name] = self._draw(name)
-                    self.factors[name] = self._factor(self._drawn[name])
-                factors[name] = self.factors[name]
+            """Sample this process's part of the matrices."""
+            for name in (n for n in names if not whole or owners[n] == group.rank):
+                self._drawn[name] = self._draw(name, self._samples(name))
+                factors[name] = self._factor(self._drawn[name])
 
         together(draw)
-        for each in group.gather(factors):
-            self.factors |= each
+        self.factors |= _united(group.gather(factors))
         for name in names:
             rows, share = self._measured(name)
             module, mine = self.modules[name], owners[name] == group.rank
@@ -217,17 +217,21 @@ class RoundingErrors(Watch):
             directions = Int8Directions(shape, pieces, rows, share, self._draws, shared=group.size > 1)
             self._directions[name] = directions
 
-    def _owners(self, names: Sequence[str]) -> dict[str, int]:
-        """The process that samples each of some matrices; with error feedback also the one that rounds it.
+    def _samples(self, name: str) -> Callable[[str, int], bool]:
+        """Which formats of a matrix this process samples: some of each, or with error feedback all of its own matrices."""
+        if self.quantiser.statistic == "gram":
+            mine = self._owners([name])[name] == process_group().rank
+            return lambda form, size: mine
+        return lambda form, size: self._is_mine(f"{form}, some rows", size)
 
-        There a matrix costs a step for each pair of its inputs and every row, and the factor of the inputs as many rows more.
+    def _owners(self, names: Sequence[str]) -> dict[str, int]:
+        """The process that rounds each of some matrices with error feedback.
+
+        A matrix costs a step for each pair of its inputs and every row, and the factor of the inputs as many rows more.
         """
         parts, new = [], [n for n in names if n not in self._owner]
         for module in (self.modules[n] for n in new):
             rows, columns = module.copies * module.d_out, float(module.d_in)
-            if self.quantiser.statistic != "gram":
-                parts.append(Part(self.rows * columns))
-                continue
             moments = self._moments.get(module.name)
             needs = None if moments is None else id(moments[0])
             parts.append(Part(rows * len(self.anchors) * columns**2, needs, module.copies * columns**3))
@@ -272,8 +276,7 @@ class RoundingErrors(Watch):
         if self.quantiser.statistic == "none":
             share_statistics({name: self._moments[name] for name in names if name in self._moments})
         rest = [name for name in names if name not in self.sampled]
-        for each in process_group().gather(together(lambda: self._sample(rest))):
-            self._keep(each)
+        self._keep(process_group().gather(together(lambda: self._sample(rest))))
         for name in names:
             self._moments.pop(name, None)
             self.measured[name] = np.zeros((2, len(self.anchors)))
@@ -282,22 +285,27 @@ class RoundingErrors(Watch):
                 self.measured[name] = np.stack((squares.sum(0), spread(squares, directions.share)))
         self._made.clear()
 
-    def _keep(self, samples: Mapping[str, tuple[np.ndarray, tuple[np.ndarray, float]]]) -> None:
-        """Keep what :meth:`_sample` gives."""
-        for name, (factors, sampled) in samples.items():
-            self.factors[name], self.sampled[name] = factors, sampled
+    def _keep(self, parts: Sequence[_Sample]) -> None:
+        """Keep what :meth:`_sample` gives in all processes."""
+        factors, squares, left = zip(*parts, strict=True)
+        self.factors |= _united(factors)
+        shares = {name: share for each in left for name, share in each.items()}
+        self.sampled |= {name: (each, shares[name]) for name, each in _united(squares).items()}
 
-    def _sample(self, names: Sequence[str]) -> dict[str, tuple[np.ndarray, tuple[np.ndarray, float]]]:
-        """Factors and squared errors of a sample of the matrices that are this process's."""
-        owners, sampled = self._owners(names), dict[str, tuple[np.ndarray, tuple[np.ndarray, float]]]()
+    def _sample(self, names: Sequence[str]) -> _Sample:
+        """This process's part of a sample: factors that were not known, squared errors, and the share of rows without any."""
+        factors, squares, left = dict[str, np.ndarray](), dict[str, np.ndarray](), dict[str, float]()
+        whole, owners = self.quantiser.statistic == "gram", self._owners(names)
         for name in names:
             drawn = self._drawn.pop(name, None)
-            if owners[name] != process_group().rank:
+            if whole and owners[name] != process_group().rank:
                 continue
-            drawn = self._draw(name) if drawn is None or self.quantiser.statistic == "none" else drawn  # inputs came later
-            factors = self.factors[name] if name in self.factors else self._factor(drawn)
-            sampled[name] = factors, self._squares(drawn, factors)
-        return sampled
+            if drawn is None or self.quantiser.statistic == "none":  # inputs came later
+                drawn = self._draw(name, self._samples(name))
+            if name not in self.factors:
+                factors[name] = self._factor(drawn)
+            squares[name], left[name] = self._squares(drawn, factors.get(name, self.factors.get(name, np.zeros(0))))
+        return factors, squares, left
 
     def _forget(self, name: str) -> None:
         """Drop the inputs of a matrix, and what was made of them, where no other matrix has the same: they are wide."""
@@ -359,8 +367,11 @@ class RoundingErrors(Watch):
                     for error, form, c in zip(made, formats, factors, strict=True)
                 ]
 
-    def _draw(self, name: str) -> list[_Rows]:
-        """Some rows of a matrix, rounded to every format."""
+    def _draw(self, name: str, is_mine: Callable[[str, int], bool]) -> list[_Rows]:
+        """Some rows of a matrix, rounded to every format that is this process's."""
+        menu, size = dict.fromkeys(form for form in self.names[name] if form is not None), self.modules[name].d_in
+        mine = {form for form in menu if is_mine(form, size)}
+        names = [form if form in mine else None for form in self.names[name]]
         views = list(self._views(name))
         if any(moments is not None for _, moments in views):  # experts that no token reached have no part in the damage
             views = [(view, moments) for view, moments in views if moments is not None and moments.value is not None]
@@ -370,8 +381,8 @@ class RoundingErrors(Watch):
             if len(places):
                 rows, prepared = view[torch.from_numpy(places)], self._prepared(statistics)
                 importance = statistics.value if statistics is not None and statistics.kind == "diagonal" else prepared
-                errors = self._errors(name, rows, prepared, self.names[name])
-                each = [errors[f] for f in self.names[name]]  # an anchor is among the formats too
+                errors = self._errors(name, rows, prepared, names)
+                each = [errors[f] for f in names]  # an anchor is among the formats too
                 parts.append(_Rows(rows=rows.to(torch.float32), errors=each, importance=importance, total=total))
         return parts
 
@@ -417,6 +428,14 @@ class RoundingErrors(Watch):
         total, ends = sum(sizes), np.cumsum([0, *sizes])
         chosen = np.sort(generator.choice(total, min(total, self.rows), replace=False))
         return [chosen[(chosen >= a) & (chosen < b)] - a for a, b in zip(ends[:-1], ends[1:], strict=True)], total
+
+
+def _united(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Sums of arrays by name, of which every process has some columns and zeros in the others."""
+    sums = dict[str, np.ndarray]()
+    for name, values in (item for each in parts for item in each.items()):
+        sums[name] = sums[name] + values if name in sums else values
+    return sums
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

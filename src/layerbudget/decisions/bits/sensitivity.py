@@ -37,6 +37,7 @@ from ...execution.modes import inference
 from ...execution.outputs import Outputs
 from ...execution.processes import process_group, shard
 from ...execution.replay import Replay
+from ...execution.sharing import from_main
 from ...models.blocks import describe
 from ...models.machine import give_back, versions
 from ...models.offload import mapped
@@ -85,7 +86,7 @@ def rounding_damage(
     if rows < 2:
         raise InvalidInput(f"rows is {rows}.", "An error needs 2 rows or more.", "Use 16.")
     quantiser = quantiser_of(method).with_options({} if imatrix is None else {"imatrix": imatrix})
-    table = table or formats_table(model, method=method, unwritten=unwritten, **formats)
+    table = table or from_main(lambda: formats_table(model, method=method, unwritten=unwritten, **formats))
     decided = [i for i, b in enumerate(table.blocks) if not all(m.name in table.unwritten for m in b.modules)]
     passes, kept, anchors = 0.0, 1.0, tuple[str, ...]()
     if decided:

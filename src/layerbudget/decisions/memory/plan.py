@@ -23,6 +23,7 @@ from ...data.calibration import CalibrationSet
 from ...decision import check_kind
 from ...errors import CoverageError, InvalidInput, LayerbudgetError
 from ...execution.processes import is_main
+from ...execution.sharing import from_main
 from ...models.offload import mapped
 from ...plan import Plan, payload_of
 from ...progress import Progress, say
@@ -140,7 +141,7 @@ def plan_memory(
     options |= {"unwritten": unwritten, "runtime": runtime, "family": RUNTIMES[runtime].family}
     check_memory(source)
     space = _space(source, terms, options)
-    table = empty_table(source, tokenizer, options)
+    table = from_main(lambda: empty_table(source, tokenizer, options))
     fit = Fit.of(table, space, terms)
     if terms.ram is not None:
         check_memories(fit, terms.bytes, terms.beside)
