@@ -32,7 +32,7 @@ def on_paper(verb, parts, model, machines=1, **more):
 def first_of_two(monkeypatch):
     """This process is the first of two that have the same, and sums come back as they went."""
 
-    def gather(values, value):
+    def gather(values, value, group):
         values[:] = [value] * len(values)
 
     for name, stand_in in {
@@ -40,10 +40,10 @@ def first_of_two(monkeypatch):
         "get_rank": lambda: 0,
         "get_world_size": lambda: 2,
         "get_backend": lambda: "gloo",
-        "all_reduce": lambda tensor: None,
+        "all_reduce": lambda tensor, group: None,
         "all_gather_object": gather,
-        "broadcast_object_list": lambda values, src: None,
-        "barrier": lambda: None,
+        "broadcast_object_list": lambda values, src, group: None,
+        "barrier": lambda group: None,
     }.items():
         monkeypatch.setattr(processes.dist, name, stand_in)
     monkeypatch.setattr(
