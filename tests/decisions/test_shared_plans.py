@@ -1,4 +1,4 @@
-"""Plans of bits and of memory: two processes give what one gives, and continue what one began."""
+"""Plans of bits and of memory, and files of them: two processes give what one gives, and continue what one began."""
 
 import json
 from pathlib import Path
@@ -11,6 +11,7 @@ from tests.launching import launched
 import layerbudget as lb
 from layerbudget.cli import main
 from layerbudget.compressors.formats import GGUF, PACKED
+from layerbudget.decisions.bits.apply import write_bits
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.memory.plan import plan_memory
 from layerbudget.errors import InvalidInput
@@ -25,6 +26,7 @@ CASES = {  # as many whole batches of two as processes: every batch is then that
     "gptq by groups": {"bits": 4.5, "family": PACKED, "method": "gptq", "formats": ["w3-g32", "w4-g32", "w8-g32"]},
     "descent": {"bits": 4.5, "family": PACKED, "method": "descent", "formats": ["w3-g32", "w4-g32", "w8-g32"]},
 }
+WRITTEN = ("rtn", "weighted", "gptq", "gptq by groups")
 LAUNCHED = """
 import json, sys
 sys.path.insert(0, {root!r})
@@ -44,9 +46,13 @@ shutdown()
 
 def everything(begun, own):
     """Plans by their names, digests, formats and check; ``begun`` is the folder of a run, ``own`` one for a new run."""
-    model = zoo.build("llama-tied", hidden_size=64, intermediate_size=96)
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    model = zoo.build("llama-tied", **sizes)
     data, check = zoo.tokens(8), zoo.tokens(4, seed=1)
     plans = {name: plan_bits(model, data, check, draws=1, batch_size=2, **options) for name, options in CASES.items()}
+    for name in WRITTEN:
+        text, kept = None if name == "rtn" else data, f"{begun}-parts" if name == "gptq by groups" else None
+        write_bits(zoo.build("llama-tied", **sizes), plans[name], f"{own}-{name}", text, batch_size=2, resume=kept, check=False)
     few, fewer, resumed = zoo.tokens(5, padded=True), zoo.tokens(3, seed=1), {**CASES["weighted"], "draws": 1}
     plans["other batches"] = plan_bits(model, few, fewer, resume=own, **resumed)
     plans["resumed"] = plan_bits(model, few, fewer, resume=begun, **resumed)
@@ -68,6 +74,8 @@ def runs(tmp_path_factory):
     """A folder, what one process gave, what each of two gave, and what the two said."""
     root = tmp_path_factory.mktemp("shared")
     alone = json.loads(json.dumps(everything(str(root / "begun"), str(root / "one"))))
+    kept = sorted(file.name for file in (root / "begun-parts").iterdir())
+    next((root / "begun-parts").glob("layer-1.*")).unlink()  # as if the run had been stopped
     scores, few = root / "scores.json", ["--length", "16", "--device", "cpu", "--quiet"]
     assert main(["plan", "bits", "demo", *few, "--samples", "2", "--bits", "4", "--check", "0",
                  "--save-scores", str(scores), "-o", str(root / "p.json")]) == 0  # fmt: skip
@@ -75,10 +83,12 @@ def runs(tmp_path_factory):
         ["plan", "bits", str(scores), "--bits", "5", "--quiet", "-o", str(root / "of-scores.json")],
         ["plan", "bits", "demo", *few, "--samples", "3", "--bits", "4", "--method", "gptq", "-o", str(root / "few.json")],
         ["plan", "memory", "demo", *few, "--check", "1", "--memory", "8MiB", "--context", "512", "-o", str(root / "m.json")],
+        ["apply", "demo", str(root / "of-scores.json"), *few, "--samples", "1", "--method", "gptq", "-o", str(root / "short")],
+        ["apply", "some.gguf", str(root / "of-scores.json"), "--quiet", "-o", str(root / "again.gguf")],
     ]
     (root / "work.py").write_text(LAUNCHED.format(root=str(ROOT)))
     words = [root / "work.py", root / "begun", root / "two", json.dumps(jobs), root / "found"]
-    names = sorted(file.name for file in (root / "begun").iterdir())
+    names = [sorted(file.name for file in (root / "begun").iterdir()), kept]
     done = launched(list(map(str, words)))
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads((root / f"found-{rank}").read_text()) for rank in range(2)]
@@ -91,6 +101,16 @@ def test_two_processes_make_the_plan_of_one(runs, name):
     assert all(out[name] == runs[1][name] for out, _ in runs[2])
 
 
+@pytest.mark.parametrize("name", WRITTEN)
+def test_two_processes_write_the_files_of_one(runs, name):
+    """All files but those that say how they were made, to the byte; the last run continues what one process began."""
+    one, two = ({f.name: f.read_bytes() for f in (runs[0] / f"{n}-{name}").iterdir()} for n in ("one", "two"))
+    assert one.keys() == two.keys() and {"model.gguf", "model.safetensors"} & one.keys()
+    assert [f for f in one if one[f] != two[f] and f not in ("README.md", "receipt.json", "manifest.json")] == []
+    mine, other = (json.loads(made["receipt.json"]) for made in (one, two))
+    assert mine | {"made_by": ""} == other | {"made_by": ""}
+
+
 def test_other_batches_change_no_more_than_the_last_digits(runs):
     """Five sequences are a batch of one process, and three and two of two."""
     for out, _ in runs[2]:
@@ -100,18 +120,21 @@ def test_other_batches_change_no_more_than_the_last_digits(runs):
 
 def test_a_run_continues_with_another_number_of_processes(runs):
     """What one process kept is what two read, and nothing is made again; of their own, the main one keeps the parts."""
-    root, _, _, _, names = runs
+    root, _, _, _, (names, kept) = runs
     assert sorted(file.name for file in (root / "begun").iterdir()) == names and len(names) > 2
+    assert sorted(file.name for file in (root / "begun-parts").iterdir()) == kept and len(kept) > 2
     assert len(list((root / "two").iterdir())) == len(names)
 
 
 def test_the_main_process_writes_and_texts_that_are_too_short_are_refused(runs):
     root, _, found, done, _ = runs
-    assert [codes for _, codes in found] == [[0, 2, 2]] * 2
+    assert [codes for _, codes in found] == [[0, 2, 2, 2, 2]] * 2
     assert lb.Plan.load(root / "of-scores.json").payload.formats
     assert "gptq needs 4 or more. Give more of them (--samples)" in done.stderr
     assert "The text that checks the plan has 1 sequences" in done.stderr
-    assert not (root / "few.json").exists() and not (root / "m.json").exists()
+    assert "1 sequence cannot be shared between 2 processes" in done.stderr
+    assert "A GGUF file gets other types in one process" in done.stderr
+    assert not any((root / name).exists() for name in ("few.json", "m.json", "short", "again.gguf"))
 
 
 def test_what_needs_the_same_input_stays_together_where_that_is_quicker():

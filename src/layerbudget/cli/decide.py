@@ -123,6 +123,6 @@ def run_apply(session: Session) -> dict[str, Any]:
         raise InvalidInput(what, "A GGUF file that gets a plan's types becomes one file.", "Give -o the name of a folder.")
     (check_output if single else check_folder)(request.out, overwrite=request.overwrite)
     result = decision.write(session, plan)
-    if request.resume and Path(request.resume).exists():
+    if request.resume and _is_main() and Path(request.resume).exists():
         clear(request.resume)
     return result

@@ -7,7 +7,9 @@ which they go to the file, so that a run that was stopped continues; it writes t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -21,14 +23,14 @@ from torch import nn
 from ...compressors.base import Level, find_quantiser
 from ...compressors.formats import GGUF, RUNTIMES, find_format, find_runtime
 from ...compressors.ggml import dequantise
-from ...compressors.quantisers import Quantiser, Rounded, joined, rows_together
+from ...compressors.quantisers import Quantiser, Rounded, rows_together
 from ...compressors.treating import InputStats, Job, LayerCompressor, check, matrices
 from ...data.calibration import CalibrationSet
-from ...errors import CoverageError, InvalidInput, LayerbudgetError
+from ...errors import CoverageError, InvalidInput
 from ...execution.inputs import InputMoments, InputStatistics, share_statistics
 from ...execution.modes import inference
-from ...execution.processes import process_group, shard
-from ...execution.sharing import Part, deal
+from ...execution.processes import broadcast, process_group, shard
+from ...execution.sharing import Part, SharedParts, together
 from ...execution.walk import Walk
 from ...llama_cpp.check import Followed, check_file
 from ...llama_cpp.imatrix import IMATRIX_FILE, counted, entries, imatrix_digest, importances, write_imatrix
@@ -47,6 +49,7 @@ from ..formats.program import formats_of_plan
 from .blocks import check_writable, layers_of, modules_by_name, peaks
 from .card import model_card
 from .counted import Counted
+from .dealt import DealtRows, RowsKey
 from .export import auto_round, llama_cpp
 from .packed import UNREAD, PackedWriter, check_loads, recount_safetensors
 from .payload import BitsPayload
@@ -117,6 +120,7 @@ def round_matrices(
     """
     rounding = _Rounding(model, formats, method, data, options)
     rounding.writer, rounding.follow, rounding.shared = placed, follow, shared
+    rounding.dealt.coded = placed is not None
     rounding.run(batch_size, progress)
     return rounding.notes
 
@@ -140,7 +144,8 @@ def write_bits(
     """Round a model by a plan of bits and write it: the weights, ``plan.json``, ``receipt.json`` and recipes for other tools.
 
     The folder appears complete or not at all, and only if the bytes counted from the written file are the planned ones: of
-    every matrix, of all tensors, and of the file where a size was asked for.
+    every matrix, of all tensors, and of the file where a size was asked for. Several processes share the work. Only the main
+    one needs the folders, and writes; all have its record.
 
     Args:
         model: A streamed one is afterwards as it was, but perhaps for what lies outside its layers; one in memory is rounded.
@@ -162,8 +167,9 @@ def write_bits(
     Raises:
         ModelMismatch: The plan belongs to another model, or ``resume`` to another run.
         AlreadyExists: The folder exists and is not empty.
-        InvalidInput: A plan of another kind, an unknown method, missing data, an architecture or a matrix that the format has
-            no place for; a file that would be larger than the size in bytes that was planned for, with this tokenizer.
+        InvalidInput: A plan of another kind, an unknown method, missing data, fewer sequences than processes, an architecture
+            or a matrix that the format has no place for; a file that would be larger than the size in bytes that was planned
+            for, with this tokenizer.
         CoverageError: A matrix that reads back as other weights, or is not as large as planned; a file that is larger than was
             asked for; a GGUF file that llama.cpp refuses, or computes otherwise.
         BadModel: Weights that are not finite.
@@ -171,29 +177,50 @@ def write_bits(
     """
     formats, payload = formats_of_plan(plan), payload_of(plan, BitsPayload)
     plan.validate(describe(model))
-    check_folder(out_dir, overwrite=overwrite)
+    group, gguf = process_group(), payload.family == GGUF
+    together(lambda: check_folder(out_dir, overwrite=overwrite) if group.is_main else None)
     check_finite(model)
     check_writable(model, formats, find_runtime(payload.runtime, payload.family))
-    counted = Counted.of(model, plan, tokenizer)
     rounding = _Rounding(model, formats, method or payload.method, data, options)
-    with new_folder(out_dir, overwrite=overwrite) as folder:
-        gguf = payload.family == GGUF
+    rounding.dealt.coded = True
+    if rounding.data is not None:
+        group.check_shares([rounding.data.samples])
+
+    def begin() -> tuple[Counted, Path] | None:
+        """What the main process counts before, and where it writes."""
+        if not group.is_main:
+            return None
+        counted = Counted.of(model, plan, tokenizer)
+        folder = stack.enter_context(new_folder(out_dir, overwrite=overwrite))
         packed = not gguf and PackedWriter(model, formats, folder, payload.runtime)
         rounding.writer = packed or GgufWriter(model, tokenizer, formats, folder, plan.model.get("id"))
+        if isinstance(rounding.writer, GgufWriter) and check:
+            known = tokenizer if rounding.writer.head.has_vocabulary else None
+            rounding.checked = Followed.of(model, known, formats)
+            rounding.follow = None if rounding.checked is None else rounding.checked.follow
+        return counted, folder
+
+    def finish() -> QuantisationReceipt | None:
+        """What the main process wrote."""
+        if begun is None:
+            return None
+        for name, text in (text_files or {}).items():
+            write_text(begun[1] / name, text)
+        writer = cast(PackedWriter | GgufWriter, rounding.writer)
+        return _finish(begun[1], tokenizer, plan, rounding, writer, begun[0], check=check)
+
+    with contextlib.ExitStack() as stack:
+        begun = together(begin)
         request: dict[str, Any] = {"plan": plan.digest, "method": rounding.quantiser.name, "options": dict(rounding.options)}
         request |= request_of(model, computing=rounding.data is not None)
         request |= {} if rounding.data is None else {"data": rounding.data.digest, "batch_size": batch_size}
         if rounding.quantiser.imatrix is not None:
             request["imatrix"] = imatrix_digest(rounding.quantiser.imatrix)
-        rounding.parts = Parts(resume, request)
-        if isinstance(rounding.writer, GgufWriter) and check:
-            known = tokenizer if rounding.writer.head.has_vocabulary else None
-            rounding.checked = Followed.of(model, known, formats)
-            rounding.follow = None if rounding.checked is None else rounding.checked.follow
+        rounding.parts = SharedParts(resume, request)
         rounding.run(batch_size, progress)
-        for name, text in (text_files or {}).items():
-            write_text(folder / name, text)
-        return _finish(folder, tokenizer, plan, rounding, rounding.writer, counted, check=check)
+        receipt = together(finish)
+    told = broadcast(lambda: None if receipt is None else dataclasses.replace(receipt, model=None))  # the folder has its name
+    return dataclasses.replace(cast(QuantisationReceipt, told), model=model)
 
 
 def _pieces(model: nn.Module, formats: Mapping[str, str]) -> dict[str, list[Job]]:
@@ -260,40 +287,26 @@ class _Rounding(LayerCompressor):
         self.checked: Followed | None = None
         self.shared: Shared | None = None
         self.alike, self.copies = False, dict[str, int]()
-        self.parts = Parts(None)
-        self.group = process_group()
-        self.owners, self.waiting = dict[Any, int](), list[tuple[int, torch.Tensor]]()
+        self.parts, self.dealt, self.group = Parts(None), DealtRows(), process_group()
         self.inputs = dict[str, int]()
-        self.refusal: LayerbudgetError | None = None
         self.present: Sequence[Job] = ()
-        self.rounded: dict[str, list[Rounded]] = {}
         self.notes: list[str] = []
 
     def treat(self, name: str, view: torch.Tensor, prepared: Any, level: Level) -> None:
         """See :meth:`LayerCompressor.treat`: some rows at a time. Bytes, scales and zero points wait until they are written."""
-        form, parts = find_format(str(level.format)), list[Rounded]()
+        form = find_format(str(level.format))
         if form.floating and form.group is not None and level.peak is None:  # one number is of all rows
             level = dataclasses.replace(level, peak=max(float(view.max()), -float(view.min())))
         self.copies[name] = self.copies.get(name, -1) + 1
         for number, rows in enumerate(view.split(self._rows_together(view))):
-            owner = self.owners.get((name, self.copies[name], number), self.group.rank)
-            if self.owners:
-                self.waiting.append((owner, rows))
-            if owner != self.group.rank or self.refusal is not None:
-                continue
-            try:
-                done = self._rounded(rows, prepared, level, (name, self.copies[name], number, level.format))
-                check(self.quantiser, rows, done.weight, level)
-            except LayerbudgetError as error:
-                if not self.owners:
-                    raise
-                self.refusal = error  # all processes hear of it before they wait for these rows
-                continue
-            rows.copy_(done.weight)
-            if self.writer is not None:
-                parts.append(dataclasses.replace(done, weight=rows[:0]))
-        if parts:
-            self.rounded.setdefault(name, []).append(joined(parts))
+            key = (name, self.copies[name], number)
+            self.dealt.round(key, rows, functools.partial(self._checked, rows, prepared, level, (*key, level.format)))
+
+    def _checked(self, rows: torch.Tensor, prepared: Any, level: Level, key: Any) -> Rounded:
+        """Some rows of a matrix, rounded and looked at."""
+        done = self._rounded(rows, prepared, level, key)
+        check(self.quantiser, rows, done.weight, level)
+        return done
 
     def _rows_together(self, view: torch.Tensor) -> int:
         """How many rows of a matrix are rounded together."""
@@ -303,17 +316,15 @@ class _Rounding(LayerCompressor):
         """See :meth:`LayerCompressor.collect`; which matrices have the same inputs decides who rounds them."""
         statistics = super().collect(walk, modules)
         self.inputs = {} if statistics is None else {name: id(each[0]) for name, each in statistics.found.items()}
-        self._deal()
+        self.dealt.deal(self._units)
         return statistics
 
-    def _deal(self) -> None:
-        """Deal the rows of the present piece to the processes, in the same way for all plans: bytes that they share are kept.
+    def _units(self) -> dict[RowsKey, Part]:
+        """The rows of the present piece that are rounded together, the same for all plans: bytes that they share are kept.
 
         With error feedback rows cost a step for each pair of inputs, and a factor of the inputs is made wherever it is used.
         """
-        if self.group.size == 1 or self.writer is not None:
-            return
-        units = dict[Any, Part]()
+        units = dict[RowsKey, Part]()
         for name in (job.module.name for job in self.present):
             for copy, view in enumerate(matrices(*weight_of(self.model, name))):
                 width, needs = float(view.shape[1]), (self.inputs.get(name, name), copy)
@@ -321,18 +332,7 @@ class _Rounding(LayerCompressor):
                     fed_back = self.quantiser.statistic == "gram"
                     part = Part(len(rows) * width**2, needs, width**3) if fed_back else Part(rows.numel())
                     units[name, copy, number] = part
-        self.owners = dict(zip(units, deal(list(units.values()), self.group), strict=True))
-
-    def _unite(self) -> None:
-        """Give all processes the rows that each has rounded."""
-        waiting, self.waiting, dealt, self.owners = self.waiting, [], bool(self.owners), {}
-        if not dealt:
-            return
-        for refusal in self.group.gather(self.refusal):
-            if refusal is not None:
-                raise refusal
-        for owner, rows in waiting:
-            self.group.give(rows, owner)
+        return units
 
     def _rounded(self, rows: torch.Tensor, prepared: Any, level: Level, key: Any) -> Rounded:
         """Some rows of a matrix, rounded; where all plans give them the same inputs, once for all of them."""
@@ -373,7 +373,7 @@ class _Rounding(LayerCompressor):
         with inference(self.model):
             try:
                 for index, (layer, jobs) in enumerate(self.pieces.items(), -1):
-                    if not jobs and walk is None and self.writer is None and self.follow is None:
+                    if not jobs and walk is None and not self.dealt.coded and self.follow is None:
                         continue
                     if offloaded is not None and offloaded.converts and layer:
                         offloaded.bring(layer)
@@ -384,7 +384,7 @@ class _Rounding(LayerCompressor):
                         walk.advance()
                     if self.follow is not None:
                         self.follow(index)
-                    if offloaded is not None and (self.writer or self.follow) is not None and layer:
+                    if offloaded is not None and (self.dealt.coded or self.follow is not None) and layer:
                         offloaded.leave()
                         if not offloaded.converts:  # there the copies are gone, and with them what was written into them
                             offloaded.fresh([job.module.name + ".weight" for job in jobs])
@@ -411,21 +411,10 @@ class _Rounding(LayerCompressor):
         return statistics.found
 
     def _piece(self, layer: str, index: int, jobs: Sequence[Job], walk: Walk | None) -> None:
-        """Round and write a piece, or take it as it was kept; its weights are needed where later inputs depend on them."""
-        from safetensors import safe_open
-        from safetensors.torch import save_file
-
+        """Round and write a piece, or take it as it was kept."""
         part = f"layer-{index}" if layer else "outside"
-        kept = self.parts.find(part)
-        if kept is not None and self.writer is not None:
-            with safe_open(kept, "pt") as handle:
-                tensors = {n: handle.get_tensor(n) for n in handle.metadata()["order"].split("\n")}
-                self.sums |= {n: handle.get_tensor(n) for n in handle.keys() if n not in tensors}
-                self.notes += json.loads(handle.metadata()["notes"])
-            needed = walk is not None or self.follow is not None or self.offloaded is None
-            if needed and not isinstance(self.writer, PlacedRows):
-                self.writer.restore([job.module.name for job in jobs], tensors)
-            self.writer.add(tensors)
+        if self.dealt.coded and broadcast(lambda: self.parts.find(part) is not None):
+            self._take(part, jobs, needed=walk is not None or self.offloaded is None)
             return
         before, self.alike = set(self.sums), not layer or self.data is None
         self.present, self.inputs = jobs, {}
@@ -433,17 +422,48 @@ class _Rounding(LayerCompressor):
             notes = self.layer(walk, jobs)
         else:
             inputs = self.importances if walk is None else self._of_head(walk, jobs)
-            self._deal()
+            self.dealt.deal(self._units)
             notes = self.jobs(jobs, inputs)
-        self._unite()
+        rounded = self.dealt.unite()
         self.notes += notes
-        if self.writer is not None:
-            tensors = {n: t.contiguous() for n, t in self.writer.tensors(layer, self.rounded).items()}
-            words = {"order": "\n".join(tensors), "notes": json.dumps(notes)}
-            sums = {n: t.clone() for n, t in self.sums.items() if n not in before}
-            self.parts.put(part, "safetensors", lambda path: save_file(tensors | sums, path, metadata=words))
+        if self.dealt.coded:
+            together(lambda: self._write(layer, part, rounded, notes, before))
+
+    def _take(self, part: str, jobs: Sequence[Job], *, needed: bool) -> None:
+        """Write a piece as it was kept; all processes get its weights where later inputs, or the caller, need them."""
+        from safetensors import safe_open
+
+        def take() -> None:
+            """Read, restore and write, in the main process."""
+            kept = self.parts.find(part)
+            if kept is None or self.writer is None:
+                return
+            with safe_open(kept, "pt") as handle:
+                tensors = {n: handle.get_tensor(n) for n in handle.metadata()["order"].split("\n")}
+                self.sums |= {n: handle.get_tensor(n) for n in handle.keys() if n not in tensors}
+                self.notes += json.loads(handle.metadata()["notes"])
+            if (needed or self.follow is not None) and not isinstance(self.writer, PlacedRows):
+                self.writer.restore([job.module.name for job in jobs], tensors)
             self.writer.add(tensors)
-            self.rounded.clear()
+
+        together(take)
+        for job in jobs if needed else ():
+            for view in matrices(*weight_of(self.model, job.module.name)):
+                self.group.give(view, 0)
+
+    def _write(
+        self, layer: str, part: str, rounded: Mapping[str, Sequence[Rounded]], notes: list[str], before: set[str]
+    ) -> None:
+        """Write a piece, and keep it, in the main process; ``before`` names the sums of earlier pieces."""
+        from safetensors.torch import save_file
+
+        if self.writer is None:
+            return
+        tensors = {n: t.contiguous() for n, t in self.writer.tensors(layer, rounded).items()}
+        words = {"order": "\n".join(tensors), "notes": json.dumps(notes)}
+        sums = {n: t.clone() for n, t in self.sums.items() if n not in before}
+        self.parts.put(part, "safetensors", lambda path: save_file(tensors | sums, path, metadata=words))
+        self.writer.add(tensors)
 
 
 def request_of(model: nn.Module, *, computing: bool) -> dict[str, Any]:

@@ -149,10 +149,7 @@ def write(
         text_files: Further text files of the folder, by name.
         cache: Options of llama.cpp for the types of the cache, where that is planned too.
     """
-    from ...execution.processes import one_process
-
     request: BitsWrite = session.request
-    one_process("Models are quantised")
     formats_of_plan(weights)
     receipt = (
         _requantise(session, plan, weights)
@@ -174,6 +171,8 @@ def write(
 def _quantise(session: Session, plan: Plan, weights: Plan, text_files: Mapping[str, str] | None) -> Any:
     """Write the model's own file."""
     from ...cost import treating
+    from ...execution.processes import is_main
+    from ...execution.sharing import together
     from ...storage.writing import check_space
     from ..sparsity import BESIDE
     from .apply import write_bits
@@ -193,7 +192,8 @@ def _quantise(session: Session, plan: Plan, weights: Plan, text_files: Mapping[s
         session.load(data=False, lean=True) if blind else session.load_apart(plan, _checked(plan), lean=True)
     )
     size = BESIDE + whole_bytes(weights)  # what the plan counted, and a tokenizer
-    check_space(dict.fromkeys(filter(None, (request.out, request.resume)), size))
+    places = filter(None, (request.out, request.resume))
+    together(lambda: check_space(dict.fromkeys(places, size)) if is_main() else None)
     text = session.size(data)
     session.expect(f"{method}{session.on_text(data)}", model, treating(method, text, **rounded_of(weights)))
     options = {**request.more, **request.given("imatrix", "resume"), "method": method, "overwrite": request.overwrite}
@@ -211,9 +211,11 @@ def _quantise(session: Session, plan: Plan, weights: Plan, text_files: Mapping[s
 def _requantise(session: Session, plan: Plan, weights: Plan) -> Any:
     """Give a GGUF file the types of a plan; with the inputs of its model, where that is named."""
     from ...cost import treating
+    from ...execution.processes import one_process
     from .forecast import rounded_of
     from .requantise import requantise
 
+    one_process("A GGUF file gets other types")
     request: BitsWrite = session.request
     file, options = request.model, request.given("method", "imatrix")
     request.refuse(("dtype", "resume", "verify", *request.more), "a GGUF file")
@@ -247,6 +249,7 @@ def _checked(plan: Plan) -> int:
 
 def _end(session: Session, plan: Plan, cache: str) -> dict[str, Any]:
     """Say what the written model is expected to cost, and what measures it: of a GGUF file llama.cpp, where evaluate cannot."""
+    from ...execution.processes import broadcast
     from ...gguf.header import is_read
 
     request: BitsWrite = session.request
@@ -257,7 +260,7 @@ def _end(session: Session, plan: Plan, cache: str) -> dict[str, Any]:
     kept, run = "--kl-divergence-base base.kld", "llama-perplexity -m"
     compares = f"{run} {shlex.quote(dense)} -f TEXT {kept} && {run} {shlex.quote(file)} {kept} --kl-divergence"
     compares += f" {cache}" if cache else ""
-    evaluates = not cache and is_read(Path(file))
+    evaluates = not cache and broadcast(lambda: is_read(Path(file)))
     more = [f"llama.cpp compares both by {compares}"] if evaluates else []
     more.append("llama.cpp rounds activations too: its own figures are higher, for every file.")
     if dense != request.model:

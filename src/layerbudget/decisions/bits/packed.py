@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -208,7 +209,8 @@ def check_loads(folder: Path, runtime: str) -> list[str]:
     if size > SHARE * free:
         return [f"It was not loaded again: {size / 2**30:.3g} GiB of {free / 2**30:.3g} free are more than is risked."]
     try:
-        load_model(str(folder), dtype="auto", quiet=True)
+        with _alone():
+            load_model(str(folder), dtype="auto", quiet=True)
     except BadModel as error:
         said = error.what.split(": ", 1)[-1].rstrip(".")
         if runtime == "vllm":
@@ -219,6 +221,16 @@ def check_loads(folder: Path, runtime: str) -> list[str]:
             "Plan again: `plan bits` says before it measures which matrices cannot be packed; or plan with --runtime vllm.",
         ) from error
     return []
+
+
+def _alone() -> contextlib.AbstractContextManager[None]:
+    """A context in which the package loads without the other processes of a run, which do not load."""
+    try:
+        from compressed_tensors.offload.utils import as_single_threaded
+    except ImportError:  # a version that does not share loading
+        return contextlib.nullcontext()
+    made: contextlib.AbstractContextManager[None] = as_single_threaded()
+    return made
 
 
 def recount_safetensors(folder: Path) -> dict[str, int]:

@@ -22,6 +22,7 @@ from ...compressors import ggml
 from ...compressors.formats import BY_MOMENTS, find_format
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InvalidInput, ModelMismatch
+from ...execution.processes import one_process
 from ...gguf.names import ACROSS, Names, need_gguf
 from ...gguf.rewriting import GgufSource, tensor_bytes
 from ...llama_cpp.imatrix import read_imatrix
@@ -84,6 +85,7 @@ def requantise(
         ModelMismatch: The plan, the importance matrix or ``inputs`` is of another model.
         InvalidInput: A plan of another kind, a method that needs the model, a type that needs an importance matrix.
     """
+    one_process("A GGUF file gets other types")
     formats, source_file = formats_of_plan(plan), GgufSource.open(source)
     method = _method(plan, method, imatrix, inputs is not None)
     work = _Work(source_file, formats, plan, None if imatrix is None else read_imatrix(imatrix), read=inputs is not None)
