@@ -7,7 +7,6 @@ along with the threshold, and SparseGPT factorises twice and inverts in between.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from typing import Any
 
@@ -26,11 +25,10 @@ from layerbudget.models.blocks import partition, weight_of
 from layerbudget.plan import Plan
 
 
-@dataclasses.dataclass(eq=False)
 class RunningMoments(InputMoments):
     """Second moments as a mean over sequences, in the references' order of operations; of ``gram`` the full matrix."""
 
-    sequences: int = 0
+    sequences = 0
 
     def add(self, x: torch.Tensor) -> None:
         """Add the tokens of one sequence, shape ``(tokens, d_in)``."""

@@ -105,6 +105,7 @@ ROOMS = (
     "evaluation",
     "timing",
     "cost",
+    "machines",
     "decisions/files",
     "decisions/describe",
     "decisions/charts",

@@ -4,6 +4,7 @@ from benchmarks.stamp import run_parts
 
 PARTS = {
     "kill": "every verb killed at a random moment and run again",
+    "processes": "one of two processes that share a verb killed, and the verb run again by one, two or three",
     "fuzz": "changed files and odd flags through the command line",
     "places": "full disks, missing rights, odd targets, two writers",
     "large": "60,000 blocks through the command line",

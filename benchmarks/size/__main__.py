@@ -6,6 +6,7 @@ PARTS = {
     "random_models": "write a random model of real shapes, shard by shard",
     "commands": "peak memory and processor seconds of whole commands on a real model, beside another checkout",
     "forecasts": "what every long verb forecasts, beside the time and memory that it took",
+    "machines": "what each of several processes does of every verb, on paper and beside a run",
     "tasks": "time and memory of every verb beside one forward and backward",
 }
 

@@ -22,8 +22,10 @@ from .compressors.base import QUANTISERS, find_quantiser, find_treatment
 from .compressors.formats import BY_MOMENTS, GGUF, PLAIN, ROWS, RUNTIMES, TOKENS, find_format, find_runtime
 from .data.calibration import check_reads_text
 from .errors import UnknownStructure
+from .execution.inputs import EXACT
 from .execution.memory import HEAD
 from .models.blocks import end_modules, layers, partition, text_config
+from .models.experts import find_experts
 from .models.machine import ROOM, SHARE, free_bytes
 from .models.offload import mapped
 from .records import Module
@@ -33,6 +35,11 @@ _BASE = 0.6 * 2**30  # bytes of an interpreter with torch, transformers and a to
 _SLACK = 1.2  # bytes that the allocator holds, over those in use
 _CLEAN = 256 << 20  # of the dense model's probabilities are kept at the most
 HOWS = {"whole": "in memory", "layers": "layer by layer", "streamed": "streamed from its files"}
+
+
+def _is_routed(matrix: Module) -> bool:
+    """Whether a router decides which tokens a matrix, or each of its copies, sees."""
+    return matrix.copies > 1 or ".experts." in matrix.name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +54,7 @@ class Shape:
     vocabulary: int
     width: int  # bytes of a number that layers compute with
     converts: bool = False  # whether a layer, or the head, is converted into these when it comes from its file
+    routed: float = 1.0  # share of a layer's experts that its router gives to a token
 
     @property
     def numel(self) -> int:
@@ -56,13 +64,23 @@ class Shape:
     @property
     def inputs(self) -> list[int]:
         """Widths of the distinct inputs of a layer; q, k and v share theirs, gate and up too."""
+        return [width for width, _ in self.sites]
+
+    @property
+    def sites(self) -> list[tuple[int, int]]:
+        """Widths of the distinct inputs of a layer, and how many matrices of one stack have such an input of their own."""
         shared = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
-        return list({shared.get(n := m.name.rsplit(".", 1)[-1], n): m.d_in for m in self.matrices}.values())
+        return list({shared.get(n := m.name.rsplit(".", 1)[-1], n): (m.d_in, m.copies) for m in self.matrices}.values())
 
     @property
     def experts(self) -> bool:
         """Whether a router chooses among matrices of one layer."""
-        return any(m.copies > 1 or ".experts." in m.name for m in self.matrices)
+        return any(_is_routed(m) for m in self.matrices)
+
+    @property
+    def met(self) -> float:
+        """Weights of one layer that a token meets."""
+        return sum(m.numel * (self.routed if _is_routed(m) else 1.0) for m in self.matrices)
 
     def over(self, each: Callable[[int, int], float], *, ends: bool = False) -> float:
         """Sum of what rows and columns of every matrix of every layer take, and of embedding and head where they count."""
@@ -108,7 +126,8 @@ class WorkItem:
     """One kind of ``WORK`` on some text, as a part of a verb.
 
     It is done ``times`` times, with so many ``forwards`` and ``losses`` (its kind's by default) and a ``job`` beside them;
-    ``resident`` weights are never streamed. ``held`` are bytes beside those of its kind.
+    ``resident`` weights are never streamed. ``held`` are bytes beside those of its kind, ``sent`` those that several processes
+    exchange beside the sums of its kind.
     """
 
     kind: str
@@ -119,6 +138,7 @@ class WorkItem:
     losses: int | None = None
     job: Job = lambda shape, text: 0.0
     held: Callable[[Shape], float] = lambda shape: 0.0
+    sent: Job = lambda shape, text: 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,7 +163,12 @@ def _rows(shape: Shape, text: Text) -> float:
 
 def _squares(shape: Shape, text: Text) -> float:
     largest = max(m.numel for m in shape.matrices)
-    return 4.0 * (sum(d**2 for d in shape.inputs) + 3 * max(shape.inputs) ** 2 + 3 * largest)
+    return 4.0 * (sum(copies * d**2 for d, copies in shape.sites) + 3 * max(shape.inputs) ** 2 + 3 * largest)
+
+
+def moments_bytes(shape: Shape, text: Text) -> float:
+    """Second moments of all inputs, of every pair of columns: in float64 up to a width."""
+    return shape.layers * sum((8.0 if d <= EXACT else 4.0) * copies * d**2 for d, copies in shape.sites)
 
 
 def _factors(sums: int, copies: int, halves: int, *, rows: bool) -> Callable[[Shape, Text], float]:
@@ -252,8 +277,12 @@ def _formats_of(matrix: Module, formats: Formats) -> list[str]:
 
 def _collected(statistic: str, shape: Shape, text: Text) -> float:
     """Second moments of all inputs of every layer, and their factors."""
-    found = sum(timing.moments_seconds(statistic, text.tokens, columns) for columns in shape.inputs)
-    return shape.layers * (found + (sum(map(timing.factor_seconds, shape.inputs)) if statistic == "gram" else 0.0))
+    found = sum(
+        (copies * shape.routed if copies > 1 else 1.0) * timing.moments_seconds(statistic, text.tokens, columns)
+        for columns, copies in shape.sites
+    )
+    factors = sum(copies * timing.factor_seconds(columns) for columns, copies in shape.sites) if statistic == "gram" else 0.0
+    return shape.layers * (found + factors)
 
 
 def treating(
@@ -355,17 +384,31 @@ def choosing(
         ends = sum(end(m.d_out, m.d_in) for m in shape.ends if target.ends)
         return shape.over(each) + ends + _collected(statistic, shape, text)
 
-    measured = [WorkItem("directional", text, 1.0 + 2.0 * draws, losses=draws, job=job)]
+    def codes(shape: Shape, text: Text) -> float:
+        """The rows that are measured, rounded to every anchor, in a byte for each weight."""
+
+        def each(out: int, columns: int) -> float:
+            fit = sum(find_format(f).fits(columns) for f in anchors)
+            return fit * (columns + 4.0) * (out if gram else min(out, ROWS))
+
+        return shape.over(each, ends=target.ends)
+
+    def rounded(shape: Shape, text: Text) -> float:
+        """All weights of a plan that was rounded by several processes."""
+        return shape.width * shape.over(lambda out, columns: out * columns, ends=target.ends)
+
+    measured = [WorkItem("directional", text, 1.0 + 2.0 * draws, losses=draws, job=job, sent=codes)]
     if gram:  # every second sequence shows the inputs, and the others have twice as many draws
         half = dataclasses.replace(text, samples=max(1, text.samples // 2))
-        measured = [WorkItem("directional", half, 1.0 + 4.0 * draws, losses=2 * draws, job=job), WorkItem("norms", half, 2.0)]
+        look = WorkItem("directional", half, 1.0 + 4.0 * draws, losses=2 * draws, job=job, sent=codes)
+        measured = [look, WorkItem("norms", half, 2.0, sent=moments_bytes)]
     elif statistic == "diagonal":
         measured.append(WorkItem("norms", text, 1.0))
     if check is None:
         return measured
     plans = 3.0 if runtime == "llama.cpp" else 2.0
     whole = treating(method, text, formats=anchors, ends=target.ends, forwards=0.0)
-    whole = [dataclasses.replace(part, times=plans) for part in whole]
+    whole = [dataclasses.replace(part, times=plans, sent=rounded) for part in whole]
     if runtime == "llama.cpp" and method in BY_MOMENTS:
         whole += treating("weighted", text, formats=anchors, ends=True)
     return [*measured, *whole, WorkItem("forward", check, 1.0 + plans + (method in BY_MOMENTS))]
@@ -476,7 +519,16 @@ def shape_of(model: nn.Module) -> Shape:
         hidden=int(getattr(text, "hidden_size", 0) or getattr(text, "n_embd", 0) or 0),
         vocabulary=int(getattr(text, "vocab_size", 0)),
         width=next(model.parameters()).element_size(),
+        routed=_routed(model, middle),
     )
+
+
+def _routed(model: nn.Module, layer: str) -> float:
+    """Share of a layer's experts that its router gives to a token; all of them where they are not known."""
+    try:
+        return next((e.top_k / e.count for e in find_experts(model) if e.layer == layer), 1.0)
+    except UnknownStructure:
+        return 1.0
 
 
 def shape_of_config(config: Any, dtype: torch.dtype) -> Shape:
@@ -502,7 +554,7 @@ def shape_in_memory(model: nn.Module) -> Shape:
 
 def pace_of_shape(shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Pace:
     """The pace of a model that is not loaded, as fast as a wide matrix is multiplied here."""
-    return timing.pace_of_rate(shape.layers * shape.numel, shape.hidden * shape.vocabulary, dtype, device)
+    return timing.pace_of_rate(shape.layers * shape.met, shape.hidden * shape.vocabulary, dtype, device)
 
 
 # --- prices -----------------------------------------------------------------------------------------------------------------

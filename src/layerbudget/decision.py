@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from . import requests
-from .errors import InvalidInput
+from .errors import InvalidInput, LayerbudgetError
 from .records import Receipt
 from .registry import Registry, options_of, resolve_options
 from .requests import TextRequest, option, out_option, resume_option
@@ -123,12 +123,21 @@ class Export:
         plan = self._part(plan)
         return self.call(plan, **resolve_options(f"The format {self.name}", options_of(self.call), chosen))
 
+    def takes(self, plan: Plan) -> bool:
+        """Return whether the plan can be written with no option given."""
+        try:
+            self.text(plan, {})
+        except LayerbudgetError:
+            return False
+        return True
+
     def _part(self, plan: Plan) -> Plan:
         """The plan that is written, or its part of the kind that is."""
         parts = decision_of(plan).parts(plan)
         plan = next((part for kind, part in parts.items() if kind in self.kinds), plan)
         if self.kinds and plan.kind not in self.kinds:
-            fitting = [e.name for e in EXPORTS.all().values() if not e.kinds or {plan.kind, *parts} & {*e.kinds}]
+            kinds = {plan.kind, *parts}
+            fitting = [e.name for e in EXPORTS.all().values() if (not e.kinds or kinds & {*e.kinds}) and e.takes(plan)]
             raise InvalidInput(
                 f"{self.name} is no format for a plan of kind {plan.kind}.",
                 f"It writes {' and '.join(self.kinds)}.",

@@ -2,7 +2,7 @@
 
 Every message has three parts: what is wrong with the user's numbers, the feasible range, the cheapest remedy. Every class
 also subclasses a builtin, so ``except ValueError`` keeps working. The command line turns each into one sentence and
-exit code 2.
+exit code 2; a lost process ends with 1.
 """
 
 from __future__ import annotations
@@ -80,6 +80,10 @@ class CurvatureFailure(LayerbudgetError, ArithmeticError):
 
 class CoverageError(LayerbudgetError, RuntimeError):
     """Parameters of a block that the estimator cannot see, or a recount that differs from the plan."""
+
+
+class LostProcess(LayerbudgetError, RuntimeError):
+    """Another process of the same run ended before its work was done: killed, out of memory, or not started at all."""
 
 
 class MissingDependency(LayerbudgetError, ImportError):

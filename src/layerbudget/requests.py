@@ -29,6 +29,7 @@ _AT_LEAST = {
     "length": 2,
     "seed": 0,
     "seeds": 0,
+    "machines": 1,
 }
 _UNREAD = {"table": "show long tables", "dry_run": "take long"}
 _READ_IN_FOLDERS = ("plan.json", "scores.json", "result.json", "config.json", "tokenizer.json")
@@ -81,6 +82,13 @@ class Request:
         help="say what would be read, run and written, how long it takes and how much memory; then end (long verbs)",
     )
 
+    machines: int | None = option(
+        None,
+        group=EVERY,
+        role="aside",
+        help="with --dry-run: price it for each of so many processes, every one with a card of its own",
+    )
+
     plugin: tuple[str, ...] = option(
         (), group=EVERY, metavar="FILE", help="run this Python file first: what it registers is then there (repeatable)"
     )
@@ -88,6 +96,8 @@ class Request:
     command: ClassVar[str] = ""  #: The words of the command without those of the program, such as ``plan bits``.
     #: Options of every command that this one does not read, such as ``table`` where no table is long.
     unread: ClassVar[tuple[str, ...]] = ()
+    #: Whether the command prices others, and so reads ``machines`` without a dry run.
+    prices: ClassVar[bool] = False
     #: Options that are known only once another one is (those of a rule, an estimator or a pruner), by name.
     more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -141,6 +151,8 @@ class Request:
         """
         for name in self.unread:
             self.refuse((name,), f"{self.command}: it belongs to commands that {_UNREAD[name]}")
+        if not self.prices and not self.dry_run:
+            self.refuse(("machines",), "a command that runs", "Add --dry-run, or start it by torchrun.")
         for name in self.options():
             values = getattr(self, name)
             for value in values if isinstance(values, (list, tuple)) else [values]:

@@ -206,25 +206,28 @@ def test_sixteen_bits_and_unseen_matrices():
 def test_vllm_has_fewer_integers_for_experts_and_says_its_least_version():
     vllm, experts, plain = find_runtime("vllm"), "layers.0.mlp.experts.down_proj", "layers.0.self_attn.q_proj"
     cases = {"w3-g32": True, "w3-channel": False, "w4-channel": False, "w8-g32": True, "w8-g32-asym": False, "fp8": False}
-    for name, fits in {**cases, "nvfp4": True, "bf16": True, "w7-g16-asym": True}.items():
+    for name, fits in {**cases, "nvfp4": True, "bf16": True, "w7-g16-asym": True, "w4-channel-asym": True}.items():
         form = vllm.check(find_format(name))
         assert vllm.fits([plain], form) and vllm.fits([plain, experts], form) == fits, name
     assert vllm.least({plain: "w4-g32", experts: "w8-g128"}) == "" == vllm.needs({plain: "nvfp4"})
     assert vllm.least({plain: "w3-g32", experts: "w8-g128"}) == "0.25" and vllm.least({experts: "w5-g32"}) == "0.29"
+    assert vllm.least({experts: "w4-channel-asym"}) == "0.33" and vllm.least({plain: "w4-channel-asym"}) == ""
     assert "vllm 0.29 or later, on NVIDIA cards from SM75" in vllm.needs({experts: "w5-g32", plain: "w8-g32-asym"})
     assert find_runtime(None).needs({plain: "w3-g32"}) == ""
 
 
 def test_the_table_of_vllm_in_the_docs_is_that_of_the_code():
     text = (Path(__file__).parents[2] / "docs" / "bits.md").read_text().split("### Which integers does vLLM compute?")[1]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")][1:7]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")][
+        1 : 1 + len(VLLM)
+    ]
 
     def groups(found):
         return ", ".join("row" if g is None else str(g) for g in found) or "none"
 
     for row, k in zip(rows, VLLM, strict=True):
         zeros = ", ".join("yes" if z else "no" for z in k.zeros)
-        since = (k.since or "any", (k.experts_since or "any") if k.experts else "none")
+        since = ((k.since or "any") if k.groups else "none", (k.experts_since or "any") if k.experts else "none")
         assert row == [", ".join(map(str, k.bits)), zeros, groups(k.groups), groups(k.experts), *since, k.cards]
 
 

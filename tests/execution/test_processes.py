@@ -24,6 +24,8 @@ from layerbudget.models.blocks import partition
 from layerbudget.sensitivity.gain import score
 
 ROOT = Path(__file__).parents[2]
+SHAPES = ["--save", "15% params", "--passes", 15, "--by", "groups", "--strides", 1, "--draws", 1]
+EXPERTS = ["--keep", 0.75, "--draws", 1]
 CACHE = ["--bits", 6, "--context", 64, "--check", 3, "--draws", 1]
 LAUNCHED = """
 import json, sys
@@ -88,6 +90,7 @@ def everything():
 
 def jobs_of(folder, shards):
     """Commands that score, prune and measure; and the plan that they follow."""
+    mixture = folder.parent / "mixture"
     few, plan, text = ["--length", 32, "--device", "cpu", "--quiet"], folder.parent / "plan.json", folder.parent / "text.txt"
     read = ["--samples", 6, "--data", text, *few]
     jobs = [
@@ -95,6 +98,8 @@ def jobs_of(folder, shards):
         ["apply", shards, plan, *read, "--stream", "-o", folder / "pruned"],
         ["evaluate", folder / "pruned", "--perplexity", text, "--windows", 6, *few, "-o", folder / "result.json"],
         ["plan", "cache", shards, *CACHE, *few, "--data", text, "--samples", 3, "-o", folder / "cache.json"],
+        ["plan", "shapes", shards, *SHAPES, *few, "--data", text, "--samples", 4, "-o", folder / "shapes.json"],
+        ["plan", "expert-pruning", mixture, *EXPERTS, *few, "--data", text, "--samples", 4, "-o", folder / "experts.json"],
     ]
     return [[str(w) for w in job] for job in jobs], str(plan)
 
@@ -106,6 +111,8 @@ def runs(tmp_path_factory):
     shards = root / "model"
     lb.load_model("demo").save_pretrained(shards, max_shard_size="1MB")
     lb.load_tokenizer("demo").save_pretrained(shards)
+    lb.load_tokenizer("demo").save_pretrained(root / "mixture")
+    zoo.build("mixtral", vocab_size=len(lb.load_tokenizer("demo"))).save_pretrained(root / "mixture")
     (root / "text.txt").write_text(Path(csv.__file__).read_text())
     for way in ("one", "two"):
         (root / way).mkdir()
@@ -114,9 +121,11 @@ def runs(tmp_path_factory):
     assert all(main(job) == 0 for job in (alone[0], made, *alone[1:]))
     few = ["--samples", "1", "--length", "16", "--device", "cpu"]
     refused = [
-        ["plan", "bits", str(shards), "--bits", "4", "-o", str(root / "bits.json")],
+        ["explain", plan],
         ["score", str(shards), *few, "--estimator", "fisher-trace", "-o", str(root / "s.json")],
         ["plan", "cache", str(shards), *few, *map(str, CACHE), "-o", str(root / "c.json")],
+        ["plan", "shapes", str(shards), *few, *map(str, SHAPES), "-o", str(root / "h.json")],
+        ["plan", "expert-pruning", str(root / "mixture"), *few, *map(str, EXPERTS), "-o", str(root / "e.json")],
     ]
     (root / "work.py").write_text(LAUNCHED.format(root=str(ROOT)))
     jobs = json.dumps([*jobs_of(root / "two", str(shards))[0], *refused])
@@ -146,7 +155,7 @@ def test_two_processes_give_the_numbers_of_one(runs):
 
 def test_the_command_line_is_shared_by_torchrun(runs):
     root, _, codes, _ = runs
-    assert codes[:4] == [0, 0, 0, 0]
+    assert codes[:6] == [0] * 6
     records = [json.loads((root / way / "scores.json").read_text()) for way in ("one", "two")]
     assert np.allclose(records[0]["gain"], records[1]["gain"], rtol=1e-4)
     results = [
@@ -171,16 +180,24 @@ def test_a_plan_of_the_cache_is_that_of_one_process(runs):
     assert two.payload.predicted == pytest.approx(one.payload.predicted, rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["shapes", "experts"])
+def test_a_plan_is_that_of_one_process_to_the_bit(runs, name):
+    one, two = (json.loads((runs[0] / way / f"{name}.json").read_text()) for way in ("one", "two"))
+    assert one.pop("made_by").replace("/one/", "/two/") == two.pop("made_by") and one == two
+    assert lb.Plan.load(runs[0] / "one" / f"{name}.json").digest == lb.Plan.load(runs[0] / "two" / f"{name}.json").digest
+    assert one["extra"]["measured"] > 0
+
+
 def test_what_cannot_be_shared_refuses_in_a_sentence(runs):
     root, _, codes, done = runs
-    assert 0 not in codes[4:] and "Traceback (most recent call last):\n  File" not in done.stdout
-    assert "plan bits runs in one process" in done.stderr and "cannot be shared between 2 processes" in done.stderr
-    assert not any((root / name).exists() for name in ("bits.json", "s.json", "c.json"))
+    assert set(codes[6:]) == {2} and "Traceback (most recent call last):\n  File" not in done.stdout
+    assert "explain plan runs in one process" in done.stderr and "cannot be shared between 2 processes" in done.stderr
+    assert not any((root / name).exists() for name in ("s.json", "c.json", "h.json", "e.json"))
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_sum_is_a_new_array_on_every_device(monkeypatch, size):
-    monkeypatch.setattr(processes.dist, "all_reduce", lambda tensor: tensor.mul_(2))
+    monkeypatch.setattr(processes.dist, "all_reduce", lambda tensor, group: tensor.mul_(2))
     monkeypatch.setattr(processes.ProcessGroup, "device", torch.device("cpu"))
     own = np.array([1.0, 2.0])
     found = processes.ProcessGroup(0, size).sum(own)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,13 +30,14 @@ def plan_request(words: Sequence[str]) -> tuple[Decision, list[str]]:
 def run_plan(session: Session, decision: Decision) -> dict[str, Any]:
     """Plan, write the plan, show it, and end with what it comes to and the command that follows."""
     request: Any = session.request
-    for path in filter(None, (request.out, getattr(request, "save_scores", None))):
+    outputs = (request.out, getattr(request, "save_scores", None)) if request.measures or _is_main() else ()
+    for path in filter(None, outputs):  # nothing else keeps processes that measure nothing together: one may be through
         check_output(path, overwrite=request.overwrite)
     if request.out is None and request.measures:
         request.out = "plan.json"
         check_output(request.out, overwrite=request.overwrite)
     plan = decision.plan(session)
-    if request.out and (not request.measures or _is_main()):
+    if request.out and _is_main():
         plan.save(request.out, overwrite=request.overwrite)
         if request.resume:
             clear(request.resume)
@@ -43,7 +45,9 @@ def run_plan(session: Session, decision: Decision) -> dict[str, Any]:
 
 
 def _is_main() -> bool:
-    """Whether this process writes, of several that measured together."""
+    """Whether this process writes, of those that a launcher started together."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return True
     from ..execution.processes import is_main
 
     return is_main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shlex
 import shutil
 import time
@@ -16,6 +17,7 @@ from ..errors import LayerbudgetError
 
 if TYPE_CHECKING:
     from ..cost import Text, WorkItem
+    from ..machines import Share
     from .session import Session
 
 ROWS = 400  # of a table: drawing a million takes minutes
@@ -202,11 +204,26 @@ def end_dry_run(a: Session) -> None:
         a,
         f"Would read: {', '.join([expectation['model'], *files])}.",
         f"Would run: {expectation['runs']}: {cost}.",
+        *([of_each(a.each)] if a.each is not None else []),
         f"Would write: {', '.join(writes) or 'nothing'}.",
         "Nothing was run or written: the same command without --dry-run does it.",
     )
     result = {"reads": [expectation["model"], *files], "runs": expectation["runs"], "writes": writes, "expected": known}
+    if a.each is not None:
+        result["share"] = dataclasses.asdict(a.each)
     raise DryRun({"dry_run": True, **result})
+
+
+def of_each(part: Share) -> str:
+    """Return what one of several processes holds and does, and what takes longest, in a sentence."""
+    from ..cost import duration
+
+    longest = f"{part.limit}, {duration(part.seconds)}" if part.seconds else part.limit
+    return (
+        f"Each of {part.machines} processes: {part.sequences} sequences, {part.memory / 2**30:.2g} GiB, "
+        f"{part.operations / 1e12:.3g} x 10^12 operations, {part.read / 2**30:.3g} GiB of weights read, "
+        f"{part.sent / 2**20:.3g} MiB exchanged. The limit is {longest}."
+    )
 
 
 @contextlib.contextmanager
@@ -261,6 +278,7 @@ def expect(a: Session, what: str, model: Any = None, parts: Sequence[WorkItem] =
     """
     from ..cost import HOWS, duration, place_of, price
     from ..errors import UnknownStructure
+    from ..machines import share_of
     from ..models.loading import describe_place
 
     if a.quiet and not a.json and not a.dry_run:
@@ -273,7 +291,10 @@ def expect(a: Session, what: str, model: Any = None, parts: Sequence[WorkItem] =
     with contextlib.suppress(UnknownStructure):  # no layers that could be counted
         if parts:
             text = max((p.text for p in parts), key=lambda t: t.batch)
-            a.expected = price(a.verb, parts, *place_of(model, text))
+            where = place_of(model, text)
+            a.expected = price(a.verb, parts, *where)
+            if a.machines is not None:
+                a.each = share_of(a.verb, parts, where[0], where[1], where[2], a.machines, where[3])
             said = f": about {duration(a.expected.seconds)} and {a.expected.memory / 2**30:.2g} GiB"
             said += f"{'' if a.expected.fits else ', more than is free here'}, {HOWS[a.expected.how]}"
     a.began, a.processor, a.loaded = time.perf_counter(), time.process_time(), model is not None
@@ -295,7 +316,9 @@ def conclude(a: Session, result: dict[str, Any]) -> dict[str, Any]:
     announce(a, f"took {duration(seconds)} without the start of the program{loaded}{comparison}.")
     before = expected_record(a)
     before = before and {name: value for name, value in before.items() if name != "fits"}
-    return {**result, "expected": before, "took": {"seconds": seconds, "processor": processor}}
+    from ..execution.processes import EXCHANGED
+
+    return {**result, "expected": before, "took": {"seconds": seconds, "processor": processor, "sent": EXCHANGED.bytes}}
 
 
 def expected_record(a: Session) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from ..records import unit_of
 from ..requests import TEXT, TextRequest, model_option, option
 from .session import Session, split_revision
 
+_ALONE = ("finetune", "compare", "demo")  # torch's own sums, parts of a grid, and one process
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "bold red"}
 
 
@@ -23,6 +24,7 @@ class DoctorRequest(TextRequest):
 
     command: ClassVar[str] = "doctor"
     unread: ClassVar[tuple[str, ...]] = ("table", "dry_run")
+    prices: ClassVar[bool] = True
 
     model: str = model_option("demo, a local folder, a hub id, a GGUF file, or a config.json (prices only)")
     card: str | None = option(
@@ -32,6 +34,9 @@ class DoctorRequest(TextRequest):
     )
     context: str | None = option(
         None, metavar="TOKENS", help="with --card: also say how many bits fit it at 8192 or 32k tokens"
+    )
+    machines: int | None = option(
+        None, metavar="N", help="also price every long command for each of N processes, with a card of its own for every one"
     )
     samples: int | None = option(None, group=TEXT, help="price every command for so many sequences (default: its own number)")
     batch_size: int | None = option(None, group=TEXT, help="sequences per forward pass (default: 8)")
@@ -195,4 +200,27 @@ def _priced(session: Session, place: tuple[Any, ...], title: str, refused: dict[
     session.console.print(table)
     for why in dict.fromkeys(why for verb, why in refused.items() if verb in verbs):
         session.say(f"refused: {', '.join(verb for verb in verbs if refused.get(verb) == why)}. {why}")
+    if request.machines is not None:
+        shared = {cost["verb"]: verbs[cost["verb"]] for cost in costs if cost["verb"] not in _ALONE}
+        shares = _shared(session, shared, place, request.machines)
+        costs = [{**cost, "share": shares.get(cost["verb"])} for cost in costs]
     return costs
+
+
+def _shared(session: Session, verbs: dict[str, Any], place: tuple[Any, ...], machines: int) -> dict[str, dict[str, Any]]:
+    """Show what each of several processes holds and does of every verb that shares its work; return it by verb."""
+    from ..cost import duration
+    from ..machines import share_of
+
+    rows, shares = [], {}
+    for verb, parts in verbs.items():
+        part = share_of(verb, parts, place[0], place[1], place[2], machines, *place[3:])
+        shares[verb] = dataclasses.asdict(part)
+        limit = f"{part.limit}, {duration(part.seconds)}" if part.seconds else part.limit
+        amounts = (part.memory / 2**30, part.operations / 1e12, part.read / 2**30, part.sent / 2**30)
+        rows.append((verb, part.sequences, *(f"{amount:.3g}" for amount in amounts), limit))
+    heads = ("verb", "sequences", "memory, GiB", "operations, 10^12", "read, GiB", "exchanged, GiB", "limit")
+    session.show(f"what each of {machines} processes does, with a card of its own", heads, rows)
+    if any(row["limit"] == "text" for row in shares.values()):
+        session.say(f"text: fewer sequences than processes. --samples {machines} gives each of them one.")
+    return shares

@@ -4,43 +4,75 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import InvalidInput, LayerbudgetError
+from ..errors import InvalidInput, LayerbudgetError, LostProcess
 
-PROCESSES = ("score", "plan sparsity", "plan cache", "apply", "finetune", "evaluate")  # these can run in several
+PROCESSES = (  # these can run in several
+    "score",
+    "plan sparsity",
+    "plan bits",
+    "plan cache",
+    "plan memory",
+    "plan expert-pruning",
+    "plan shapes",
+    "apply",
+    "finetune",
+    "evaluate",
+)
 
 
 def carried(asked: Any, run: Callable[[], dict[str, Any]], line: Callable[[], str]) -> int:
-    """Run a command, turn what ends it early into a sentence, and return the exit code."""
-    from ..records import dumps, running
-    from .display import DryRun, conclude, nothing_written, terminal
+    """Run a command, turn what ends it early into a sentence, and return the exit code.
 
-    errors = terminal()
+    What ends it in one process of several ends it in all of them, with the same sentence and code.
+    """
+    from ..execution.partners import EndedElsewhere, tell
+    from .display import terminal
+
     try:
-        writes = _join(asked)
-        with running(line):
-            with nothing_written(asked):
-                result = conclude(asked, run())
-    except DryRun as dry_run:
-        result, writes = dry_run.result, True
+        return _run(asked, run, line)
+    except EndedElsewhere as error:
+        code, said = error.code, str(error)
+    except LostProcess as error:
+        code, said = 1, str(error)
     except LayerbudgetError as error:
-        errors.print(f"layerbudget: {error}", style="red")
-        return 2
+        code, said = 2, str(error)
+        tell(code, said)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        tell(1, "nobody reads what it prints")
         return 1
     except OSError as error:  # no space, no permission, a folder in its place
         where = error.filename or error.filename2
-        said = f"{error.strerror or error}{f': {where}' if where else ''}. Free the path or choose another one."
-        errors.print(f"layerbudget: {said}", style="red")
-        return 2
+        code, said = 2, f"{error.strerror or error}{f': {where}' if where else ''}. Free the path or choose another one."
+        tell(code, said)
     except KeyboardInterrupt:
-        errors.print("layerbudget: interrupted; finished stages are kept.")
-        return 130
+        code, said = 130, "interrupted; finished stages are kept."
+        tell(code, said)
+    except Exception as error:
+        tell(1, f"{type(error).__name__}: {error}")
+        raise
+    terminal().print(f"layerbudget: {said}", style=None if code == 130 else "red")
+    return code
+
+
+def _run(asked: Any, run: Callable[[], dict[str, Any]], line: Callable[[], str]) -> int:
+    """Run a command that nothing ends early, print its result where that is asked for, and return the exit code."""
+    from ..execution.partners import working
+    from ..records import dumps, running
+    from .display import DryRun, conclude, nothing_written
+
+    try:
+        writes = _join(asked)
+        with working(), running(line), nothing_written(asked):
+            result = conclude(asked, run())
+    except DryRun as dry_run:
+        result, writes = dry_run.result, True
     if asked.json and writes:
         sys.stdout.write(dumps(result))
     return int(result.get("exit_code", 0))
@@ -48,6 +80,7 @@ def carried(asked: Any, run: Callable[[], dict[str, Any]], line: Callable[[], st
 
 def _join(arguments: Any) -> bool:
     """Join the processes of a launcher, and return whether this one writes and prints."""
+    _take_slurms_words()
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return True
     from ..execution.processes import join
@@ -64,6 +97,32 @@ def _join(arguments: Any) -> bool:
         return True
     arguments.quiet = arguments.console.quiet = True
     return False
+
+
+def _take_slurms_words() -> None:
+    """Say what ``srun`` says of its tasks in the words of torchrun, where no other launcher has.
+
+    The main process is on the first node of the step. ``MASTER_ADDR`` and ``MASTER_PORT`` that are set stay.
+    """
+    told = os.environ
+    size = told.get("SLURM_STEP_NUM_TASKS") or told.get("SLURM_NTASKS") or "1"
+    if told.keys() & {"RANK", "WORLD_SIZE"} or "SLURM_STEP_ID" not in told or "SLURM_PROCID" not in told or int(size) < 2:
+        return
+    nodes = told.get("SLURM_STEP_NODELIST") or told.get("SLURM_NODELIST") or "localhost"
+    job, step = (int(told.get(name) or 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    told |= {"RANK": told["SLURM_PROCID"], "WORLD_SIZE": size, "LOCAL_RANK": told.get("SLURM_LOCALID", "0")}
+    told.setdefault("MASTER_ADDR", first_node(nodes))
+    told.setdefault("MASTER_PORT", str(20000 + (job + 977 * step) % 20000))
+
+
+def first_node(nodes: str) -> str:
+    """Return the first name of a list of Slurm's nodes.
+
+    >>> first_node("gpu[003-005,9],cpu1"), first_node("a1,a2"), first_node("rack[2-3]n[01,04]-ib")
+    ('gpu003', 'a1', 'rack2n01-ib')
+    """
+    first = re.match(r"(?:\[[^]]*\]|[^,\[])*", nodes)
+    return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0] if first else nodes)
 
 
 def quiet_libraries() -> None:

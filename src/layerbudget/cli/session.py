@@ -32,6 +32,7 @@ class Session:
         self.console = display.terminal(stderr=request.json)
         self.facts: dict[str, Any] = {}
         self.expected: Any = None  # what the command is expected to cost
+        self.each: Any = None  # what each of several processes would do of it
         self.began: float | None = None  # when the work began
         self.processor = 0.0  # seconds of the processor until then
         self.loaded = False  # whether the expected cost is without the loading of a model

@@ -298,6 +298,7 @@ _NEW: dict[str, Any] = {"since": "0.25", "experts_since": "0.29", "cards": "NVID
 VLLM = (
     Kernel(bits=(4,), zeros=(False, True), groups=(*_MARLIN, None), experts=_MARLIN),
     Kernel(bits=(8,), zeros=(False,), groups=(*_MARLIN, None), experts=_MARLIN),
+    Kernel(bits=(4,), zeros=(True,), groups=(), experts=(None,), experts_since="0.33", cards=_NEW["cards"]),
     Kernel(bits=(4,), zeros=(False, True), groups=(16, 256), experts=(16, 256), **_NEW),
     Kernel(bits=(8,), zeros=(False,), groups=(16, 256), experts=(16, 256), **_NEW),
     Kernel(bits=(8,), zeros=(True,), groups=(*_HUMMING, None), experts=(), **_NEW),

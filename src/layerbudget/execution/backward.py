@@ -179,12 +179,13 @@ def feed(
             runs = list(data)
         else:
             fits = group.gather(fitting(model, data.length, batch_size))  # all processes share the same batches
-            most = min(*fits, -(-data.samples // group.size))
+            most = group.batch(data.samples, min(fits))
             runs = list(batches(model, data, 1 if collector.direct else most))
         runs = group.shard(runs)
         inside = [name for name in collector.names if name not in collector.ends]
         way = _chosen_way(model, inside, runs, walk, consumer.bytes(blocks))
-        if group.gather(way) != [way] * group.size:
+        ways = set(process_group().gather(way))
+        if len(ways) > 1:
             way = "layers"  # memory differs between the processes, the order of layers must not
         kind, tick = _Whole if way == "whole" else _Layers, tick or (lambda n: None)
         feeding = kind(model, runs, collector, consumer, tick, group, list(watched))

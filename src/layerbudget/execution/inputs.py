@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -24,40 +23,66 @@ from .sites import Site
 from .walk import Walk
 
 PANEL = 256
+EXACT = 1 << 13  # inputs of a matrix, at most, whose moments are summed in float64: those of more take too much memory
 
 
-@dataclasses.dataclass(eq=False)
 class InputMoments:
     """Second moments of one input.
 
+    Sums of no more than :data:`EXACT` inputs are in float64 until they are read: then they do not depend on the order in which
+    sequences come, nor on how many processes add them up.
+
     Attributes:
         kind: ``diagonal`` (sum of squares of each input) or ``gram`` (upper triangle of ``X' X``).
-        value: ``(d_in,)`` or ``(d_in, d_in)``, float32; a sum over tokens.
         rows: Tokens seen.
         folder: Where a Gram matrix lies as a file; in memory by default.
+        sums: What :meth:`add` adds to: ``value``, in float64 where that is not too large.
     """
 
-    kind: str
-    value: torch.Tensor | None = None
-    rows: int = 0
-    folder: Path | None = None
+    def __init__(self, kind: str, value: torch.Tensor | None = None, rows: int = 0, folder: Path | None = None) -> None:
+        self.kind, self.rows, self.folder = kind, rows, folder
+        self.sums = value
+
+    @property
+    def value(self) -> torch.Tensor | None:
+        """The moments, ``(d_in,)`` or ``(d_in, d_in)``, float32; a sum over tokens."""
+        if self.sums is not None and self.sums.dtype == torch.float64:
+            self.sums = self.sums.to(torch.float32)
+        return self.sums
+
+    @value.setter
+    def value(self, value: torch.Tensor | None) -> None:
+        self.sums = value
+
+    def copy(self) -> InputMoments:
+        """Return moments of the same tokens that grow apart from these."""
+        return type(self)(self.kind, None if self.sums is None else self.sums.clone(), self.rows, self.folder)
+
+    def empty(self, width: int, device: torch.device) -> torch.Tensor:
+        """Return sums over no tokens."""
+        shape = (width,) if self.kind == "diagonal" else (width, width)
+        dtype = torch.float64 if width <= EXACT else torch.float32
+        if self.kind == "gram" and device.type == "cpu":
+            return zeros_in_file(shape, self.folder, dtype)
+        return torch.zeros(shape, dtype=dtype, device=device)
 
     def add(self, x: torch.Tensor) -> None:
         """Add tokens, shape ``(tokens, d_in)``."""
-        value = self.value
-        if value is None:
-            shape = (x.shape[1],) if self.kind == "diagonal" else (x.shape[1], x.shape[1])
-            apart = self.kind == "gram" and x.device.type == "cpu"
-            value = zeros_in_file(shape, self.folder) if apart else torch.zeros(shape, dtype=torch.float32, device=x.device)
-            self.value = value
-        kind, x = x.dtype, x.detach().to(torch.float32)
+        if self.sums is None:
+            self.sums = self.empty(x.shape[1], x.device)
+        elif self.sums.dtype == torch.float32 and x.shape[1] <= EXACT:
+            self.sums = self.sums.double()
+        value, kind, x = self.sums, x.dtype, x.detach().to(torch.float32)
         with torch.autocast(x.device.type, enabled=False):  # forwards may run in half precision, sums never
             if self.kind == "diagonal":
                 value += torch.linalg.vector_norm(x, dim=0).square_()
             else:
                 for a in range(0, x.shape[1], PANEL):
                     b = min(a + PANEL, x.shape[1])
-                    value[a:b, a:].addmm_(x[:, a:b].T, x[:, a:])
+                    if value.dtype == x.dtype:
+                        value[a:b, a:].addmm_(x[:, a:b].T, x[:, a:])
+                    else:
+                        value[a:b, a:] += x[:, a:b].T @ x[:, a:]
         if not bool(torch.isfinite(value if self.kind == "diagonal" else value.diagonal()).all()):
             raise overflowed("Inputs of a matrix", kind)
         self.rows += x.shape[0]
@@ -74,6 +99,15 @@ def real_tokens(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     return flat if mask is None or mask.numel() != len(flat) else flat[mask.reshape(-1).to(flat.device).bool()]
 
 
+def add_sequences(moments: InputMoments, x: torch.Tensor, mask: torch.Tensor | None) -> None:
+    """Add inputs ``(B, T, d)`` sequence by sequence, so that it does not matter which ones come together."""
+    if x.ndim != 3 or (mask is not None and mask.shape != x.shape[:2]):
+        moments.add(real_tokens(x, mask))
+        return
+    for i in range(len(x)):
+        moments.add(real_tokens(x[i], None if mask is None else mask[i]))
+
+
 def moments_of_sites(
     moments: dict[str, list[InputMoments]], kind: str, folder: Path | None = None
 ) -> Callable[[Site, Batch], None]:
@@ -83,7 +117,7 @@ def moments_of_sites(
         shared = moments.get(site.names[0]) or [InputMoments(kind, folder=folder)]
         for name in site.names:
             moments.setdefault(name, shared)
-        shared[0].add(real_tokens(site.a, batch.kwargs.get("attention_mask")))
+        add_sequences(shared[0], site.a, batch.kwargs.get("attention_mask"))
 
     return listen
 
@@ -97,12 +131,12 @@ def share_statistics(moments: Mapping[str, Sequence[InputMoments]]) -> None:
     if together.gather(names) != [names] * together.size:
         raise CoverageError("Some matrices ran in some processes only.", "", "Use one process.")
     statistics = list({id(s): s for n in names for s in moments[n]}.values())
-    widths = together.gather([0 if s.value is None else len(s.value) for s in statistics])
+    widths = together.gather([0 if s.sums is None else len(s.sums) for s in statistics])
     for s, width in zip(statistics, [max(w) for w in zip(*widths, strict=True)], strict=True):
-        if s.value is None and width:
-            shape = (width,) if s.kind == "diagonal" else (width, width)
-            s.value = torch.zeros(shape, dtype=torch.float32, device=together.device)
-    together.reduce([s.value for s in statistics if s.value is not None])
+        if s.sums is None and width:
+            s.sums = s.empty(width, together.device)
+    for s in statistics:
+        together.reduce([] if s.sums is None else [s.sums])
     rows = together.sum(np.array([s.rows for s in statistics], dtype=np.float64))
     for s, count in zip(statistics, rows.tolist(), strict=True):
         s.rows = int(count)
@@ -191,11 +225,11 @@ class InputStatistics:
             leader = self._leader[name]
             if leader != name and self._current.get(leader) is not x and name not in self._waiting:  # called a second time
                 (shared,) = self.found[leader]
-                self.found[name] = [dataclasses.replace(shared, value=cast(torch.Tensor, shared.value).clone())]
+                self.found[name] = [shared.copy()]
                 self._leader[name] = leader = name
             if leader == name:
                 (moments,) = self.found.setdefault(name, [self.moments(self.kind, folder=self.folder)])
-                moments.add(real_tokens(x, self._mask))
+                add_sequences(moments, x, self._mask)
                 self._current[name] = x
             elif self._current.get(leader) is not x:
                 raise CoverageError(f"{name} shares its input with {leader} in some forwards only.", "", "Report the model.")

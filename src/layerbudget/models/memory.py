@@ -3,7 +3,8 @@
 The cache holds keys and values in 16 bits, for one sequence. As llama.cpp allocates it, a layer with a sliding window holds the
 window and one batch, in steps of 256 tokens; latent attention holds one vector per token. The buffers are an estimate for
 llama-server with flash attention. It reads 512 tokens at a time: 32 bits for eight hidden states and for gate and up of an MLP,
-16 for the mask; logits are those of one token of every sequence.
+or, where that is more, for five states and three widths of the MLP; 16 for the mask; logits are those of one token of every
+sequence.
 """
 
 from __future__ import annotations
@@ -53,10 +54,11 @@ class MemoryModel:
         cells = _up(context)
         return sum(each * (min(cells, _up(window + _BATCH)) if window else cells) for each, window in self.layers)
 
-    def buffers(self, context: int, batch: int = 1) -> int:
-        """Return the bytes of the buffers of a forward, of so many sequences."""
+    def buffers(self, context: int, batch: int = 1, more: int = 0) -> int:
+        """Return the bytes of the buffers of a forward, of so many sequences, with so many more hidden states."""
         cells = _up(context)
-        each = 4 * (8 * self.hidden + 2 * self.inner) + 2 * cells
+        wide = max(8 * self.hidden + 2 * self.inner, (5 + more) * self.hidden + 3 * self.inner)
+        each = 4 * wide + 2 * cells
         return min(_BATCH, cells * batch) * each + 4 * self.vocabulary * batch
 
     def bytes(self, context: int) -> int:

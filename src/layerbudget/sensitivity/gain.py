@@ -16,7 +16,7 @@ from torch import nn
 from ..data.calibration import check_fits
 from ..errors import InvalidInput
 from ..execution.loss import Data
-from ..execution.processes import process_group
+from ..execution.processes import broadcast, is_main, process_group
 from ..models import blocks as model_blocks
 from ..models.machine import computation, versions
 from ..progress import Progress
@@ -92,8 +92,10 @@ def score(
                 len(lost),
                 lost[0],
             )
-    finished = None if resume is None else Finished(resume, request_of(model, data, blocks, chosen.name, arguments), blocks)
-    known = None if finished is None else finished.scores()
+    finished = None
+    if resume is not None and is_main():
+        finished = Finished(resume, request_of(model, data, blocks, chosen.name, arguments), blocks)
+    known = None if resume is None else broadcast(lambda: None if finished is None else finished.scores())
     if known is not None:
         return known
     aside = {"progress": progress, "resume": resume, "finished": finished if process_group().size == 1 else None}

@@ -19,7 +19,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..errors import InvalidInput
 from ..execution.loss import Data
+from ..execution.processes import alone, broadcast, process_group
 from ..models import blocks as model_blocks
 from ..models.machine import computation, versions
 from ..progress import Progress, Steps
@@ -101,22 +103,39 @@ def gram_matrices(
         seed: Of the sketch.
         walk: ``whole``, ``layers`` or ``auto``, as in :func:`layerbudget.execution.backward.feed`.
         progress: Called with sequences done and in total.
+
+    Several processes share the sequences that are missing, and then the blocks.
+
+    Raises:
+        InvalidInput: The processes do not see the same folder.
     """
     request = {**_identity(model, blocks), "sketch": sketch, "seed": seed if sketch else None}
     parts = Parts(folder, request, shared=True)
     names = [f"rows-{digest(request)}-{data.select([i]).digest}" for i in range(data.samples)]
-    missing = [i for i, name in enumerate(names) if parts.find(name) is None]
+    group = process_group()
+    missing = broadcast(lambda: [i for i, name in enumerate(names) if parts.find(name) is None])[group.rank :: group.size]
     tick = Steps(progress, len(missing))
     for start in range(0, len(missing), batch_size):
         some = missing[start : start + batch_size]
-        rows = collect_rows(
-            model, data.select(some), blocks, batch_size=batch_size, sketch=sketch, seed=seed, walk=walk, tick=tick
-        )
+        with alone():
+            rows = collect_rows(
+                model, data.select(some), blocks, batch_size=batch_size, sketch=sketch, seed=seed, walk=walk, tick=tick
+            )
         for i, *block_rows in zip(some, *rows, strict=True):
             arrays = {str(k): row.cpu().numpy() for k, row in enumerate(block_rows)}
             parts.put(names[i], "npz", functools.partial(_save, arrays))
+    group.barrier()
     files = [file for file in map(parts.find, names) if file is not None]
-    return np.stack([inner(torch.from_numpy(np.stack([_row(f, k) for f in files]))) for k in range(len(blocks))])
+    if len(files) < len(names):
+        raise InvalidInput(
+            f"{folder} has {len(files)} of {len(names)} sequences' gradients: it is not one folder for all processes.",
+            "Every process keeps its own sequences there.",
+            "Choose a folder that all machines share.",
+        )
+    grams, owners = np.zeros((len(blocks), len(files), len(files))), group.owners(blocks)
+    for k in [k for k, owner in enumerate(owners) if owner == group.rank]:
+        grams[k] = inner(torch.from_numpy(np.stack([_row(f, k) for f in files])))
+    return group.sum(grams)
 
 
 def _save(arrays: Mapping[str, np.ndarray], path: Path) -> None:

@@ -116,6 +116,42 @@ def choose(damage: ArrayLike, size: ArrayLike, budget: int) -> Choice:
     return _solve(d, c, budget, _segments(d, c))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Relaxation:
+    """The linear relaxation of :func:`choose` as a function of the budget: a convex line of pieces.
+
+    Attributes:
+        least: Bytes of the smallest plan, whose least damage is ``damage``.
+        room: Bytes above the smallest plan at the ends of the pieces, rising from zero.
+        saved: Damage that is saved there.
+    """
+
+    least: int
+    damage: float
+    room: np.ndarray
+    saved: np.ndarray
+
+    @classmethod
+    def of(cls, damage: ArrayLike, size: ArrayLike) -> Relaxation:
+        """Return that of some items; arguments and errors as of :func:`choose`."""
+        d, c = _checked(damage, size)
+        hulls = _segments(d, c)
+        order, rows = np.argsort(-hulls.density, kind="stable"), np.arange(len(d))
+        cost, density = hulls.cost[order], hulls.density[order]
+        room, saved = (np.concatenate([[0.0], np.cumsum(values)]) for values in (cost, cost * density))
+        least, base = int(c[rows, hulls.start].sum()), float(d[rows, hulls.start].sum())
+        return cls(least=least, damage=base, room=room, saved=saved)
+
+    def at(self, budget: ArrayLike) -> np.ndarray:
+        """Return ``L`` at its best price for every budget: no choice within it has less damage; infinite where none fits.
+
+        >>> Relaxation.of([[9.0, 4.0, 1.0], [5.0, 3.0, 1.0]], [[2, 3, 4], [2, 3, 4]]).at([3, 5, 8]).tolist()
+        [inf, 9.0, 2.0]
+        """
+        room = np.asarray(budget, dtype=np.float64) - self.least
+        return np.where(room < 0, np.inf, self.damage - np.interp(room, self.room, self.saved))
+
+
 def _checked(damage: ArrayLike, size: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     d, raw = np.array(damage, dtype=np.float64, ndmin=2), np.array(size, ndmin=2)
     if d.shape != raw.shape or not d.size:

@@ -94,7 +94,7 @@ def test_torchao_and_modelopt_name_modules_and_refuse_what_they_do_not_have():
     assert set(held) == {*(n for n, f in FORMS.items() if f != "bf16"), "lm_head"}
     assert held["model.layers.10.self_attn.q_proj"]["_data"]["mapping_type"]["_data"] == "ASYMMETRIC"
     assert held["lm_head"]["_type"] == "Float8WeightOnlyConfig"
-    with pytest.raises(InvalidInput, match="gate_up_proj is a stack of experts, which torchao.*plan for vLLM or llama.cpp"):
+    with pytest.raises(InvalidInput, match="gate_up_proj is a stack of experts, which torchao.*--runtime vllm or llama.cpp"):
         text("torchao", MIXED)
     for name in ("nvfp4", "mxfp4"):
         with pytest.raises(InvalidInput, match=f"gets {name}"):

@@ -73,8 +73,8 @@ def test_terms_are_the_derivatives_of_the_divergence():
     state[:, MLP], state[2, HEADS] = 2, 1
     rows = [(0, 4, 0), (1, 1, 0), (0, 0, 1)]
     alternatives = np.stack([np.array([tuple(row), *rows]) for row in state.tolist()])
-    (reference,), (grams,) = point.references, point.dense  # so few sequences are one fold
-    seen = point.evaluate(state, alternatives, [grams], draws=1, seed=0)
+    (reference,), (grams,) = point.references.values(), point.dense.values()  # so few sequences are one fold
+    seen = point.evaluate(state, alternatives, {0: grams}, draws=1, seed=0)
     assert seen.divergence == pytest.approx(reference.measure(), rel=1e-4) and seen.divergence > 0
     assert (seen.forms.first[:, 0] == 0).all() and (seen.forms.second[:, 0] == 0).all()
     for k, j in itertools.product((0, 2), range(1, alternatives.shape[1])):
@@ -118,8 +118,8 @@ def test_sequences_are_judged_by_refits_that_have_not_seen_them():
     each, second = [], []
     for fold in range(4):
         test = data.select([fold, fold + 4])
-        (alone,) = point_of(model, data.select([i for i in range(8) if i % 4 != fold][:3])).dense
-        (rest,) = point_of(model, data.select([i for i in range(8) if i % 4 != fold][3:])).dense
+        (alone,) = point_of(model, data.select([i for i in range(8) if i % 4 != fold][:3])).dense.values()
+        (rest,) = point_of(model, data.select([i for i in range(8) if i % 4 != fold][3:])).dense.values()
         total = alone[name].value + rest[name].value
         assert torch.allclose(point.dense[fold][name].value, total, rtol=1e-4, atol=1e-4)
         point.move(state, point.dense[fold])

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .plan import check_record as check_record
     from .plan import empty_table as empty_table
     from .plan import measured_formats as measured_formats
+    from .plan import need_sequences as need_sequences
     from .plan import plan_bits as plan_bits
     from .plan import refuse_measuring as refuse_measuring
     from .receipt import QuantisationReceipt as QuantisationReceipt
@@ -26,7 +27,7 @@ __getattr__ = lazy_names(
         "apply": "apply_bits write_bits",
         "receipt": "QuantisationReceipt",
         "blocks": "formats_table unwritable",
-        "plan": "check_record empty_table measured_formats plan_bits refuse_measuring",
+        "plan": "check_record empty_table measured_formats need_sequences plan_bits refuse_measuring",
         "request": "BitsWrite",
         "sensitivity": "DenseOutput",
     },

@@ -22,21 +22,23 @@ from ...compressors.base import Level, find_quantiser
 from ...compressors.formats import GGUF, RUNTIMES, find_format, find_runtime
 from ...compressors.ggml import dequantise
 from ...compressors.quantisers import Quantiser, Rounded, joined, rows_together
-from ...compressors.treating import InputStats, Job, LayerCompressor, check
+from ...compressors.treating import InputStats, Job, LayerCompressor, check, matrices
 from ...data.calibration import CalibrationSet
-from ...errors import CoverageError, InvalidInput
+from ...errors import CoverageError, InvalidInput, LayerbudgetError
 from ...execution.inputs import InputMoments, InputStatistics, share_statistics
 from ...execution.modes import inference
+from ...execution.processes import process_group, shard
+from ...execution.sharing import Part, deal
 from ...execution.walk import Walk
 from ...llama_cpp.check import Followed, check_file
 from ...llama_cpp.imatrix import IMATRIX_FILE, counted, entries, imatrix_digest, importances, write_imatrix
 from ...llama_cpp.writer import GGUF_FILE, GgufWriter, recount_gguf
-from ...models.blocks import check_finite, describe, layers
+from ...models.blocks import check_finite, describe, layers, weight_of
 from ...models.machine import computation, versions
 from ...models.offload import mapped
 from ...plan import Plan, payload_of
 from ...progress import Progress, Steps
-from ...records import Receipt, write_text
+from ...records import Module, Receipt, write_text
 from ...storage.folders import check_folder, new_folder
 from ...storage.parts import Parts
 from ...storage.source import complete, write_readers
@@ -259,6 +261,11 @@ class _Rounding(LayerCompressor):
         self.shared: Shared | None = None
         self.alike, self.copies = False, dict[str, int]()
         self.parts = Parts(None)
+        self.group = process_group()
+        self.owners, self.waiting = dict[Any, int](), list[tuple[int, torch.Tensor]]()
+        self.inputs = dict[str, int]()
+        self.refusal: LayerbudgetError | None = None
+        self.present: Sequence[Job] = ()
         self.rounded: dict[str, list[Rounded]] = {}
         self.notes: list[str] = []
 
@@ -268,15 +275,64 @@ class _Rounding(LayerCompressor):
         if form.floating and form.group is not None and level.peak is None:  # one number is of all rows
             level = dataclasses.replace(level, peak=max(float(view.max()), -float(view.min())))
         self.copies[name] = self.copies.get(name, -1) + 1
-        size = rows_together(view) if self.quantiser.statistic == "gram" else max(1, _PIECE // view.shape[1])
-        for number, rows in enumerate(view.split(size)):
-            done = self._rounded(rows, prepared, level, (name, self.copies[name], number, level.format))
-            check(self.quantiser, rows, done.weight, level)
+        for number, rows in enumerate(view.split(self._rows_together(view))):
+            owner = self.owners.get((name, self.copies[name], number), self.group.rank)
+            if self.owners:
+                self.waiting.append((owner, rows))
+            if owner != self.group.rank or self.refusal is not None:
+                continue
+            try:
+                done = self._rounded(rows, prepared, level, (name, self.copies[name], number, level.format))
+                check(self.quantiser, rows, done.weight, level)
+            except LayerbudgetError as error:
+                if not self.owners:
+                    raise
+                self.refusal = error  # all processes hear of it before they wait for these rows
+                continue
             rows.copy_(done.weight)
             if self.writer is not None:
                 parts.append(dataclasses.replace(done, weight=rows[:0]))
         if parts:
             self.rounded.setdefault(name, []).append(joined(parts))
+
+    def _rows_together(self, view: torch.Tensor) -> int:
+        """How many rows of a matrix are rounded together."""
+        return rows_together(view) if self.quantiser.statistic == "gram" else max(1, _PIECE // view.shape[1])
+
+    def collect(self, walk: Walk, modules: Sequence[Module]) -> InputStatistics | None:
+        """See :meth:`LayerCompressor.collect`; which matrices have the same inputs decides who rounds them."""
+        statistics = super().collect(walk, modules)
+        self.inputs = {} if statistics is None else {name: id(each[0]) for name, each in statistics.found.items()}
+        self._deal()
+        return statistics
+
+    def _deal(self) -> None:
+        """Deal the rows of the present piece to the processes, in the same way for all plans: bytes that they share are kept.
+
+        With error feedback rows cost a step for each pair of inputs, and a factor of the inputs is made wherever it is used.
+        """
+        if self.group.size == 1 or self.writer is not None:
+            return
+        units = dict[Any, Part]()
+        for name in (job.module.name for job in self.present):
+            for copy, view in enumerate(matrices(*weight_of(self.model, name))):
+                width, needs = float(view.shape[1]), (self.inputs.get(name, name), copy)
+                for number, rows in enumerate(view.split(self._rows_together(view))):
+                    fed_back = self.quantiser.statistic == "gram"
+                    part = Part(len(rows) * width**2, needs, width**3) if fed_back else Part(rows.numel())
+                    units[name, copy, number] = part
+        self.owners = dict(zip(units, deal(list(units.values()), self.group), strict=True))
+
+    def _unite(self) -> None:
+        """Give all processes the rows that each has rounded."""
+        waiting, self.waiting, dealt, self.owners = self.waiting, [], bool(self.owners), {}
+        if not dealt:
+            return
+        for refusal in self.group.gather(self.refusal):
+            if refusal is not None:
+                raise refusal
+        for owner, rows in waiting:
+            self.group.give(rows, owner)
 
     def _rounded(self, rows: torch.Tensor, prepared: Any, level: Level, key: Any) -> Rounded:
         """Some rows of a matrix, rounded; where all plans give them the same inputs, once for all of them."""
@@ -309,7 +365,10 @@ class _Rounding(LayerCompressor):
 
     def run(self, batch_size: int, progress: Progress | None) -> None:
         """Round all pieces, and write them; what was written into a streamed model leaves the memory after that."""
-        walk = None if self.data is None else Walk(self.model, self.data, batch_size=batch_size)
+        walk = None
+        if self.data is not None:
+            size = self.group.batch(self.data.samples, batch_size)
+            walk = Walk(self.model, shard(self.data, size), batch_size=size)
         offloaded, tick = self.offloaded, Steps(progress, len(self.pieces))
         with inference(self.model):
             try:
@@ -369,10 +428,14 @@ class _Rounding(LayerCompressor):
             self.writer.add(tensors)
             return
         before, self.alike = set(self.sums), not layer or self.data is None
+        self.present, self.inputs = jobs, {}
         if walk is not None and layer:
             notes = self.layer(walk, jobs)
         else:
-            notes = self.jobs(jobs, self.importances if walk is None else self._of_head(walk, jobs))
+            inputs = self.importances if walk is None else self._of_head(walk, jobs)
+            self._deal()
+            notes = self.jobs(jobs, inputs)
+        self._unite()
         self.notes += notes
         if self.writer is not None:
             tensors = {n: t.contiguous() for n, t in self.writer.tensors(layer, self.rounded).items()}

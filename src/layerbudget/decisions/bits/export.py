@@ -22,7 +22,7 @@ from ...records import stacks
 from ..formats.payload import WeightsPayload
 from ..formats.program import formats_of_plan
 
-_INTEGERS = "Plan with integers (--formats w4-g32,w8-g64, ...)."
+_HERE = "apply the plan here: layerbudget apply MODEL PLAN."
 _MODIFIERS = {"rtn": "QuantizationModifier", "gptq": "GPTQModifier"}
 _MLX_BITS, _MLX_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 # The module of mlx_lm that computes the experts of a layer, behind the layer's own name.
@@ -111,7 +111,7 @@ def gptqmodel(plan: Plan) -> str:
         if not form.plain:
             dynamic[f"+:^{_pattern(name)}$"] = {"bits": form.bits, "group_size": _group(form), "sym": form.symmetric}
     if not dynamic:
-        raise InvalidInput("This plan keeps all matrices in 16 bits.", "", "Plan with fewer --bits.")
+        raise InvalidInput("This plan keeps all matrices in 16 bits.", "", "Plan with fewer: --bits 4.")
     named = "|".join(key[3:-1] for key in dynamic)
     first = next(iter(dynamic.values()))
     whole = {**first, "desc_act": False, "dynamic": {f"-:^(?!(?:{named})$)": {}, **dynamic}}
@@ -126,7 +126,8 @@ def torchao(plan: Plan) -> str:
             continue
         if stacks([name]):
             what = f"{name} is a stack of experts, which torchao's configurations of integers do not take."
-            raise InvalidInput(what, "They take matrices.", "Keep experts in 16 bits, or plan for vLLM or llama.cpp.")
+            ways = "Keep experts in 16 bits (--keep experts=bf16), or plan for another tool: --runtime vllm or llama.cpp."
+            raise InvalidInput(what, "They take matrices.", ways)
         if form.floating and form.bits == 4:
             what = f"{name} gets {form.name}, whose weights torchao rounds together with inputs."
             raise InvalidInput(what, "It has w1 to w8 and fp8.", "Plan with --formats w4-g32,fp8.")
@@ -164,7 +165,8 @@ def modelopt(plan: Plan) -> str:
         if form.plain:
             continue
         if not form.symmetric:
-            raise InvalidInput(f"{name} gets {form.name}, and ModelOpt's grids are symmetric.", "", "Leave out -asym.")
+            what = f"{name} gets {form.name}, and ModelOpt's grids are symmetric."
+            raise InvalidInput(what, "", "Leave out -asym: --formats w4-g32,w8-g32.")
         rows.append({"quantizer_name": _quantiser(name), "cfg": _modelopt(form)})
     return str(yaml.safe_dump({"quant_cfg": rows, "algorithm": "max"}, sort_keys=False))
 
@@ -199,6 +201,8 @@ def mlx(plan: Plan, *, model_type: str | None = None) -> str:
                 "It has 2, 3, 4, 5, 6 and 8 bits in groups of 32, 64 and 128.",
                 "Plan with --formats w2-g64,w3-g64,w4-g64,w6-g64,w8-g64.",
             )
+        if form.plain and stacks([name]) and model_type not in _MLX_EXPERTS:
+            continue  # what is not named stays in 16 bits
         for mlx_name in _mlx_names(name, model_type):
             entries[mlx_name] = False if form.plain else {"group_size": form.group, "bits": form.bits}
     rounded = [f for f in forms.values() if not f.plain]
@@ -241,7 +245,7 @@ def onnx(plan: Plan) -> str:
     rounded = {name: form for name, form in forms.items() if not form.plain}
     kinds = {(form.group, form.symmetric) for form in rounded.values()}
     for name, form in forms.items():
-        _check("ONNX Runtime GenAI", name, form, (4, 8))
+        _check("ONNX Runtime GenAI", name, form, (4, 8), "w4-g32,w8-g32")
         if not (form.plain and stacks([name])):
             overrides.append(
                 {"match": {"name": _onnx_name(name)}, **({"exclude": True} if form.plain else {"type": f"int{form.bits}"})}
@@ -268,7 +272,7 @@ def _onnx_name(name: str) -> str:
         raise InvalidInput(
             f"{name} has no node of its own in the graphs of ONNX Runtime GenAI.",
             "Overrides take q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj of dense layers, and lm_head.",
-            "Keep it in 16 bits if it is a stack of experts, or plan with --exclude.",
+            f"Keep experts in 16 bits (--keep experts=bf16), or {_HERE}" if stacks([name]) else f"A{_HERE[1:]}",
         )
     return f"/{match['layer'].replace('.', '/', 1)}/{match['part']}/{match['leaf']}/MatMul"
 
@@ -284,7 +288,7 @@ def _mlx_names(name: str, model_type: str | None) -> list[str]:
         raise InvalidInput(
             f"{name} is a stack of experts, which MLX names by the architecture{remark}.",
             known,
-            "Say --model-type, as config.json has it, or keep experts in 16 bits.",
+            "Say --model-type, as config.json has it, or keep experts in 16 bits (--keep experts=bf16).",
         )
     return [f"{match['layer']}.{_MLX_EXPERTS[model_type]}.{leaf}" for leaf in _leaves(match["leaf"])]
 
@@ -307,11 +311,12 @@ def _group(form: Format) -> int:
     return -1 if form.group is None else form.group
 
 
-def _check(tool: str, name: str, form: Format, bits: Sequence[int]) -> None:
-    """Refuse a format that is no integer of some widths."""
+def _check(tool: str, name: str, form: Format, bits: Sequence[int], instead: str = "w4-g32,w8-g64") -> None:
+    """Refuse a format that is no integer of some widths, and name formats that the tool takes."""
     if not form.plain and (form.floating or form.bits not in bits):
         has = f"It has integers of {', '.join(map(str, bits))} bits."
-        raise InvalidInput(f"{name} gets {form.name}, which {tool} does not take.", has, f"{_INTEGERS} Or apply the plan here.")
+        ways = f"Plan with --formats {instead}, or {_HERE}"
+        raise InvalidInput(f"{name} gets {form.name}, which {tool} does not take.", has, ways)
 
 
 def _formats(plan: Plan, family: str) -> dict[str, Format]:

@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...compressors.base import find_quantiser
 from ...compressors.formats import BY_MOMENTS, GGUF, PACKED
 from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
+from ...execution.processes import is_main, process_group
+from ...execution.sharing import SharedParts
 from ...gguf.names import is_written
 from ...llama_cpp.imatrix import imatrix_digest
 from ...llama_cpp.writer import head_bytes
@@ -106,6 +109,7 @@ def plan_bits(
     limits.check()
     if save_scores is not None:
         check_output(save_scores, overwrite=overwrite)
+    need_sequences(data, check, str(options.get("method", "rtn")))
     options |= {"unwritten": unwritten} | ({} if like is None or "family" in options else {"family": GGUF})
     table = empty_table(source, tokenizer, options)
     if like is not None and options.get("formats") is None:  # also what the menu leaves out, such as IQ1_S
@@ -118,7 +122,7 @@ def plan_bits(
         table = in_formats(table, options["formats"])
     measuring = {"batch_size": batch_size, **options}
     parts, scores = measured_formats(source, data, check, resume, table, measuring, progress)
-    if save_scores is not None:
+    if save_scores is not None and is_main():
         scores.save(save_scores, overwrite=overwrite)
     plan = plan_from_table(scores, limits, rule)
     plan = plan.with_payload(passes=scores.extra["formats"]["passes"])
@@ -128,6 +132,28 @@ def plan_bits(
     if check is None:
         return plan
     return check_plan(source, plan, scores, data, check, batch_size, parts, progress)
+
+
+def need_sequences(data: CalibrationSet, check: CalibrationSet | None, method: str) -> None:
+    """Refuse texts with too few sequences for the processes of the run; error feedback needs two of the first for each.
+
+    Raises:
+        InvalidInput: One of them is too short.
+    """
+    group = process_group()
+    needed = group.size * (2 if find_quantiser(method).statistic == "gram" else 1)
+    if group.size > 1 and data.samples < needed:
+        raise InvalidInput(
+            f"The text has {data.samples} sequences, and {group.size} processes share them.",
+            f"{method} needs {needed} or more.",
+            "Give more of them (--samples), or use fewer processes.",
+        )
+    if check is not None and check.samples < group.size:
+        raise InvalidInput(
+            f"The text that checks the plan has {check.samples} sequences, and {group.size} processes share them.",
+            "Every process needs one.",
+            "Give more of them (--check), --check 0, or use fewer processes.",
+        )
 
 
 def measured_formats(
@@ -153,7 +179,7 @@ def measured_formats(
     digests = {"data": data.digest, "check": None if check is None else check.digest}
     if measuring.get("imatrix") is not None:
         digests["imatrix"] = imatrix_digest(measuring["imatrix"])
-    parts = Parts(resume, {**request_of(model, computing=True), **digests, "options": dict(measuring)})
+    parts = SharedParts(resume, {**request_of(model, computing=True), **digests, "options": dict(measuring)})
 
     def measure() -> Any:
         """The damages as they are kept."""
@@ -202,7 +228,7 @@ def check_plan(
     progress: Progress | None = None,
 ) -> Plan:
     """Return a plan with the check of it as a whole on held-out tokens, or the baseline that beat it, which then says so."""
-    parts, payload = parts or Parts(None), payload_of(plan, BitsPayload)
+    parts, payload = parts or SharedParts(None), payload_of(plan, BitsPayload)
     plans = {plan.rule: plan} | {n: other_plan(plan, scores, n) for n in BESIDE if n in payload.baselines and n != plan.rule}
     dense, method = DenseOutput(model, check, batch_size, progress), payload.method
     formats = {name: payload_of(each, BitsPayload).formats for name, each in plans.items()}

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -43,12 +43,13 @@ from ...data.calibration import CalibrationSet
 from ...execution.inputs import InputMoments, InputStatistics, moments_of_sites, share_statistics
 from ...execution.loss import Batch
 from ...execution.processes import process_group
+from ...execution.sharing import Part, deal, together
 from ...execution.sites import Site
 from ...llama_cpp.imatrix import importances
 from ...models.blocks import end_modules, reader_of, weight_of
 from ...models.offload import mapped
 from ...records import Block, Module
-from ...sensitivity.directional.directions import Apart, Directions, Int8Directions, Itself, spread
+from ...sensitivity.directional.directions import Apart, Directions, Elsewhere, Int8Directions, Itself, spread
 from ...sensitivity.directional.terms import Watch
 from .blocks import peaks
 
@@ -125,6 +126,8 @@ class RoundingErrors(Watch):
         united = any(find_format(f).united for f in {*formats, *self.anchors})
         self.peaks = peaks(model, self.modules) if united else {}
         self._add = moments_of_sites(self._moments, "diagonal")
+        self._beside, self._owner = dict[str, list[str]](), dict[str, int]()
+        self._loads = dict[str, list[int]]()
 
     def _fitting(self, members: Sequence[Module]) -> list[str | None]:
         """The anchors of a block: the first that it can have; plain numbers only where it has no other."""
@@ -136,6 +139,8 @@ class RoundingErrors(Watch):
         """See :meth:`Watch.start`."""
         self._take()  # of a head, which is rounded when its embedding has been there
         self._draws = self.draws if len(names) < len(self.modules) else 1  # outputs of all layers at once take much memory
+        inside = [name for name in names if name not in self.lookups | self.heads]
+        self._beside |= dict.fromkeys(inside, inside)
         if self.quantiser.reads_text:
             self._statistics = InputStatistics(self.model, [self.modules[n] for n in names], self.quantiser.statistic)
 
@@ -153,8 +158,8 @@ class RoundingErrors(Watch):
 
     @property
     def ahead(self) -> bool:
-        """See :meth:`Watch.ahead`: with error feedback errors depend on nothing but the inputs."""
-        return self.quantiser.statistic == "gram" and self.quantiser.reads_text
+        """See :meth:`Watch.ahead`: errors with feedback depend on the inputs alone. Several processes share them."""
+        return self.quantiser.statistic == "gram" and self.quantiser.reads_text and process_group().size == 1
 
     @property
     def levels(self) -> int:
@@ -163,12 +168,16 @@ class RoundingErrors(Watch):
 
     def of(self, name: str) -> Directions:
         """The errors of a matrix in the anchors, from the rows that are measured, and the matrix itself."""
-        rows, share = self._measured(name)
-        self._directions[name] = directions = self._of_rows(name, rows, share)
-        if self.ahead and name not in self.lookups | self.heads:
-            self._sample(name, self._drawn.pop(name))
+        if name not in self._directions:
+            self._take()
+            beside = self._beside.get(name, [name]) if process_group().size > 1 else [name]
+            self._make([n for n in beside if n not in self._directions])
+        if self.ahead and name in self._drawn and name not in self.lookups | self.heads:
+            drawn = self._drawn.pop(name)
+            self.factors.setdefault(name, self._factor(drawn))
+            self.sampled[name] = self._squares(drawn, self.factors[name])
             self._forget(name)
-        return self._apart(name, directions)
+        return self._apart(name, self._directions[name])
 
     def by_labels(self, name: str) -> bool:
         """See :meth:`Watch.by_labels`: of heads whose rows are far more than the labels of a text."""
@@ -176,16 +185,65 @@ class RoundingErrors(Watch):
 
     def of_labels(self, name: str, rows: torch.Tensor) -> Directions:
         """See :meth:`Watch.of_labels`."""
-        return self._apart(name, self._of_rows(name, rows, 1.0))
-
-    def _of_rows(self, name: str, rows: torch.Tensor | None, share: float) -> Int8Directions:
-        """The errors of some rows in the anchors."""
         self._take()
-        if name not in self._drawn:
+        if name not in self.factors:
             self._drawn[name] = self._draw(name)
             self.factors[name] = self._factor(self._drawn[name])
-        shape = self.modules[name].copies * self.modules[name].d_out if rows is None else len(rows), self.modules[name].d_in
-        return Int8Directions(shape, self._pieces(name, rows), rows, share, self._draws)
+        shape = len(rows), self.modules[name].d_in
+        pieces = self._pieces(name, rows, lambda form, size: True)  # other labels come in every process
+        return self._apart(name, Int8Directions(shape, pieces, rows, 1.0, self._draws))
+
+    def _make(self, names: Sequence[str]) -> None:
+        """Make the directions of matrices. Several processes divide what is rounded, of all matrices that come together."""
+        group = process_group()
+        owners, whole = self._owners(names), self.quantiser.statistic == "gram"
+        factors: dict[str, np.ndarray] = {}
+
+        def draw() -> None:
+            """Sample the matrices that are this process's."""
+            for name in (n for n in names if owners[n] == group.rank):
+                if name not in self.factors:
+                    self._drawn[name] = self._draw(name)
+                    self.factors[name] = self._factor(self._drawn[name])
+                factors[name] = self.factors[name]
+
+        together(draw)
+        for each in group.gather(factors):
+            self.factors |= each
+        for name in names:
+            rows, share = self._measured(name)
+            module, mine = self.modules[name], owners[name] == group.rank
+            dealt = (lambda form, size, mine=mine: mine) if whole else self._is_mine
+            shape = module.copies * module.d_out if rows is None else len(rows), module.d_in
+            pieces = self._pieces(name, rows, dealt)
+            directions = Int8Directions(shape, pieces, rows, share, self._draws, shared=group.size > 1)
+            self._directions[name] = directions
+
+    def _owners(self, names: Sequence[str]) -> dict[str, int]:
+        """The process that samples each of some matrices; with error feedback also the one that rounds it.
+
+        There a matrix costs a step for each pair of its inputs and every row, and the factor of the inputs as many rows more.
+        """
+        parts, new = [], [n for n in names if n not in self._owner]
+        for module in (self.modules[n] for n in new):
+            rows, columns = module.copies * module.d_out, float(module.d_in)
+            if self.quantiser.statistic != "gram":
+                parts.append(Part(self.rows * columns))
+                continue
+            moments = self._moments.get(module.name)
+            needs = None if moments is None else id(moments[0])
+            parts.append(Part(rows * len(self.anchors) * columns**2, needs, module.copies * columns**3))
+        self._owner |= zip(new, deal(parts, process_group()), strict=True)
+        return self._owner
+
+    def _is_mine(self, form: str, size: int) -> bool:
+        """Whether this process is the one that rounds the next weights to a format: each has as many of every format."""
+        group = process_group()
+        loads = self._loads.setdefault(form, [0] * group.size)
+        turn = list(self._loads).index(form)
+        taken = min(range(group.size), key=lambda r: (loads[r], (r + turn) % group.size))
+        loads[taken] += size
+        return taken == group.rank
 
     def _apart(self, name: str, directions: Int8Directions) -> Directions:
         """The rests of errors, the matrix itself, and both."""
@@ -215,11 +273,10 @@ class RoundingErrors(Watch):
         self._take()
         if self.quantiser.statistic == "none":
             share_statistics({name: self._moments[name] for name in names if name in self._moments})
+        for each in process_group().gather(together(lambda: self._sample(names))):
+            for name, (factors, sampled) in each.items():
+                self.factors[name], self.sampled[name] = factors, sampled
         for name in names:
-            if name not in self.sampled:
-                drawn = self._drawn.pop(name, None)
-                drawn = self._draw(name) if drawn is None or self.quantiser.statistic == "none" else drawn  # inputs came later
-                self._sample(name, drawn)
             self._moments.pop(name, None)
             self.measured[name] = np.zeros((2, len(self.anchors)))
             if (directions := self._directions.pop(name, None)) is not None:
@@ -227,14 +284,26 @@ class RoundingErrors(Watch):
                 self.measured[name] = np.stack((squares.sum(0), spread(squares, directions.share)))
         self._made.clear()
 
-    def _sample(self, name: str, drawn: Sequence[_Rows]) -> None:
-        self.sampled[name] = self._squares(drawn, self.factors.setdefault(name, self._factor(drawn)))
-
     def _forget(self, name: str) -> None:
         """Drop the inputs of a matrix, and what was made of them, where no other matrix has the same: they are wide."""
         for moments in self._moments.pop(name, ()):
             if not any(each is moments for others in self._moments.values() for each in others):
                 self._made.pop(moments, None)
+
+    def _sample(self, names: Sequence[str]) -> dict[str, tuple[np.ndarray, tuple[np.ndarray, float]]]:
+        """Factors and squared errors of a sample of the matrices that are this process's."""
+        owners, sampled = self._owners(names), dict[str, tuple[np.ndarray, tuple[np.ndarray, float]]]()
+        for name in names:
+            drawn = self._drawn.pop(name, None)
+            if name in self.sampled:  # ahead of the gradients
+                sampled[name] = self.factors[name], self.sampled[name]
+                continue
+            if owners[name] != process_group().rank:
+                continue
+            drawn = self._draw(name) if drawn is None or self.quantiser.statistic == "none" else drawn  # inputs came later
+            factors = self.factors[name] if name in self.factors else self._factor(drawn)
+            sampled[name] = factors, self._squares(drawn, factors)
+        return sampled
 
     def _take(self) -> None:
         """Take the statistics that are complete, from all processes."""
@@ -268,7 +337,10 @@ class RoundingErrors(Watch):
     def _prepared(self, moments: InputMoments | None) -> Any:
         return None if self.quantiser.statistic == "none" else self.treating.prepared(moments, self._made)
 
-    def _pieces(self, name: str, chosen: torch.Tensor | None) -> Iterator[list[torch.Tensor | None]]:
+    def _pieces(
+        self, name: str, chosen: torch.Tensor | None, is_mine: Callable[[str, int], bool]
+    ) -> Iterator[list[torch.Tensor | Elsewhere | None]]:
+        """Errors of a matrix in its anchors, some rows at a time, of those that this process makes."""
         first, count = 0, len(self.formats)
         formats, factors = self.names[name][count:], self.factors[name][count:]
         for view, moments in self._views(name):
@@ -278,9 +350,14 @@ class RoundingErrors(Watch):
             prepared = self._prepared(moments)
             size = max(1, (_FED_BACK if self.quantiser.statistic == "gram" else _PIECE) // view.shape[1])
             for rows in view.split(size):
-                errors = self._errors(name, rows, prepared, formats)
-                each = (errors.pop(f) if f is not None else None for f in formats)
-                yield [None if e is None else _apart(e, rows, c) for e, c in zip(each, factors, strict=True)]
+                mine = [form if form is not None and is_mine(form, rows.numel()) else None for form in formats]
+                errors = self._errors(name, rows, prepared, mine) if any(mine) else {}
+                device = rows.device if self.offloaded is None else self.offloaded.device
+                made = [errors.pop(form) if form is not None else None for form in mine]
+                yield [
+                    _apart(error, rows, c) if error is not None else None if form is None else Elsewhere(len(rows), device)
+                    for error, form, c in zip(made, formats, factors, strict=True)
+                ]
 
     def _draw(self, name: str) -> list[_Rows]:
         """Some rows of a matrix, rounded to every format."""

@@ -100,6 +100,7 @@ def rounding_damage(
             dealt = assign_folds(counts, 2)
             shown = data.select(torch.from_numpy(np.flatnonzero(dealt == 0)))
             judges, options["draws"], options["watched"] = np.flatnonzero(dealt == 1), 2 * draws, shown
+            options["batch_size"] = -(-batch_size // 2)  # as many batches as of the whole text, also for two processes
         some, errors.draws = data.select(torch.from_numpy(judges)), options["draws"]
         terms = quadratic_terms(model, some, units, errors.of, shape, listen=errors.listen, watch=errors, **options)
         damage, error, rest = table.damage.copy(), table.error.copy(), np.zeros((*table.damage.shape, data.samples))
@@ -107,7 +108,7 @@ def rounding_damage(
         damage[decided] = np.where(has, decided_damage, np.inf)
         error[decided] = np.where(has, spread, 0.0)
         rest[np.ix_(np.array(decided), np.arange(len(table.formats)), judges)] = np.where(has[..., None], apart, 0.0)
-        table = dataclasses.replace(table, damage=damage, error=error, rest=rest)
+        table = dataclasses.replace(table, damage=_short(damage), error=_short(error), rest=rest)
         share = len(judges) / data.samples  # of the text; inputs take a pass more of a layer, and watched text its forward
         passes = terms.passes * share + quantiser.reads_text * (1.0 if share == 1.0 else 2.0 * (1.0 - share))
         anchors = errors.anchors
@@ -125,6 +126,11 @@ def rounding_damage(
         versions=versions(),
         extra={"formats": {**table.record(), **how}},
     )
+
+
+def _short(values: np.ndarray) -> np.ndarray:
+    """Numbers in nine digits: the last of sixteen is that of the order of sums, which is not the same everywhere."""
+    return np.array([float(f"{v:.9g}") for v in values.ravel()]).reshape(values.shape)
 
 
 def _damages(
@@ -187,7 +193,8 @@ class DenseOutput:
 
     def __init__(self, model: nn.Module, data: CalibrationSet, batch_size: int = 8, progress: Progress | None = None) -> None:
         self.text, self.progress, self.batch_size = data.describe(), progress, batch_size
-        self.runs, self.samples = list(unlabelled(model, shard(data), batch_size)), data.samples
+        self.samples, self.run = data.samples, process_group().batch(data.samples, batch_size)
+        self.runs = list(unlabelled(model, shard(data, self.run), self.run))
         self.labelled = data.labels is not None
         self._clean: Store | None = None
         self._shared: dict[Any, Shared] = {}
@@ -219,7 +226,7 @@ class DenseOutput:
             columns = (nats * compared).double().sum(1), compared.sum(1), lost.double().sum(1), predicted.sum(1)
             out.append(torch.stack([c.double() for c in columns], 1).cpu().numpy())
             tick()
-        return process_group().collect(np.concatenate(out), self.samples)
+        return process_group().collect(np.concatenate(out), self.samples, self.run)
 
     def _keep(self, key: Any, clean: torch.Tensor) -> None:
         """Keep log-probabilities: in memory where those of the whole text are small, else in temporary files."""

@@ -82,6 +82,15 @@ class CacheSpace:
         tokens = self.batch * self.runtime.tokens(self.context, k.window)
         return tokens * k.heads * (k.channels // form.group) * form.bytes
 
+    def size_by_layer(self) -> dict[int, np.ndarray]:
+        """Return the bytes of every layer's part of the blocks in every format, ``(K, m)``, by the layer's index."""
+        layers = dict[int, np.ndarray]()
+        for block, each in enumerate(self.members):
+            for k in each:
+                size = layers.setdefault(k.layer, np.zeros((len(self.members), len(self.formats)), dtype=np.int64))
+                size[block] += [self._bytes(k, f) for f in self.formats]
+        return layers
+
     def by_layer(self, chosen: np.ndarray) -> dict[int, tuple[CacheFormat, CacheFormat]]:
         """Return the formats of keys and values of every layer of a choice, ``(K,)``."""
         formats = {(k.layer, k.part): self.formats[j] for each, j in zip(self.members, chosen, strict=True) for k in each}

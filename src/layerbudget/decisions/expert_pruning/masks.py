@@ -11,6 +11,7 @@ from torch import nn
 from ...data.calibration import CalibrationSet
 from ...execution.divergence import Reference
 from ...execution.loss import count_scored_tokens
+from ...execution.processes import alone, process_group
 from ...models.experts import ExpertLayer, masked
 from ...sensitivity.sequences import per_token
 from .program import Fold, Kept, KeptProgram
@@ -19,6 +20,8 @@ from .sensitivity import folds_of
 
 class Masked:
     """Damage of sets of experts to some of the sequences, measured with the others masked; every set once.
+
+    Several processes share the batches, and all have what was measured.
 
     Args:
         model: Is left as it was.
@@ -38,14 +41,22 @@ class Masked:
     ) -> None:
         self.expert_layers, self.seen = expert_layers, dict[tuple[tuple[int, ...], ...], tuple[np.ndarray, np.ndarray]]()
         some = data if rows is None else data.select(torch.from_numpy(rows))
-        self.share, self.reference = some.samples / data.samples, Reference(model, some, batch_size)
+        self.samples, self.share, group = some.samples, some.samples / data.samples, process_group()
+        size = group.batch_alike(some.samples, batch_size)  # a token's numbers depend on those that go to an expert with it
+        mine = [slice(i, min(i + size, some.samples)) for i in group.shard(range(0, some.samples, size))]
+        with alone():
+            self.references = [(rows, Reference(model, some.select(rows), size)) for rows in mine]
 
     def judge(self, kept: Kept) -> tuple[np.ndarray, np.ndarray]:
         """Nats and tokens of every sequence."""
         key = tuple(map(tuple, kept.values()))
         if key not in self.seen:
-            with masked(self.expert_layers, kept):
-                self.seen[key] = self.reference.measure_sequences()
+            both = np.zeros((2, self.samples))
+            with alone(), masked(self.expert_layers, kept):
+                for rows, reference in self.references:
+                    both[:, rows] = reference.measure_sequences()
+            nats, tokens = process_group().sum(both)
+            self.seen[key] = nats, tokens
         return self.seen[key]
 
     def measure(self, kept: Kept) -> float:

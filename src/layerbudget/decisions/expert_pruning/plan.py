@@ -9,7 +9,8 @@ import numpy as np
 
 from ...budget import Budget, parse_budget
 from ...data.calibration import CalibrationSet
-from ...errors import CoverageError, InfeasibleBudget, InvalidInput
+from ...errors import InfeasibleBudget, InvalidInput
+from ...execution.loss import count_scored_tokens
 from ...execution.processes import process_group
 from ...models.blocks import check_finite, describe
 from ...models.experts import ExpertLayer, check_experts, find_experts
@@ -19,7 +20,7 @@ from ...records import to_jsonable
 from .masks import Masked, folds_for
 from .payload import ExpertPruningPayload
 from .program import DRAWS, RIVAL, RULES, Fold, KeptProgram, crossed, even_and_uneven, forecast
-from .sensitivity import expert_removals
+from .sensitivity import expert_removals, folds_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,14 +64,16 @@ def plan_expert_pruning(
     Raises:
         UnknownStructure: No routed experts, or experts that are called in an unknown way.
         InfeasibleBudget: Fewer experts than the routers need, or a damage that even they exceed.
-        InvalidInput: Not exactly one of ``budget`` and ``damage``, or an option outside its domain.
-        CoverageError: Several processes.
+        InvalidInput: Not exactly one of ``budget`` and ``damage``, an option outside its domain, or a text with fewer
+            sequences in one of its halves than there are processes.
     """
     limit = _check(budget, damage, rule, draws)
     check_finite(model)
     expert_layers = find_experts(model)
     check_experts(expert_layers)
     room = None if limit is None else _room(model, expert_layers, limit, even, bytes_per_parameter)
+    parts_of_text = [int(fold.sum()) for fold in folds_of(count_scored_tokens(model, data))]
+    process_group().check_shares(parts_of_text or [data.samples], "parts of the text")
     settings = {"draws": draws, "seed": seed, "batch_size": batch_size}
     rules = (rule, RIVAL) if rule == "directional" else (rule,)
     removals, passes = expert_removals(model, expert_layers, data, rules=rules, progress=progress, **settings)
@@ -88,15 +91,15 @@ def plan_expert_pruning(
     best = program.refined(steps, whole_text.measure)
     kept = best.kept(steps)
     spending |= {"spent": whole_text.measure(kept)} if limit is None else {}
-    folds, parts = folds_for(model, expert_layers, data, batch_size, others)
-    folds = folds or [Fold(program=program, measure=whole_text.measure, judge=whole_text.judge)]
-    shares = forecast(folds)
+    judged, parts = folds_for(model, expert_layers, data, batch_size, others)
+    judged = judged or [Fold(program=program, measure=whole_text.measure, judge=whole_text.judge)]
+    shares = forecast(judged)
     payload = ExpertPruningPayload(
         kept=to_jsonable(kept),
         measured_here=whole_text.measure(kept),
-        crossed=len(folds) > 1,
-        **crossed(folds, most, price),
-        beside=even_and_uneven(folds, most, price),
+        crossed=len(judged) > 1,
+        **crossed(judged, most, price),
+        beside=even_and_uneven(judged, most, price),
         forecast=to_jsonable(shares),
         forward_passes=float(passes + sum(part.passes for part in (whole_text, *parts))),
         curve=to_jsonable(_curve(program, shares)),
@@ -132,8 +135,6 @@ def _check(budget: str | float | None, damage: float | None, rule: str, draws: i
         raise InvalidInput(f"There is no rule {rule!r} here.", f"Rules are {', '.join(RULES)}.", "Use directional.")
     if draws < 1 or (damage is not None and not damage > 0):
         raise InvalidInput(f"draws is {draws}, damage {damage}.", "Draws are 1 or more, a damage is above 0.", "Use draws=4.")
-    if process_group().size > 1:
-        raise CoverageError("Experts are chosen in one process.", "", "Use one.")
     if budget is None:
         return None
     limit = parse_budget(budget, default="share")

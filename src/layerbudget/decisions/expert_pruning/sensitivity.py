@@ -19,7 +19,8 @@ any token in any way, where the choice depends on that softmax.
 The set that looks cheapest is chosen by the same draws and text that say how cheap it is, and so looks cheaper than it is. So
 the sequences are also dealt into folds (``FOLDS``): what all folds but one choose is judged by that one.
 
-Inputs, gradients and table of one layer are held at a time where the model is walked layer by layer.
+Inputs, gradients and table of one layer are held at a time where the model is walked layer by layer. Several processes share
+the batches of the text. Each then removes the experts of some layers, from their tables of the whole text.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from torch import nn
 from ...data.calibration import CalibrationSet
 from ...execution.backward import Accumulator, Loss, SampledLoss, feed
 from ...execution.loss import IGNORE, Batch, assign_folds, unlabelled
+from ...execution.processes import ProcessGroup, in_turn, process_group
 from ...execution.sites import Site
 from ...models.experts import ExpertLayer
 from ...progress import Progress, Steps
@@ -74,6 +76,8 @@ class ExpertSums(Accumulator):
         self.layers = {e.name: e for e in expert_layers}
         self.losses, self.rules, self.seed, self.counts = losses, rules, seed, counts
         self.removals: dict[str, list[dict[str, Removal]]] = {}
+        self._owners: dict[str, int] = {}  # of several processes, the one that removes from a layer
+        self._waiting: list[str] = []  # layers whose tables their owners have
         self._observed: dict[str, _Observed] = {}
         self._batch: Batch | None = None
 
@@ -105,12 +109,39 @@ class ExpertSums(Accumulator):
         observed.norms.append(torch.stack(norms, -1))
         observed.gradients.clear()
 
+    def share(self, names: Sequence[str], group: ProcessGroup) -> None:
+        """See :meth:`Accumulator.share`: every layer's table goes to one process, with its batches in the order of the text."""
+        for name in [n for n in names if n in self.layers]:
+            self._owners[name] = owner = len(self._owners) % group.size
+            own = self._observed.pop(name)
+            parts = group.bring({n: [x.cpu() for x in made] for n, made in own.__dict__.items()}, owner)
+            if group.rank == owner:
+                device = own.x[0].device
+                self._observed[name] = _Observed(
+                    **{n: [x.to(device) for x in in_turn([p[n] for p in parts])] for n in parts[0]}
+                )
+            self._waiting.append(name)
+
     def finalize(self, names: Sequence[str]) -> bool:
-        """See :meth:`Accumulator.finalize`."""
-        for name in names:
-            observed = self._observed.pop(name)
-            self.removals[name] = self._removals(self.layers[name], observed)
+        """See :meth:`Accumulator.finalize`; several processes remove when each of them has a layer."""
+        group = process_group()
+        if group.size == 1:
+            self._waiting += names
+        if len(self._waiting) >= group.size:
+            self._settle()
         return False
+
+    def _settle(self) -> None:
+        for name in self._waiting:
+            if name in self._observed:
+                self.removals[name] = self._removals(self.layers[name], self._observed.pop(name))
+        self._waiting.clear()
+
+    def merge(self, group: ProcessGroup) -> None:
+        """See :meth:`Accumulator.merge`."""
+        self._settle()
+        for removals in group.gather(self.removals):
+            self.removals |= removals
 
     def _removals(self, layer: ExpertLayer, observed: _Observed) -> list[dict[str, Removal]]:
         """The removals by every rule, of all sequences and of each fold's choosers."""
@@ -310,12 +341,13 @@ def expert_removals(
         batch_size: Sequences per forward.
         progress: Called with (sequences done, sequences).
     """
-    losses = [SampledLoss(1009 * seed + draw) for draw in range(draws)]
-    batches = list(unlabelled(model, data, batch_size))
+    losses, group = [SampledLoss(1009 * seed + draw) for draw in range(draws)], process_group()
+    batches = list(unlabelled(model, data, group.batch_alike(data.samples, batch_size)))
     counts = np.concatenate([(b.targets != IGNORE).reshape(b.size, -1).sum(1).cpu().numpy() for b in batches]).astype(float)
     blocks = [Block(name=e.name, modules=(Module(name=e.name, d_in=e.d, d_out=e.d),)) for e in expert_layers]
     sums = ExpertSums(expert_layers, losses, rules, seed, counts)
-    feed(model, batches, blocks, sums, tick=Steps(progress, data.samples, "gradients"), alone=True)
+    mine = sum(b.size for b in group.shard(batches))
+    feed(model, batches, blocks, sums, tick=Steps(progress, mine, "gradients"))
     passes = 1.0 + 2.0 * draws + float(np.mean([e.count / e.top_k for e in expert_layers]))
     each = [sums.removals[e.name] for e in expert_layers]
     return [{rule: tuple(layer[i][rule] for layer in each) for rule in rules} for i in range(len(each[0]))], passes

@@ -25,7 +25,7 @@ from ..formats.describe import (
     verdict,
     within,
 )
-from .payload import MemoryPayload
+from .payload import MemoryPayload, Side
 from .program import MIX, UNIFORM
 
 _NOTHING = 1e-12  # nats per token; less is left of formats that hold the weights exactly, by the arithmetic of their damage
@@ -80,19 +80,29 @@ def _on_placement(payload: MemoryPayload) -> list[str]:
     here = payload.placement
     if here is None:
         return []
-    experts = f"the experts of the first {here.layers} layers" if here.layers else "no experts"
+    what = "no layer" if here.whole else "no experts"
+    if here.layers:
+        what = f"the first {here.layers} of {here.of} layers with their cache"
+        what = what if here.whole else f"the experts of the first {here.layers} layers"
     sentences = [
-        f"The card holds {here.gpu_bytes:,} of {here.gpu:,} bytes. The processor's memory holds {here.ram_bytes:,} of "
-        f"{here.ram:,}: the embedding and {experts}. Serve so: llama-server -m FILE.gguf {here.options}."
+        f"The card holds {here.card.bytes:,} of {here.gpu:,} bytes ({_of_side(here.card)}). The processor's memory holds "
+        f"{here.processor.bytes:,} of {here.ram:,} ({_of_side(here.processor)}): the embedding and {what}. "
+        f"Serve so: llama-server -m FILE.gguf {here.options}."
     ]
     fewer = [row for row in here.others if row["layers"] < here.layers]
     if fewer:
         near = max(fewer, key=lambda row: row["layers"])
+        which = "Layers" if here.whole else "Experts"
         sentences.append(
-            f"Experts beside the card make a model slower. With those of {near['layers']} layers there, the best plan is "
+            f"{which} beside the card make a model slower. With those of {near['layers']} layers there, the best plan is "
             f"predicted to cost {near['predicted']:.4g} nats per token. It takes --ram '{near['ram_bytes']} bytes'."
         )
     return sentences
+
+
+def _of_side(side: Side) -> str:
+    """The bytes of one of two memories by their parts."""
+    return f"{side.weights:,} of weights, {side.cache:,} of cache, {side.buffers:,} of buffers"
 
 
 def _on_utilization(plan: Plan, payload: MemoryPayload) -> str:

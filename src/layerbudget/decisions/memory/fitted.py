@@ -16,7 +16,7 @@ from ...scores import Scores
 from ...solvers.choices import Choice
 from ..formats.program import FormatDecision, few_tokens, imatrix_of, of_weights, plan_blocks
 from .payload import MemoryPayload, PartErrors, Placement
-from .placement import place
+from .placement import Placed, place
 from .program import KIND, MIX, UNIFORM, Fit, MemoryLimits, curve, fit_of, with_more
 
 _PASSES = ("formats", "cache")  # what was measured, each with its forward equivalents
@@ -66,7 +66,7 @@ class Fitted:
         picks: What every rule decides.
         near: The plans of a rule that come next in predicted damage, the least first.
         caches: Totals of every uniform cache.
-        placement: What lies with the processor, where there are two memories.
+        placed: The best plans of two memories, the best of all first, then of every number of layers; empty of one.
     """
 
     scores: Scores
@@ -78,7 +78,7 @@ class Fitted:
     picks: Mapping[str, Pick]
     near: Mapping[str, Sequence[Pick]]
     caches: Mapping[str, dict[str, Any]]
-    placement: Placement | None = None
+    placed: Sequence[Placed] = ()
 
     @classmethod
     def of(cls, scores: Scores, terms: MemoryLimits) -> Fitted:
@@ -88,10 +88,16 @@ class Fitted:
         def freed() -> list[tuple[str, Fit]]:
             return [(f"leave out {terms.given}", fit_of(scores, terms.free))]
 
-        memory, placement = terms.bytes, None
+        memory, placed = terms.bytes, list[Placed]()
+        every = fit.table
         if terms.ram is not None:
-            fit, memory, placement = place(fit, terms.bytes, terms.beside)
+            fit, memory, placed = place(fit, terms.bytes, terms.beside)
         limit, choice = fit.limit(memory, freed, terms.utilization), fit.best(memory)
+        if placed:
+            own_best = every.damage[np.arange(len(choice.chosen)), choice.chosen] == every.damage.min(axis=1)
+            status = "optimal" if choice.status == "slack" and not own_best.all() else choice.status
+            among = " of two memories, each within its own limit,"
+            choice = dataclasses.replace(choice, status=status, among=among)
         caches, mixes = _picks(fit, fit.uniform_caches(limit)), _picks(fit, fit.mixes(limit))
         picks, near = {"exact": Pick(fit=fit, chosen=choice.chosen)}, {}
         for rule, plans in ((UNIFORM, caches), (MIX, mixes)):
@@ -107,7 +113,7 @@ class Fitted:
             picks=picks,
             near=near,
             caches={pick.name: pick.totals for pick in caches},
-            placement=placement,
+            placed=placed,
         )
 
     @functools.cached_property
@@ -129,10 +135,16 @@ class Fitted:
 
     def placement_of(self, pick: Pick) -> Placement | None:
         """Return where the tensors of a choice lie; what lies with the processor is the same in all."""
-        if self.placement is None:
+        if not self.placed:
             return None
-        more = pick.spent - self.picks["exact"].spent
-        return dataclasses.replace(self.placement, gpu_bytes=self.placement.gpu_bytes + more)
+        gpu, ram = self.terms.bytes, self.terms.beside
+        best, *plans = self.placed
+        others = [(each, each.split.placement(gpu, ram, each.chosen)) for each in plans]
+        rows = [
+            {"layers": p.layers, "gpu_bytes": p.card.bytes, "ram_bytes": p.processor.bytes, "predicted": each.damage}
+            for each, p in others
+        ]
+        return dataclasses.replace(best.split.placement(gpu, ram, pick.chosen), others=rows)
 
     def plan(self, rule: str) -> Plan:
         """Return the plan of a rule."""

@@ -33,26 +33,46 @@ class More:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Side:
+    """Bytes of one of two memories: of weights with what else the file has, of the cache with states, and of buffers."""
+
+    weights: int
+    cache: int
+    buffers: int
+
+    @property
+    def bytes(self) -> int:
+        """Return all of them."""
+        return self.weights + self.cache + self.buffers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
     """Tensors that lie in the processor's memory, and the bytes of both sides; see the module ``placement``.
 
     Attributes:
         gpu, ram: Bytes of the card and of the processor's memory that were given.
-        layers: Decoder layers, from the first on, whose experts lie with the processor: llama.cpp's ``--n-cpu-moe``.
-        gpu_bytes, ram_bytes: Bytes that the plan takes of each; an embedding that is the head too is in both.
+        layers: Decoder layers, from the first on, that lie with the processor.
+        of: All decoder layers.
+        whole: Whether these lie there whole, with their cache, or by their experts alone.
+        card, processor: Bytes that the plan takes of each; an embedding that is the head too is in both.
         others: The best plan of every number of layers: ``layers``, ``gpu_bytes``, ``ram_bytes`` and ``predicted``.
     """
 
     gpu: int
     ram: int
     layers: int
-    gpu_bytes: int
-    ram_bytes: int
+    of: int
+    whole: bool
+    card: Side
+    processor: Side
     others: Sequence[Mapping[str, Number]] = ()
 
     @property
     def options(self) -> str:
         """Return llama-server's options that place the tensors."""
+        if self.whole:
+            return f"--n-gpu-layers {self.of + 1 - self.layers}"
         return f"--n-gpu-layers 999 --n-cpu-moe {self.layers}"
 
 

@@ -1,173 +1,176 @@
-r"""Two memories for llama.cpp: a card, and the processor's memory for the experts of the first layers. No torch.
+r"""Two memories for llama.cpp: a card, and the processor's memory for the first layers or for their experts. No torch.
 
-llama-server keeps the experts of the first ``n`` decoder layers in the processor's memory with ``--n-cpu-moe n``. The embedding
-of tokens always lies there; one that is the head too lies in both. All other tensors, the cache and the buffers of a forward
-lie on the card. For a given ``n``, and a format ``h`` of a head that lies in both, the plan is two separate programs:
+llama-server keeps the experts of the first ``n`` decoder layers in the processor's memory with ``--n-cpu-moe n``, and the first
+``n`` layers of a model without experts with ``--n-gpu-layers L + 1 - n``; the cache of these lies with them. The embedding of
+tokens always lies with the processor; one that is the head too lies in both. Everything else lies on the card.
 
-    minimise sum_{i in P} R_i(f_i)                     subject to  sum_{i in P} s_i(f_i) + s_h    <= RAM
-    minimise sum_{i not in P} R_i(f_i) + sum_k C_k(g_k) subject to  F + the bytes of the card       <= GPU,
+A card computes long batches of the processor's matrices too. For these its buffers have room for the largest of them, of
+``T`` bytes, and for the largest cache of a layer at the processor. For a given ``n``, a format ``h`` of a head that lies in
+both, formats ``g`` of a cache that is divided, and ``T``, the plan is two separate programs:
 
-``P`` the tensors that lie with the processor alone. No variable is in both, so that the sum of the two optima is the optimum of
-``(n, h)``, and the least of these sums that of all plans. Of equal sums the smaller ``n`` is taken: it reads less from the
-slower memory. The second program is that of one memory, with the formats of ``P`` fixed and their bytes added to the limit.
+    minimise sum_{i in P} R_i(f_i)       subject to  F_P + s_h + c_P(g) + sum_{i in P} s_i(f_i)        <= RAM,  tensors <= T
+    minimise sum_{i not in P} R_i(f_i)   subject to  F   + s_h + c(g) + sum_{i not in P} s_i(f_i) + T  <= GPU,
+
+``P`` the tensors that lie with the processor alone, ``F`` and ``F_P`` what no format changes. No variable is in both, so that
+the sum of the two optima is the optimum of ``(n, h, g, T)``, and the least of these sums that of all plans. The relaxations of
+both programs bound a sum from below, and those of the smallest and the largest ``T`` of a range all sums of the range: ranges
+and formats are tried by rising bounds, until no bound is below the best sum. Of equal sums the smaller ``n`` is taken: it reads
+less from the slower memory. The program of the card is that of one memory, with the other formats fixed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Iterator, Mapping, Sequence
+import heapq
+import itertools
+from collections.abc import Iterable
 
 import numpy as np
 
-from ...errors import InfeasibleBudget, InvalidInput
-from ...records import rounded_up, unit_of
-from ...solvers.choices import choose
-from .payload import Placement
+from ...solvers.choices import Relaxation, choose
+from ..formats.table import HUGE, FormatTable
 from .program import Fit
+from .splits import Split, check_memories, splits_of
 
-_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(?:up|down|gate|gate_up)_exps\.weight")
-_EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Side:
-    """Rows of the weights that lie with the processor alone, for a number of layers; ``tied`` is a head that is in both."""
-
-    layers: int
-    rows: np.ndarray
-    tied: int | None
-
-    def heads(self, fit: Fit) -> Sequence[int | None]:
-        """Formats of a head that is in both; None where there is none."""
-        return [None] if self.tied is None else [int(j) for j in np.flatnonzero(fit.weights.has[self.tied])]
-
-    def least(self, fit: Fit) -> tuple[int, int]:
-        """Bytes of the smallest plan on the card and with the processor."""
-        smallest = fit.weights.smallest
-        alone = int(smallest[self.rows].sum())
-        return fit.least - alone, alone + (0 if self.tied is None else int(smallest[self.tied]))
-
-    def whole(self, fit: Fit) -> tuple[int, int]:
-        """Bytes of everything in 16 bits on the card and with the processor."""
-        size = fit.weights.size[:, -1]
-        alone = int(size[self.rows].sum())
-        card = int(size.sum() + fit.cache.size[:, -1].sum()) + fit.beside - alone
-        return card, alone + (0 if self.tied is None else int(size[self.tied]))
+_EQUAL = 1e-12  # relative; sums of the same damages in another order differ by less
 
 
-def sides_of(fit: Fit) -> list[Side]:
-    """Return what may lie with the processor, by the number of layers whose experts do.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Placed:
+    """The best plan of a number of layers: ``chosen`` are the formats of all blocks."""
 
-    Raises:
-        InvalidInput: A model without experts, another runtime, or blocks that hold experts and other matrices together.
-    """
-    if fit.weights.runtime != "llama.cpp":
-        what = f"{fit.weights.runtime} does not share a model between a card and the processor."
-        raise InvalidInput(what, "--gpu and --ram are for llama.cpp.", "Give the card alone: --memory SIZE.")
-    layer_of, apart = dict[int, int](), list[int]()
-    names = [set(each) for each in fit.weights.stored]
-    head = any(_HEAD in each for each in names)
-    tied = None
-    for row, stored in enumerate(names):
-        matches = [_EXPERTS.fullmatch(name) for name in stored]
-        if any(matches):
-            numbers = {int(m.group(1)) for m in matches if m}
-            if not all(matches) or len(numbers) > 1:
-                what = f"{fit.weights.blocks[row].name} gives experts and other matrices one format."
-                raise InvalidInput(what, "Two memories need the experts of every layer by themselves.", "Leave --by out.")
-            layer_of[row] = numbers.pop()
-        elif _EMBEDDING in stored:
-            apart, tied = ([row], None) if head else ([], row)
-    if not layer_of:
-        what = "This model has no experts that could lie in the processor's memory."
-        raise InvalidInput(what, "--gpu and --ram are for mixtures of experts.", "Give the card alone: --memory SIZE.")
-    counts = [0, *(layer + 1 for layer in sorted(set(layer_of.values())))]
-    sides = ((n, [*apart, *(row for row, layer in layer_of.items() if layer < n)]) for n in counts)
-    return [Side(layers=n, rows=np.array(sorted(rows), dtype=np.int64), tied=tied) for n, rows in sides]
+    split: Split
+    damage: float
+    chosen: np.ndarray
 
 
-def check_memories(fit: Fit, gpu: int, ram: int) -> None:
-    """Refuse two memories that no number of layers fits.
-
-    Raises:
-        InfeasibleBudget: It names the smallest card beside this memory, and the smallest memory beside this card.
-    """
-    least = [side.least(fit) for side in sides_of(fit)]
-    if any(on_card <= gpu and at_processor <= ram for on_card, at_processor in least):
-        return
-    tokens, batch, (card, beside) = fit.space.context, fit.space.batch, least[-1]
-    cards = [on_card for on_card, at_processor in least if at_processor <= ram]
-    rams = [at_processor for on_card, at_processor in least if on_card <= gpu]
-    ways = [f"Raise --gpu to {_shown(min(cards))}"] if cards else []
-    ways += [f"{'raise' if ways else 'Raise'} --ram to {_shown(min(rams))}"] if rams else []
-    raise InfeasibleBudget(
-        f"{gpu:,} bytes of the card and {ram:,} of the processor's memory are too few at {tokens} tokens x {batch}.",
-        f"With all experts at the processor the smallest plan takes {card:,} bytes of the card and {beside:,} beside it.",
-        f"{', or '.join(ways) or f'Give --gpu {_shown(card)} --ram {_shown(beside)}'}, or a shorter context.",
-    )
-
-
-def _shown(size: int) -> str:
-    unit, name = unit_of(size)
-    return f"'{rounded_up(size / unit)} {name}'"
-
-
-def place(fit: Fit, gpu: int, ram: int) -> tuple[Fit, int, Placement]:
-    """Return the program of the card, its bytes in all, and what lies with the processor, for the least damage.
+def place(fit: Fit, gpu: int, ram: int) -> tuple[Fit, int, list[Placed]]:
+    """Return the program of the card, its bytes in all, and the best plans: of all first, then of every number of layers.
 
     The program has the formats of the processor's tensors fixed, and their bytes are within those that are returned.
 
     Raises:
-        InvalidInput, InfeasibleBudget: See :func:`sides_of` and :func:`check_memories`.
+        InvalidInput, InfeasibleBudget: See :func:`~layerbudget.decisions.memory.splits.splits_of` and ``check_memories``.
     """
     check_memories(fit, gpu, ram)
-    best: list[tuple[float, Fit, int, Placement]] = []
-    for side in sides_of(fit):
-        found = min(_plans(fit, side, gpu, ram), key=lambda plan: plan[0], default=None)
-        if found is not None:
-            best.append(found)
-    _, placed, memory, placement = min(best, key=lambda plan: plan[0])  # the first of equals: the fewest layers
-    others = [
-        {"layers": p.layers, "gpu_bytes": p.gpu_bytes, "ram_bytes": p.ram_bytes, "predicted": float(damage)}
-        for damage, _, _, p in best
-    ]
-    return placed, memory, dataclasses.replace(placement, others=others)
+    plans = [plan for split in splits_of(fit) if (plan := _Search(split, gpu, ram).best()) is not None]
+    least = min(plan.damage for plan in plans)
+    best = next(plan for plan in plans if plan.damage <= least * (1 + _EQUAL))  # the first of equals: the fewest layers
+    split, (weights, cache) = best.split, fit.apart(best.chosen)
+    card, _ = split.sides(weights, cache)
+    memory = int(fit.table.totals(best.chosen)["spent"]) + fit.beside + gpu - card.bytes
+    tied = [] if split.tied is None else [split.tied]
+    fixed = dataclasses.replace(
+        fit,
+        weights=_fixed(fit.weights, [*split.rows.tolist(), *tied], weights),
+        cache=_fixed(fit.cache, range(len(cache)) if split.cached else (), cache),
+    )
+    return fixed, memory, [best, *plans]
 
 
-def _plans(fit: Fit, side: Side, gpu: int, ram: int) -> Iterator[tuple[float, Fit, int, Placement]]:
-    """The best plan of a number of layers, for every format of a head that is in both."""
-    table, rows = fit.weights, side.rows
-    for head in side.heads(fit):
-        size, fixed = 0, {}
-        if side.tied is not None and head is not None:
-            size, fixed = int(table.size[side.tied, head]), {side.tied: head}
-        if int(table.smallest[rows].sum()) > ram - size:
-            continue
-        chosen = choose(table.damage[rows], table.size[rows], ram - size).chosen if rows.size else rows
-        fixed |= dict(zip(rows.tolist(), chosen.tolist(), strict=True))
-        alone = int(table.size[rows, chosen].sum())
-        placed, memory = _fixed(fit, fixed), gpu + alone
-        if placed.least <= memory:
-            totals = placed.table.totals(placed.best(memory).chosen)
-            yield (
-                totals["predicted"],
-                placed,
-                memory,
-                Placement(
-                    gpu=gpu,
-                    ram=ram,
-                    layers=side.layers,
-                    gpu_bytes=int(totals["spent"]) + placed.beside - alone,
-                    ram_bytes=alone + size,
-                ),
-            )
+def _fixed(table: FormatTable, rows: Iterable[int], chosen: np.ndarray) -> FormatTable:
+    """The same with one format only for some of the blocks."""
+    has = table.has.copy()
+    for row in rows:
+        has[row] = np.arange(has.shape[1]) == chosen[row]
+    return dataclasses.replace(table, damage=np.where(has, table.damage, np.inf), size=np.where(has, table.size, 0))
 
 
-def _fixed(fit: Fit, formats: Mapping[int, int]) -> Fit:
-    """The same with one format only for some of the weights, by row."""
-    has = fit.weights.has.copy()
-    for row, j in formats.items():
-        has[row] = np.arange(has.shape[1]) == j
-    damage, size = np.where(has, fit.weights.damage, np.inf), np.where(has, fit.weights.size, 0)
-    return dataclasses.replace(fit, weights=dataclasses.replace(fit.weights, damage=damage, size=size))
+class _Search:
+    """The best plan of a number of layers: both programs for every way to couple them, by rising bounds.
+
+    A way is a format of a head in both memories and the formats of a divided cache, ``ways``. Of each, ``damage`` is what it
+    costs, ``card`` and ``processor`` are the bytes that it leaves for the blocks of one side alone; those of the card are also
+    for the copy of a matrix, ``caps`` bytes at most.
+    """
+
+    def __init__(self, split: Split, gpu: int, ram: int) -> None:
+        fit, self.split = split.fit, split
+        self.table, self.rows = fit.table, split.rows
+        count = len(fit.weights.blocks)
+        cached = np.arange(count, len(self.table.blocks)) if split.cached else np.arange(0)
+        self.coupled = np.array([*cached, *([] if split.tied is None else [split.tied])], dtype=np.int64)
+        self.others = np.setdiff1d(np.arange(len(self.table.blocks)), [*self.rows, *self.coupled])
+        ways = list(itertools.product(*(np.flatnonzero(self.table.has[row]) for row in self.coupled)))
+        self.ways = np.array(ways, dtype=np.int64).reshape(len(ways), self.coupled.size)
+        self.damage = self.table.damage[self.coupled, self.ways].sum(axis=1)
+        smallest = np.where(self.table.has, self.table.size, HUGE).argmin(axis=1)
+        left = [self._left(gpu, ram, smallest, way) for way in self.ways]
+        self.card, self.processor = (np.array(side, dtype=np.int64) for side in zip(*left, strict=True))
+        self.relaxed = _relaxation(self.table.damage[self.others], self.table.size[self.others])
+        self.relaxed_at = dict[int, Relaxation]()
+        sizes = np.where(fit.weights.has[self.rows], split.tensor, HUGE)
+        needed = int(sizes.min(axis=1).max()) if self.rows.size else 0
+        self.caps = np.unique(sizes[(sizes >= needed) & (sizes < HUGE)]) if self.rows.size else np.zeros(1, dtype=np.int64)
+
+    def _left(self, gpu: int, ram: int, smallest: np.ndarray, way: np.ndarray) -> tuple[int, int]:
+        chosen = smallest.copy()
+        chosen[self.coupled] = way
+        weights, cache = self.split.fit.apart(chosen)
+        card, processor = self.split.sides(weights, cache)
+        others, rows = (int(self.table.size[part, chosen[part]].sum()) for part in (self.others, self.rows))
+        return gpu - card.bytes + self._matrix(weights[self.rows]) + others, ram - processor.bytes + rows
+
+    def _matrix(self, chosen: np.ndarray) -> int:
+        """Bytes of the matrix that a card has room for, of the formats of the processor's tensors."""
+        return int(self.split.tensor[np.arange(chosen.size), chosen].max(initial=0))
+
+    def _damage(self, cap: int) -> np.ndarray:
+        """Damages of the processor's tensors, none of which is larger than a cap."""
+        return np.where(self.split.tensor <= self.caps[cap], self.split.fit.weights.damage[self.rows], np.inf)
+
+    def _bounds(self, low: int, high: int) -> np.ndarray:
+        """What no plan of a way has less damage than, with a cap of this range."""
+        return self.damage + self._alone(high) + self.relaxed.at(self.card - self.caps[low])
+
+    def _alone(self, cap: int) -> np.ndarray:
+        """The same of the processor's program."""
+        if cap not in self.relaxed_at:
+            self.relaxed_at[cap] = _relaxation(self._damage(cap), self.split.fit.weights.size[self.rows])
+        return self.relaxed_at[cap].at(self.processor)
+
+    def best(self) -> Placed | None:
+        """Return the best plan; None where none fits."""
+        found: Placed | None = None
+        last = self.caps.size - 1
+        ranges = [(float(self._bounds(0, last).min()), 0, last)]
+        while ranges:
+            bound, low, high = heapq.heappop(ranges)
+            if bound >= (np.inf if found is None else found.damage):
+                break
+            if low == high:
+                found = self._exact(low, found)
+                continue
+            middle = (low + high) // 2
+            for ends in ((low, middle), (middle + 1, high)):
+                heapq.heappush(ranges, (float(self._bounds(*ends).min()), *ends))
+        return found
+
+    def _exact(self, cap: int, found: Placed | None) -> Placed | None:
+        """The best plan of a cap, where it is better than one that was found."""
+        bounds, size = self._bounds(cap, cap), self.table.size
+        for way in np.argsort(bounds, kind="stable"):
+            if bounds[way] >= (np.inf if found is None else found.damage):
+                break
+            chosen = np.zeros(len(self.table.blocks), dtype=np.int64)
+            chosen[self.coupled] = self.ways[way]
+            own = self._damage(cap), self.split.fit.weights.size[self.rows], self.processor[way]
+            chosen[self.rows] = _chosen(*own)
+            left = self.card[way] - self._matrix(chosen[self.rows])
+            chosen[self.others] = _chosen(self.table.damage[self.others], size[self.others], left)
+            damage = float(self.table.damage[np.arange(chosen.size), chosen].sum())
+            if found is None or damage < found.damage:
+                found = Placed(split=self.split, damage=damage, chosen=chosen)
+        return found
+
+
+def _relaxation(damage: np.ndarray, size: np.ndarray) -> Relaxation:
+    """The relaxation of a program that may have no block."""
+    if size.size:
+        return Relaxation.of(damage, size)
+    return Relaxation(least=0, damage=0.0, room=np.zeros(1), saved=np.zeros(1))
+
+
+def _chosen(damage: np.ndarray, size: np.ndarray, budget: np.int64) -> np.ndarray:
+    """The choice of a program that may have no block."""
+    return choose(damage, size, int(budget)).chosen if size.size else np.zeros(0, dtype=np.int64)

@@ -22,6 +22,7 @@ from ...compressors.formats import GGUF, RUNTIMES
 from ...data.calibration import CalibrationSet
 from ...decision import check_kind
 from ...errors import CoverageError, InvalidInput, LayerbudgetError
+from ...execution.processes import is_main
 from ...models.offload import mapped
 from ...plan import Plan, payload_of
 from ...progress import Progress, say
@@ -36,6 +37,7 @@ from ..bits import (
     check_record,
     empty_table,
     measured_formats,
+    need_sequences,
     refuse_measuring,
     write_bits,
 )
@@ -44,8 +46,8 @@ from ..formats.payload import CachedPayload
 from .fitted import Fitted, Pick
 from .parts import parts_of
 from .payload import MemoryPayload
-from .placement import check_memories, sides_of
 from .program import KIND, Fit, MemoryLimits
+from .splits import check_memories, splits_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -90,9 +92,9 @@ def plan_memory(
         check: Held-out tokens; without them nothing is checked.
         memory: Bytes for the file, the cache and the buffers of a forward, such as ``"8 GiB"``.
         context: Tokens of a sequence, prompt and answer, such as ``"32k"``.
-        gpu: In place of ``memory``, for a mixture of experts and llama.cpp: bytes of a card.
-        ram: With ``gpu``: bytes of the processor's memory, which takes the experts of the first layers. How many layers
-            these are is decided too; see :mod:`layerbudget.decisions.memory.placement`.
+        gpu: In place of ``memory``, for llama.cpp: bytes of a card.
+        ram: With ``gpu``: bytes of the processor's memory, which takes the first layers, or of a mixture their experts.
+            How many layers these are is decided too; see :mod:`layerbudget.decisions.memory.placement`.
         batch: Sequences at a time.
         runtime: ``llama.cpp`` (a GGUF file; one type for all keys, one for all values; a model's default), ``transformers`` or
             ``vllm``. Scores were measured for one.
@@ -131,6 +133,7 @@ def plan_memory(
         raise InvalidInput("A model is planned on calibration tokens.", "", "Pass data.")
     if save_scores is not None:
         check_output(save_scores, overwrite=overwrite)
+    need_sequences(data, check, str(options.get("method", "rtn")))
     runtime = runtime or "llama.cpp"
     if runtime not in RUNTIMES:
         raise InvalidInput(f"There is no runtime {runtime!r}.", f"There are {', '.join(RUNTIMES)}.", "Choose one of those.")
@@ -157,7 +160,7 @@ def plan_memory(
     measured_cache = {**kept, **parts.json(f"cache-{digest(kept)}", measure_cache)}
     scores = dataclasses.replace(scores, extra={**scores.extra, "cache": measured_cache})
     scores = Scores.from_dict(to_jsonable(scores.to_dict()))  # as it is read from a file
-    if save_scores is not None:
+    if save_scores is not None and is_main():
         scores.save(save_scores, overwrite=overwrite)
     fitted = Fitted.of(scores, terms)
     return fitted.plan(rule) if check is None else _checked(source, fitted, rule, data, check, batch_size, parts, progress)
@@ -205,8 +208,8 @@ def check_needed(fit: Fit, terms: MemoryLimits) -> None:
         return
     needed = int(fit.weights.size[:, -1].sum() + fit.cache.size[:, -1].sum()) + fit.beside
     if terms.ram is not None:
-        if any(card <= terms.bytes and beside <= terms.beside for card, beside in (s.whole(fit) for s in sides_of(fit))):
-            what = "Everything fits in 16 bits, with the experts of some layers at the processor. There is nothing to plan."
+        if any(card <= terms.bytes and beside <= terms.beside for card, beside in (split.most for split in splits_of(fit))):
+            what = "Everything fits in 16 bits, with some layers or their experts at the processor. There is nothing to plan."
             raise InvalidInput(what, "A plan is needed with less memory, or at a longer context.", "Run the model as it is.")
     elif needed <= terms.bytes:
         unit, name = unit_of(needed)

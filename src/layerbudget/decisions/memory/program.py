@@ -52,7 +52,7 @@ class MemoryLimits:
     Attributes:
         context: Tokens of a sequence, such as ``"32k"``.
         memory: Bytes in all, such as ``"8 GiB"``; None where there are two memories.
-        gpu, ram: Bytes of a card, and of the processor's memory for experts; see :mod:`layerbudget.decisions.memory.placement`.
+        gpu, ram: Bytes of a card, and of the processor's memory; see :mod:`layerbudget.decisions.memory.placement`.
         batch: Sequences at a time.
         forbid, keep: Formats of the weights; see :class:`~layerbudget.decisions.formats.program.Limits`.
         cache: Formats of the cache to choose among, besides 16 bits; all that were measured where it is None.

@@ -24,8 +24,8 @@ class MemoryRequest(FormatsRequest):
     usual: ClassVar[Mapping[str, Any]] = {**PlanRequest.usual, "samples": 16, "length": 512}
 
     memory: str | None = option(None, metavar="SIZE", help="bytes of file, cache and buffers together: '8 GiB'")
-    gpu: str | None = option(None, metavar="SIZE", help="of a mixture for llama.cpp, instead of --memory: bytes of the card")
-    ram: str | None = option(None, metavar="SIZE", help="with --gpu: bytes beside the card, for experts of the first layers")
+    gpu: str | None = option(None, metavar="SIZE", help="for llama.cpp, instead of --memory: bytes of the card")
+    ram: str | None = option(None, metavar="SIZE", help="with --gpu: bytes beside it, for the first layers or their experts")
     context: str = option(flag="--context", metavar="TOKENS", help="of a sequence, prompt and answer: 8192 or 32k")
     batch: int = option(1, help="sequences at a time (default: 1)")
     runtime: str | None = option(None, choices=lambda: tuple(CACHES), help="who runs it (default: llama.cpp)")

@@ -20,16 +20,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InvalidInput, UnknownStructure
 from ...execution.modes import inference
-from ...execution.processes import process_group
+from ...execution.processes import alone, process_group
 from ...execution.replay import StopForward
 from ...execution.walk import Walk
 from ...models.blocks import layers
@@ -158,8 +159,6 @@ class Stream:
     """The dense model's residual stream beside a walk, captured, whose layers will be cut one after the other."""
 
     def __init__(self, walk: Walk) -> None:
-        if process_group().size > 1:
-            raise CoverageError("The residual stream is matched in one process.", "", "Use one, or --compensate refit.")
         self.walk = walk
         self.dense = [walk.store.get(batch).clone() for batch in range(walk.batches)]
         self.middle: list[torch.Tensor] = []
@@ -203,15 +202,16 @@ class Stream:
 
     def aim(self, where: Where) -> Aim:
         """Targets of the matrix behind a part in the model as it has been cut so far."""
-        folds: dict[int, Moments] = {}
+        folds, group = dict[int, Moments](), process_group()
         for batch in range(self.walk.batches):
             x, y = self._wanted(batch, where)
             mask = self.walk.token_mask(batch)
             for row in range(len(x)):
                 real = slice(None) if mask is None else mask[row]
-                moments, fold = Moments.of(x[row][real], y[row][real]), (batch * self.walk.batch_size + row) % _FOLDS
+                place = group.rank + group.size * (batch * self.walk.batch_size + row)  # in the text of all processes
+                moments, fold = Moments.of(x[row][real], y[row][real]), place % _FOLDS
                 folds[fold] = folds[fold].plus(moments) if fold in folds else moments
-        return Aim(folds=list(folds.values()))
+        return Aim(folds=list(folds.values()) if group.size == 1 else _together(folds))
 
     def _wanted(self, batch: int, where: Where) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs of a matrix, and what it should give."""
@@ -231,15 +231,26 @@ class Stream:
         return x.reshape(*end.shape[:2], -1), wanted
 
 
+def _together(folds: Mapping[int, Moments]) -> list[Moments]:
+    """The folds of all processes, each of which has seen some sequences of some folds."""
+    group, some = process_group(), next(iter(folds.values()))
+    counts = group.sum(np.array([folds[k].tokens if k in folds else 0 for k in range(_FOLDS)], dtype=np.float64)).astype(int)
+    parts = [folds.get(k) or some.plus(some, -1) for k in np.flatnonzero(counts).tolist()]
+    sums = [[m.gram, m.cross, m.inputs, m.outputs] for m in parts]
+    group.reduce([tensor for each in sums for tensor in each])
+    return [
+        Moments(gram=gram, cross=cross, inputs=inputs, outputs=outputs, tokens=int(tokens))
+        for (gram, cross, inputs, outputs), tokens in zip(sums, counts[counts > 0], strict=True)
+    ]
+
+
 def ways_of(model: nn.Module, data: CalibrationSet, word: str = "auto") -> str:
     """A way by name; ``auto`` is ``stream`` where the layers allow it, else ``refit``."""
     if word != "auto":
         if word not in WAYS:
             raise InvalidInput(f"There is no compensation {word!r}.", f"Ways are {', '.join(WAYS)}.", "Use auto.")
         return word
-    if process_group().size > 1:
-        return "refit"
-    with inference(model):
+    with alone(), inference(model):
         walk = Walk(model, data.select(slice(0, 1)), batch_size=1)
         walk.capture()
         try:

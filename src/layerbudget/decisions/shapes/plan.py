@@ -19,8 +19,9 @@ import numpy as np
 from ...budget import parse_budget
 from ...compressors.formats import RUNTIMES
 from ...data.calibration import CalibrationSet
-from ...errors import CoverageError, InfeasibleBudget, InvalidInput
-from ...execution.processes import process_group
+from ...errors import InfeasibleBudget, InvalidInput
+from ...execution.processes import Teams, alone, broadcast
+from ...execution.sharing import SharedParts
 from ...gguf.names import architecture
 from ...models.blocks import check_finite, config_of, describe, text_config
 from ...models.experts import EXPERTS_KEPT
@@ -37,7 +38,7 @@ from ..describe import EvenUneven
 from .apply import measure_plan
 from .compensation import ways_of
 from .nemotron import check_config
-from .point import Evaluation, Moments, ShapePoint
+from .point import PARTS, Evaluation, Moments, ShapePoint, folds_of
 from .program import DAMPING, GONE, KINDS, PASSES, ShapeSpace
 from .save import allowed_units, check_depth, described_smaller
 from .speed import Speed, measure_speed, sizes_of_layers
@@ -120,13 +121,14 @@ def plan_shapes(
     Raises:
         UnknownStructure: A layer without heads or MLP of a known layout.
         InfeasibleBudget: The caps do not allow it.
-        InvalidInput: Passes that allow no step, an option outside its domain, or a model that the runtime does not compute with
-            layers that differ.
-        CoverageError: Layers of a streamed model that come and go, or several processes.
+        InvalidInput: Passes that allow no step, an option outside its domain, a model that the runtime does not compute with
+            layers that differ, or a text with fewer sequences in one of its parts than processes work on it.
+        CoverageError: Layers of a streamed model that come and go.
         ModelMismatch: The folder holds another run.
     """
     alike = _alike(model, even, runtime, kinds)
     _check_model(model, depth)
+    Teams.check([fold.samples for fold in folds_of(model, data)], PARTS)
     speed = _speed(model, budget, runtime, threads, resume) if speed is None else speed
     spaces = _spaces(
         model,
@@ -148,7 +150,7 @@ def plan_shapes(
     request = {**hyper, **spaces[0].hyper, "by": by, "seed": seed, "damping": damping, "batch_size": batch_size}
     hyper |= {} if runtime is None else {"runtime": runtime}
     request |= {"model": identity["digest"], "data": data.digest, "versions": versions(), "computation": computation(model)}
-    parts, tick = Parts(resume, request), Steps(progress, int(passes), "forward equivalents")
+    parts, tick = SharedParts(resume, request), Steps(progress, int(passes), "forward equivalents")
     points = (ShapePoint(model, data, space, damping, batch_size) for space in spaces)
     path = _first([_Path(point, strides, trust, draws, seed, tick, parts, f"start-{i}") for i, point in enumerate(points)])
     others = path.even_and_uneven()
@@ -166,9 +168,15 @@ def plan_shapes(
         path=to_jsonable(path.log),
         forward_passes=float(path.point.passes + last),
         experts_differ=hasattr(config_of(model), EXPERTS_KEPT),
-        crossed=len(path.point.references) > 1,  # the predicted damage is on text that did not refit
-        measured=measure_plan(model, plan, data, batch_size=batch_size, progress=progress),
+        crossed=path.point.folds > 1,  # the predicted damage is on text that did not refit
+        measured=broadcast(lambda: _measured(model, plan, data, batch_size, progress)),
     )
+
+
+def _measured(model: nn.Module, plan: Plan, data: CalibrationSet, batch_size: int, progress: Progress | None) -> float:
+    """See :func:`measure_plan`; in one process, for refits to sums of another order would not be the same to the bit."""
+    with alone():
+        return measure_plan(model, plan, data, batch_size=batch_size, progress=progress)
 
 
 def _every_width(space: ShapeSpace, around: np.ndarray, seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -210,13 +218,11 @@ def _alike(model: nn.Module, even: bool, runtime: str | None, kinds: Sequence[st
 
 
 def _check_model(model: nn.Module, depth: int) -> None:
-    """Refuse a model that cannot be measured here, in one process, or whose config cannot say that layers are gone."""
+    """Refuse a model that cannot be measured here, or whose config cannot say that layers are gone."""
     need_settled(model, "measuring")
     check_finite(model)
     if depth > 0:
         check_depth(model)
-    if process_group().size > 1:
-        raise CoverageError("Smaller shapes are planned in one process.", "", "Use one.")
 
 
 def _speed(model: nn.Module, budget: str | float, runtime: str | None, threads: int, resume: Any) -> Speed | None:
@@ -229,7 +235,7 @@ def _speed(model: nn.Module, budget: str | float, runtime: str | None, threads: 
             "Other runtimes are not timed; flops stand for them.",
             'Add --runtime llama.cpp (runtime="llama.cpp"), without --resume.',
         )
-    return measure_speed(model, threads=threads)
+    return broadcast(lambda: measure_speed(model, threads=threads))
 
 
 def _spaces(

@@ -17,7 +17,7 @@ and the wrong parts then seem cheap. It costs no more passes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,9 +26,10 @@ from torch import nn
 
 from ...data.calibration import CalibrationSet
 from ...execution.divergence import Reference
-from ...execution.inputs import InputMoments, InputStatistics, moments_of_sites
+from ...execution.inputs import InputMoments, InputStatistics, moments_of_sites, share_statistics
 from ...execution.loss import assign_folds, count_scored_tokens
 from ...execution.modes import inference
+from ...execution.processes import Teams, among
 from ...models.blocks import is_conv1d, matrix_of, partition
 from ...progress import Progress
 from ...sensitivity.directional.directions import Directions, Written
@@ -38,19 +39,20 @@ from .layouts import Where
 from .program import GONE, PrunablePart, ShapeSpace
 from .units import damped, refitted, stays, where_is
 
+PARTS = "parts of the text"  # of which every team of processes has some
 _FOLDS = 4
 _NOTHING = -1  # units of a layer that goes
 Grams = dict[str, InputMoments]
 
 
 class Moments:
-    """Second moments of the inputs at a state, for every fold those of the other folds; made when they are asked for first."""
+    """Second moments of the inputs at a state, for folds of this process those of the others; made when they are asked for."""
 
-    def __init__(self, make: Callable[[], list[Grams]]) -> None:
-        self._make: Callable[[], list[Grams]] | None = make
-        self._found: list[Grams] = []
+    def __init__(self, make: Callable[[], dict[int, Grams]]) -> None:
+        self._make: Callable[[], dict[int, Grams]] | None = make
+        self._found = dict[int, Grams]()
 
-    def __call__(self) -> list[Grams]:
+    def __call__(self) -> dict[int, Grams]:
         """Return them."""
         if self._make is not None:
             self._found, self._make = self._make(), None  # what they were made from is needed no more
@@ -98,8 +100,9 @@ class _Indexed(Directions):
 class ShapePoint:
     """The model on its way through states of a :class:`~layerbudget.decisions.shapes.program.ShapeSpace`.
 
-    ``passes`` are forward equivalents so far (forward 1, backward 2), ``dense`` the second moments of the dense model's inputs,
-    for every fold those of the other folds, ``references`` its output on every fold.
+    ``passes`` are forward equivalents so far (forward 1, backward 2). Several processes share the folds (``teams``): a process
+    has the dense model's output on its own ones, ``references``, and for each of them the second moments of the dense model's
+    inputs on the other folds, ``dense``.
     """
 
     def __init__(self, model: nn.Module, data: CalibrationSet, space: ShapeSpace, damping: float, batch_size: int) -> None:
@@ -115,15 +118,16 @@ class ShapePoint:
         self.originals = Originals(model, blocks)
         owners: dict[str, Any] = {n: model.get_submodule(n) for n in self.matrices if space.depth}
         self.biases = {n: (o.bias, o.bias.detach().clone()) for n, o in owners.items() if o.bias is not None}
-        self.references: list[Reference] = []
-        grams: list[Grams] = []
-        counts = count_scored_tokens(model, data)
-        dealt = assign_folds(counts, _FOLDS if (counts > 0).sum() >= _FOLDS else 1)
-        for fold in [data.select(np.flatnonzero(dealt == k).tolist()) for k in range(dealt.max() + 1)]:
-            listen = InputStatistics(model, [m for b in blocks for m in b.modules], "gram")
-            self.references.append(Reference(model, fold, batch_size, listen))
-            grams.append({name: listen.found[name][0] for name in self.matrices})
-        self.dense = _others(grams)
+        folds = folds_of(model, data)
+        self.teams = Teams.of([fold.samples for fold in folds], PARTS)
+        self.folds, self.references = len(folds), dict[int, Reference]()
+        grams = dict[int, Grams]()
+        with among(self.teams.team):
+            for fold in self.teams.mine:
+                listen = InputStatistics(model, [m for b in blocks for m in b.modules], "gram")
+                self.references[fold] = Reference(model, folds[fold], batch_size, listen)
+                grams[fold] = {name: listen.found[name][0] for name in self.matrices}
+        self.dense = self._others(grams)
         self.passes = 1.0
 
     def restore(self) -> None:
@@ -166,7 +170,7 @@ class ShapePoint:
         self,
         state: np.ndarray,
         alternatives: np.ndarray,
-        grams: Sequence[Grams],
+        grams: Mapping[int, Grams],
         *,
         draws: int,
         seed: int,
@@ -179,37 +183,52 @@ class ShapePoint:
         Args:
             state: What every layer keeps, ``(K, 3)``.
             alternatives: What every layer may keep instead, ``(K, A, 3)``.
-            grams: Moments that refit the matrices, for every fold.
+            grams: Moments that refit the matrices, for every fold of this process.
             draws: Draws of labels.
             seed: Of the draws.
             spent: Called with the forward equivalents so far, after every batch.
         """
-        terms, gathered, before = list[QuadraticTerms](), list[Grams](), self.passes
-        for fold, (reference, moments) in enumerate(zip(self.references, grams, strict=True)):
-            self.move(state, moments)
+        terms, gathered, before = dict[int, QuadraticTerms](), dict[int, Grams](), self.passes
+        for number, (fold, reference) in enumerate(self.references.items()):
+            self.move(state, grams[fold])
 
-            def within(done: int, total: int, fold: int = fold) -> None:
+            def within(done: int, total: int, number: int = number) -> None:
                 """A share of this fold's text was run forwards and backwards."""
-                share = (fold + done / max(total, 1)) / len(self.references)
+                share = (number + done / max(total, 1)) / len(self.references)
                 spent(before + share * (1.0 + 2.0 * (draws + bool(state.any()))))
 
-            forms, seen = self._evaluate(reference, alternatives, moments, draws, seed, within, dense=not state.any())
-            terms.append(forms)
-            gathered.append(seen)
-        self.passes += terms[0].passes
-        later = _others(gathered)
-        return Evaluation(state=state, around=alternatives, forms=_mean(terms), moments=Moments(lambda: later))
+            with among(self.teams.team):
+                terms[fold], gathered[fold] = self._evaluate(
+                    reference, alternatives, grams[fold], draws, seed, within, dense=not state.any()
+                )
+        every = self.teams.spread(terms)
+        self.passes += every[0].passes
+        later = self._others(gathered)
+        return Evaluation(state=state, around=alternatives, forms=_mean(every), moments=Moments(lambda: later))
 
-    def look(self, state: np.ndarray, grams: Sequence[Grams]) -> list[Grams]:
+    def look(self, state: np.ndarray, grams: Mapping[int, Grams]) -> dict[int, Grams]:
         """Second moments at a state that has been measured, by one forward: those of its :class:`Evaluation`, to the bit."""
-        known, gathered = {b.name: b for b in partition(self.model, "linear")}, list[Grams]()
-        for reference, moments in zip(self.references, grams, strict=True):
-            self.move(state, moments)
+        known, gathered = {b.name: b for b in partition(self.model, "linear")}, dict[int, Grams]()
+        for fold, reference in self.references.items():
+            self.move(state, grams[fold])
             listen = InputStatistics(self.model, [m for name in self.matrices for m in known[name].modules], "gram")
-            with inference(self.model):
+            with among(self.teams.team), inference(self.model):
                 listen.finals(reference.walk)
-            gathered.append({name: listen.found[name][0] for name in self.matrices})
-        return _others(gathered)
+            gathered[fold] = {name: listen.found[name][0] for name in self.matrices}
+        return self._others(gathered)
+
+    def _others(self, grams: Mapping[int, Grams]) -> dict[int, Grams]:
+        """For every fold of this process the sum over the others; its own where there is one only."""
+        if self.folds == 1:
+            return dict(grams)
+        others = {fold: Grams() for fold in grams}
+        for name in self.matrices:
+            mine = {fold: torch.as_tensor(made[name].value) for fold, made in grams.items()}
+            values = self.teams.tensors(mine)
+            for fold, made in others.items():
+                rest = [v for k, v in enumerate(values) if k != fold]
+                made[name] = InputMoments("gram", value=torch.stack(rest).sum(0))
+        return others
 
     def _evaluate(
         self,
@@ -244,18 +263,15 @@ class ShapePoint:
             progress=progress,
             listen=moments_of_sites(gathered, "gram"),
         )
+        share_statistics(gathered)
         return forms, {name: moments[0] for name, moments in gathered.items()}
 
 
-def _others(folds: Sequence[Grams]) -> list[Grams]:
-    """For every fold the sum over the others; its own where there is one only."""
-    if len(folds) == 1:
-        return list(folds)
-    values = [{name: torch.as_tensor(moments.value) for name, moments in grams.items()} for grams in folds]
-    return [
-        {n: InputMoments("gram", value=torch.stack([v[n] for v in values if v is not mine]).sum(0)) for n in mine}
-        for mine in values
-    ]
+def folds_of(model: nn.Module, data: CalibrationSet) -> list[CalibrationSet]:
+    """The folds of a text, dealt in turn; one where too few sequences have answers."""
+    counts = count_scored_tokens(model, data)
+    dealt = assign_folds(counts, _FOLDS if (counts > 0).sum() >= _FOLDS else 1)
+    return [data.select(np.flatnonzero(dealt == k).tolist()) for k in range(dealt.max() + 1)]
 
 
 def _mean(terms: Sequence[QuadraticTerms]) -> QuadraticTerms:

@@ -83,9 +83,8 @@ def recipe(plan: Plan, method: str = "wanda", *, pattern: str | None = None) -> 
             f"Prune with layerbudget instead, or say --method {known.split()[0]}.",
         )
     if plan.rows is not None:
-        raise InvalidInput(
-            f"The plan decides groups of {plan.rows.size} rows.", "A recipe has one sparsity per matrix.", "Plan by linear."
-        )
+        what = f"The plan decides groups of {plan.rows.size} rows."
+        raise InvalidInput(what, "A recipe has one sparsity per matrix.", "Plan with --by linear.")
     if stacked := stacks(m for b in plan.blocks if b.count for m in b.modules):
         raise InvalidInput(
             f"{stacked[0]} is a stack of experts, and llm-compressor takes each expert for a module.",

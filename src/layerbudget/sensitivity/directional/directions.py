@@ -16,6 +16,7 @@ levels of all lines.
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 
 from ...compressors.select import ranked
 from ...errors import LengthMismatch
+from ...execution.processes import process_group
 
 _CHUNK = 64 << 20  # entries of the gradients of single sequences at a time
 _PIECE = 1 << 19  # of these, entries of one sequence that are met while they lie in the processor's cache
@@ -107,11 +109,20 @@ class _Last:
         return self.made
 
 
+@dataclasses.dataclass(frozen=True)
+class Elsewhere:
+    """So many rows of a candidate that another process makes, and where they go."""
+
+    rows: int
+    device: torch.device
+
+
 class Int8Directions(Directions):
     """Candidates that are written down in one byte per entry, under one scale per row: what that rounds off is noise.
 
     ``pieces`` hold rows of a matrix ``(d_out, d_in)``, one piece below the other: treated minus present weights of every
-    candidate, ``(rows, d_in)``, None for no change.
+    candidate, ``(rows, d_in)``, None for no change. Several processes may share them: :class:`Elsewhere` stands for what
+    another one makes, and all get what all have made.
 
     Where candidates of different rows have nothing to do with each other, products of their derivatives are zero on average. A
     *sample* of a matrix's rows is then enough: squares of its derivatives are as large as those of all rows, and
@@ -124,6 +135,7 @@ class Int8Directions(Directions):
         share: Share that they are of the rows that count.
         draws: How often the same inputs come, each time with other gradients. Where that is more often than there are
             candidates, the outputs of these are made once, and no gradient of the matrix.
+        shared: Whether the processes of the run divide the pieces; then all of them must come here.
     """
 
     groups = 1
@@ -131,10 +143,12 @@ class Int8Directions(Directions):
     def __init__(
         self,
         shape: tuple[int, int],
-        pieces: Iterable[Sequence[torch.Tensor | None]],
+        pieces: Iterable[Sequence[torch.Tensor | Elsewhere | None]],
         rows: torch.Tensor | None = None,
         share: float = 1.0,
         draws: int = 1,
+        *,
+        shared: bool = False,
     ) -> None:
         self.coded: list[tuple[torch.Tensor, torch.Tensor] | None] = []
         self.rows, self.share = rows, share
@@ -146,12 +160,16 @@ class Int8Directions(Directions):
                 self.coded = [None if d is None else self._room(d, shape) for d in piece]
             stop = start
             for coded, delta in zip(self.coded, piece, strict=True):
-                if coded is not None and delta is not None:
+                if isinstance(delta, Elsewhere):
+                    stop = start + delta.rows
+                elif coded is not None and delta is not None:
                     stop = start + len(delta)
                     scale = (delta.abs().amax(1, keepdim=True) / 127).clamp_min(tiny)
                     coded[0][start:stop] = (delta / scale).round_()
                     coded[1][start:stop] = scale * share**-0.5
             start = stop
+        for tensor in (t for coded in self.coded if coded is not None for t in coded) if shared else ():
+            process_group().reduce([tensor])  # zero where it was another's
         self.levels = len(self.coded)
         self._products = _Last()
         candidates = sum(coded is not None for coded in self.coded)
@@ -159,8 +177,9 @@ class Int8Directions(Directions):
         self.squares = np.zeros((-(-shape[0] // self.size), self.levels))  # derivatives of parts, squared and added up
 
     @staticmethod
-    def _room(like: torch.Tensor, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        return like.new_empty(shape, dtype=torch.int8), like.new_empty(shape[0], 1)
+    def _room(like: torch.Tensor | Elsewhere, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        codes = torch.zeros(shape, dtype=torch.int8, device=like.device)
+        return codes, torch.zeros(shape[0], 1, dtype=torch.float32, device=like.device)
 
     def along(self, gradient: torch.Tensor) -> torch.Tensor:
         """See :meth:`Directions.along`."""

@@ -296,9 +296,11 @@ def quadratic_terms(
     losses: list[Loss] = [SampledLoss(1009 * seed + draw) for draw in range(draws)]
     if clean is not None:
         losses.insert(0, _divergence_from(clean, size))
-    local_data, group, samples = shard(data), process_group(), data.samples
+    group, samples = process_group(), data.samples
+    size = size if clean is not None else group.batch(samples, size)
+    run = 1 if clean is not None else size  # sequences that follow each other in a process
+    local_data, places = shard(data, run), group.places(samples, run)
     batches = list(unlabelled(model, local_data, size))
-    places = group.shard(range(samples))
     sums = DirectionalSums(
         units,
         directions,
@@ -312,18 +314,20 @@ def quadratic_terms(
         watch=watch,
     )
     way = "whole" if draws and _spanning(model, units) else walk
-    seen = [] if watched is None else list(unlabelled(model, shard(watched), size))
+    seen = [] if watched is None else _watched(model, watched, size)
     fed = feed(
         model, batches, blocks, sums, walk=way, tick=Steps(progress, local_data.samples, "gradients"), alone=True, watched=seen
     )
     counts = np.zeros(samples)
     for batch in batches:
         counts[places[batch.rows]] = (batch.targets != IGNORE).reshape(batch.size, -1).sum(1).cpu().numpy()
-    totals = group.sum(sums.sums)
+    totals, rows = group.sum(sums.sums), group.sum(sums.rows) if draws else sums.rows
+    if draws:
+        totals[1] = rows.sum(0)  # in the order of the sequences, whoever had them
     loss, *each = group.sum(np.array([fed.loss, *counts])).tolist()
     tokens = round(sum(each))
     first, second = totals[0] / tokens, totals[1] / (2 * tokens)
-    halves = ((group.sum(sums.rows) if draws else sums.rows).T / 2).transpose(1, 0, 2)
+    halves = (rows.T / 2).transpose(1, 0, 2)
     return QuadraticTerms(
         first=first,
         second=second,
@@ -332,6 +336,12 @@ def quadratic_terms(
         passes=1.0 + 2.0 * len(losses),
         divergence=loss / sum(each) if clean is not None else 0.0,
     )
+
+
+def _watched(model: nn.Module, data: Data, size: int) -> list[Batch]:
+    """Batches of this process of text on which matrices are seen to run."""
+    size = process_group().batch(data.samples, size)
+    return list(unlabelled(model, shard(data, size), size))
 
 
 def divergence(logits: torch.Tensor, clean: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

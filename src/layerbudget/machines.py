@@ -1,0 +1,168 @@
+"""What each of several processes does of a verb, on paper: memory, operations, bytes read and bytes exchanged.
+
+The counts are those of the code. Sequences are divided, so a process does its share of the operations. Weights are not: every
+process reads all of them, once where they stay in memory, else as often as the walks pass them. What is exchanged are the sums
+that :class:`~layerbudget.execution.processes.ProcessGroup` adds up, in bytes of one process; a ring sends nearly twice as much.
+
+A forward is two operations for every weight that a token meets, and products of inputs with themselves count as they are.
+Attention, softmax and the rounding of a matrix are left out: a few per cent at the default lengths.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from .cost import WORK, Cost, Shape, Text, WorkItem, moments_bytes, price
+from .timing import Pace
+
+#: What a card of a data centre does in a second: operations in 16 bits, bytes read from a disk, bytes sent over the network.
+RATES = {"operations": 4e14, "reading": 3e9, "exchange": 2.5e10}
+_TRIED = 2.0  # walks that try whether the layers of a model whose weights stay in files can run one at a time
+_SMALL = 256.0  # bytes of the names and numbers of a layer, beside its sums
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Share:
+    """One of several processes: what it holds and does of a verb, and what would take longest.
+
+    Attributes:
+        machines: How many processes there are, each with a card of its own.
+        sequences: Of all texts, the largest share of the first one.
+        memory: Bytes at the peak, mapped weights not counted.
+        operations: Floating-point operations.
+        read: Bytes of weights that come from files.
+        sent: Bytes that go into sums over all processes.
+        limit: ``memory`` where it does not fit, ``text`` where there are fewer sequences than processes, else what takes
+            longest at :data:`RATES`: ``operations``, ``reading`` or ``exchange``.
+        seconds: Of that work at :data:`RATES`; zero where the verb does not run.
+    """
+
+    machines: int
+    sequences: int
+    memory: int
+    operations: float
+    read: float
+    sent: float
+    limit: str
+    seconds: float
+
+
+def _gradients(tables: float) -> Callable[[Shape, Text], float]:
+    """So many sums as wide as all matrices, in float32."""
+    return lambda shape, text: 4.0 * tables * shape.layers * shape.numel
+
+
+def _rows(losses: float) -> Callable[[Shape, Text], float]:
+    """The gradient of every sequence."""
+    return lambda shape, text: 4.0 * losses * text.samples * shape.layers * shape.numel
+
+
+def _factors(tables: float) -> Callable[[Shape, Text], float]:
+    """Both factors of every matrix, and so many sums of its gradients."""
+
+    def sent(shape: Shape, text: Text) -> float:
+        squares = sum(copies * d**2 for d, copies in shape.sites) + sum(m.copies * m.d_out**2 for m in shape.matrices)
+        return 4.0 * shape.layers * (squares + tables * shape.numel)
+
+    return sent
+
+
+def _norms(shape: Shape, text: Text) -> float:
+    """Second moments of every input by itself."""
+    return 8.0 * shape.layers * sum(copies * d for d, copies in shape.sites)
+
+
+def _values(each: float) -> Callable[[Shape, Text], float]:
+    """So many numbers for every matrix and sequence."""
+    return lambda shape, text: 8.0 * each * text.samples * shape.layers * len(shape.matrices)
+
+
+#: Bytes that one process gives to sums over all of them, by kind of work, in one look at the text.
+SENT: dict[str, Callable[[Shape, Text], float]] = {
+    "gradient-norm": _gradients(1),
+    "fisher-diagonal": _gradients(8),  # two tables in four groups of sequences
+    "fisher-gram": _rows(1),
+    "fisher-mc": _rows(2),
+    "layerif": _rows(1),
+    "adapter": lambda shape, text: 32.0 * text.samples * shape.layers * sum(m.copies * m.d_out for m in shape.matrices),
+    "rank-gain": _factors(2),
+    "kfac": _factors(4),
+    "ekfac": _factors(6),
+    "norms": _norms,
+    "gram": moments_bytes,
+    "refit": moments_bytes,
+    "directional": _values(17.0),
+    "forward": lambda shape, text: 8.0 * text.samples,
+}
+
+
+def share_of(
+    verb: str, parts: Sequence[WorkItem], shape: Shape, pace: Pace, machine: int, machines: int, streamed: bool | None = None
+) -> Share:
+    """Return what each of ``machines`` processes holds and does of a verb.
+
+    Args:
+        verb: The verb as users type it.
+        parts: Its parts.
+        shape: Of the model.
+        pace: Of the model; only its device matters.
+        machine: Bytes of memory of each process.
+        machines: How many processes there are.
+        streamed: As for :func:`~layerbudget.cost.price`.
+    """
+    divided = [dataclasses.replace(p, text=dataclasses.replace(p.text, samples=-(-p.text.samples // machines))) for p in parts]
+    cost: Cost = price(verb, divided, shape, pace, machine, streamed)
+    operations = sum(part.times * _operations(part, shape) for part in divided)
+    read = (_TRIED + sum(part.times * _walks(part) for part in parts) if cost.how == "streamed" else 1.0) * shape.weights
+    sent = sum(part.times * _looks(part) * _sent(part, shape) for part in parts) if machines > 1 else 0.0
+    seconds = {"operations": operations, "reading": read, "exchange": 2.0 * sent * (machines - 1) / machines}
+    seconds = {name: amount / RATES[name] for name, amount in seconds.items()}
+    limit = max(seconds, key=lambda name: seconds[name])
+    short = min((p.text.samples for p in parts if _shared(p)), default=machines) < machines
+    limit = "text" if short else limit if cost.fits else "memory"
+    return Share(
+        machines=machines,
+        sequences=divided[0].text.samples,
+        memory=cost.memory,
+        operations=operations,
+        read=read,
+        sent=sent,
+        limit=limit,
+        seconds=seconds.get(limit, 0.0),
+    )
+
+
+def _shared(part: WorkItem) -> bool:
+    """Whether the sequences of a part are divided: a forward of one sequence only opens the layers."""
+    return part.text.samples > 1
+
+
+def _looks(part: WorkItem) -> float:
+    """How often the text is walked backwards, or forwards where nothing is walked backwards."""
+    work = WORK[part.kind]
+    passes = work.forwards if part.forwards is None else part.forwards
+    if part.kind == "directional":
+        return passes / (1.0 + 2.0 * max(1, work.losses if part.losses is None else part.losses))
+    return max(1.0, passes) if part.kind == "forward" else 1.0
+
+
+def _walks(part: WorkItem) -> float:
+    """How often all weights come from their files: a look backwards passes every layer twice."""
+    return _looks(part) * (2.0 if WORK[part.kind].graph != "none" else 1.0)
+
+
+def _sent(part: WorkItem, shape: Shape) -> float:
+    counted = SENT.get(part.kind)
+    sums = 0.0 if counted is None else counted(shape, part.text)
+    return _SMALL * shape.layers + sums + part.sent(shape, part.text)
+
+
+def _operations(part: WorkItem, shape: Shape) -> float:
+    """Operations of a part on its text."""
+    work, text = WORK[part.kind], part.text
+    passes = work.forwards + work.each * shape.layers if part.forwards is None else part.forwards
+    met = shape.layers * shape.met + shape.hidden * shape.vocabulary * work.head
+    each = ((copies * shape.routed if copies > 1 else 1.0) * d**2 for d, copies in shape.sites)
+    moments = sum(each) if part.kind == "gram" else 0.0
+    return 2.0 * text.tokens * (passes * met + shape.layers * moments)

@@ -1,0 +1,137 @@
+"""Plans of bits and of memory: two processes give what one gives, and continue what one began."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests import zoo
+from tests.launching import launched
+
+import layerbudget as lb
+from layerbudget.cli import main
+from layerbudget.compressors.formats import GGUF, PACKED
+from layerbudget.decisions.bits.plan import plan_bits
+from layerbudget.decisions.memory.plan import plan_memory
+from layerbudget.errors import InvalidInput
+from layerbudget.execution.processes import ProcessGroup
+from layerbudget.execution.sharing import Part, deal
+
+ROOT = Path(__file__).parents[2]
+CASES = {  # as many whole batches of two as processes: every batch is then that of one process
+    "rtn": {"bits": 5.0, "family": GGUF},
+    "weighted": {"bits": 4.5, "family": PACKED, "method": "weighted"},
+    "gptq": {"bits": 5.0, "family": GGUF, "method": "gptq", "formats": ["Q4_0", "IQ4_NL", "Q5_1"]},
+    "gptq by groups": {"bits": 4.5, "family": PACKED, "method": "gptq", "formats": ["w3-g32", "w4-g32", "w8-g32"]},
+    "descent": {"bits": 4.5, "family": PACKED, "method": "descent", "formats": ["w3-g32", "w4-g32", "w8-g32"]},
+}
+LAUNCHED = """
+import json, sys
+sys.path.insert(0, {root!r})
+sys.modules["hqq"] = None  # transformers imports it where it is installed, and with it torch's compilers, for seconds
+from layerbudget.cli import main
+from layerbudget.execution.processes import join, shutdown
+from tests.decisions.test_shared_plans import everything
+group = join("cpu")
+out, codes = everything(sys.argv[1], sys.argv[2]), []
+for words in json.loads(sys.argv[3]):
+    codes.append(main(words))
+    join("cpu").barrier()
+open(f"{{sys.argv[4]}}-{{group.rank}}", "w").write(json.dumps([out, codes]))
+shutdown()
+"""
+
+
+def everything(begun, own):
+    """Plans by their names, digests, formats and check; ``begun`` is the folder of a run, ``own`` one for a new run."""
+    model = zoo.build("llama-tied", hidden_size=64, intermediate_size=96)
+    data, check = zoo.tokens(8), zoo.tokens(4, seed=1)
+    plans = {name: plan_bits(model, data, check, draws=1, batch_size=2, **options) for name, options in CASES.items()}
+    few, fewer, resumed = zoo.tokens(5, padded=True), zoo.tokens(3, seed=1), {**CASES["weighted"], "draws": 1}
+    plans["other batches"] = plan_bits(model, few, fewer, resume=own, **resumed)
+    plans["resumed"] = plan_bits(model, few, fewer, resume=begun, **resumed)
+    room = {"memory": f"{zoo.buffers(64) + 60000} bytes", "context": 64, "runtime": "transformers"}
+    plans["memory"] = plan_memory(model, data, check, draws=1, batch_size=2, method="weighted", **room)
+    return {name: described(plan) for name, plan in plans.items()}
+
+
+def described(plan):
+    """The digest of a plan, its formats, and the divergence of every plan that was checked."""
+    rows = {rule: row.kl for rule, row in plan.payload.check.rows.items()}
+    return [plan.digest, dict(plan.payload.formats), plan.payload.predicted, rows]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder, what one process gave, what each of two gave, and what the two said."""
+    root = tmp_path_factory.mktemp("shared")
+    alone = json.loads(json.dumps(everything(str(root / "begun"), str(root / "one"))))
+    scores, few = root / "scores.json", ["--length", "16", "--device", "cpu", "--quiet"]
+    assert main(["plan", "bits", "demo", *few, "--samples", "2", "--bits", "4", "--check", "0",
+                 "--save-scores", str(scores), "-o", str(root / "p.json")]) == 0  # fmt: skip
+    jobs = [
+        ["plan", "bits", str(scores), "--bits", "5", "--quiet", "-o", str(root / "of-scores.json")],
+        ["plan", "bits", "demo", *few, "--samples", "3", "--bits", "4", "--method", "gptq", "-o", str(root / "few.json")],
+        ["plan", "memory", "demo", *few, "--check", "1", "--memory", "8MiB", "--context", "512", "-o", str(root / "m.json")],
+    ]
+    (root / "work.py").write_text(LAUNCHED.format(root=str(ROOT)))
+    words = [root / "work.py", root / "begun", root / "two", json.dumps(jobs), root / "found"]
+    names = sorted(file.name for file in (root / "begun").iterdir())
+    done = launched(list(map(str, words)))
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads((root / f"found-{rank}").read_text()) for rank in range(2)]
+    return root, alone, found, done, names
+
+
+@pytest.mark.parametrize("name", [*CASES, "resumed", "memory"])
+def test_two_processes_make_the_plan_of_one(runs, name):
+    """Damages, choice and check, to the last digit."""
+    assert all(out[name] == runs[1][name] for out, _ in runs[2])
+
+
+def test_other_batches_change_no_more_than_the_last_digits(runs):
+    """Five sequences are a batch of one process, and three and two of two."""
+    for out, _ in runs[2]:
+        for mine, one in zip(out["other batches"][1:], runs[1]["other batches"][1:], strict=True):
+            assert mine == (one if isinstance(one, dict) and "exact" not in one else pytest.approx(one, rel=1e-6))
+
+
+def test_a_run_continues_with_another_number_of_processes(runs):
+    """What one process kept is what two read, and nothing is made again; of their own, the main one keeps the parts."""
+    root, _, _, _, names = runs
+    assert sorted(file.name for file in (root / "begun").iterdir()) == names and len(names) > 2
+    assert len(list((root / "two").iterdir())) == len(names)
+
+
+def test_the_main_process_writes_and_texts_that_are_too_short_are_refused(runs):
+    root, _, found, done, _ = runs
+    assert [codes for _, codes in found] == [[0, 2, 2]] * 2
+    assert lb.Plan.load(root / "of-scores.json").payload.formats
+    assert "gptq needs 4 or more. Give more of them (--samples)" in done.stderr
+    assert "The text that checks the plan has 1 sequences" in done.stderr
+    assert not (root / "few.json").exists() and not (root / "m.json").exists()
+
+
+def test_what_needs_the_same_input_stays_together_where_that_is_quicker():
+    parts = [Part(1.0, "a", 5.0), Part(1.0, "a", 5.0), Part(4.0, "b"), Part(2.0, "c")]
+    owners = deal(parts, ProcessGroup(0, 2))
+    assert owners[0] == owners[1] != owners[2]
+    assert deal(parts, ProcessGroup(1, 2)) == owners and set(deal(parts, ProcessGroup())) == {0}
+
+
+@pytest.mark.parametrize("samples", range(1, 40))
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_batches_are_as_many_in_every_process(samples, size):
+    groups = [ProcessGroup(rank, size) for rank in range(size)]
+    for batch in (1, 4, 8):
+        run = groups[0].batch(samples, batch)
+        assert 1 <= run <= batch
+        if samples < size:
+            with pytest.raises(InvalidInput, match="cannot be shared"):
+                groups[0].places(samples, run)
+            continue
+        places = [group.places(samples, run) for group in groups]
+        assert sorted(sum(places, [])) == list(range(samples))
+        turns = [-(-len(each) // run) for each in places]
+        assert max(turns) - min(turns) <= 1 and np.ptp([len(p) for p in places]) <= max(run, 1)
+        assert size > 1 or run == batch or samples < batch
