@@ -78,7 +78,7 @@ def test_two_copies_of_a_wide_factor_are_held_while_its_matrix_is_settled():
 def test_errors_with_feedback_stand_before_there_is_a_graph(monkeypatch):
     """What they are made of, squares of wide inputs and their factors, is gone when gradients come; so are a piece's logits."""
     model, data, events, held, given = zoo.build("llama", intermediate_size=64), zoo.tokens(6, 12), list[str](), [], []
-    made, between, settle = RoundingErrors._of_rows, Int8Directions.between, RoundingErrors.settle
+    made, between, settle = RoundingErrors._make, Int8Directions.between, RoundingErrors.settle
 
     def note(letter, function):
         def noted(self, *arguments):
@@ -91,7 +91,7 @@ def test_errors_with_feedback_stand_before_there_is_a_graph(monkeypatch):
 
         return noted
 
-    monkeypatch.setattr(RoundingErrors, "_of_rows", note("m", made))
+    monkeypatch.setattr(RoundingErrors, "_make", note("m", made))
     monkeypatch.setattr(RoundingErrors, "settle", note("s", settle))
     monkeypatch.setattr(Int8Directions, "between", note("g", between))
     monkeypatch.setattr(backward, "fits_whole", lambda *_: False)

@@ -159,8 +159,8 @@ class RoundingErrors(Watch):
 
     @property
     def ahead(self) -> bool:
-        """See :meth:`Watch.ahead`: with error feedback errors depend on nothing but the inputs."""
-        return self.quantiser.statistic == "gram" and self.quantiser.reads_text
+        """See :meth:`Watch.ahead`: errors with feedback depend on the inputs alone. Several processes share them."""
+        return self.quantiser.statistic == "gram" and self.quantiser.reads_text and process_group().size == 1
 
     @property
     def levels(self) -> int:
