@@ -106,15 +106,18 @@ def share_of(
         verb: The verb as users type it.
         parts: Its parts.
         shape: Of the model.
-        pace: Of the model; only its device matters.
+        pace: Of the model; its seconds do not matter here.
         machine: Bytes of memory of each process.
         machines: How many processes there are.
         streamed: As for :func:`~layerbudget.cost.price`.
     """
     divided = [dataclasses.replace(p, text=dataclasses.replace(p.text, samples=-(-p.text.samples // machines))) for p in parts]
-    cost: Cost = price(verb, divided, shape, pace, machine, streamed)
+    card = dataclasses.replace(pace, device="cuda")  # it holds no pages of mapped files
+    cost: Cost = price(verb, divided, shape, card, machine, streamed)
     operations = sum(part.times * _operations(part, shape) for part in divided)
-    read = (_TRIED + sum(part.times * _walks(part) for part in parts) if cost.how == "streamed" else 1.0) * shape.weights
+    tried = _TRIED if any(WORK[part.kind].graph != "none" for part in parts) else 0.0
+    walks = tried + sum(part.times * _walks(part) for part in divided) if cost.how == "streamed" else 1.0
+    read = walks * shape.weights
     sent = sum(part.times * _looks(part) * _sent(part, shape) for part in parts) if machines > 1 else 0.0
     seconds = {"operations": operations, "reading": read, "exchange": 2.0 * sent * (machines - 1) / machines}
     seconds = {name: amount / RATES[name] for name, amount in seconds.items()}
@@ -148,8 +151,9 @@ def _looks(part: WorkItem) -> float:
 
 
 def _walks(part: WorkItem) -> float:
-    """How often all weights come from their files: a look backwards passes every layer twice."""
-    return _looks(part) * (2.0 if WORK[part.kind].graph != "none" else 1.0)
+    """How often all weights come from their files: a look backwards passes every layer twice, a forward each for every batch."""
+    batches = -(-part.text.samples // part.text.batch) if part.kind == "forward" else 1
+    return _looks(part) * (2.0 if WORK[part.kind].graph != "none" else 1.0) * batches
 
 
 def _sent(part: WorkItem, shape: Shape) -> float:
