@@ -151,7 +151,7 @@ def _looks(part: WorkItem) -> float:
 
 
 def _walks(part: WorkItem) -> float:
-    """How often all weights come from their files: a look backwards passes every layer twice, a forward each for every batch."""
+    """How often all weights come from their files: backwards twice in a look, forwards once for every batch."""
     batches = -(-part.text.samples // part.text.batch) if part.kind == "forward" else 1
     return _looks(part) * (2.0 if WORK[part.kind].graph != "none" else 1.0) * batches
 
