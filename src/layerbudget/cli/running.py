@@ -104,15 +104,20 @@ def _take_slurms_words() -> None:
 
     The main process is on the first node of the step. ``MASTER_ADDR`` and ``MASTER_PORT`` that are set stay.
     """
-    told = os.environ
-    size = told.get("SLURM_STEP_NUM_TASKS") or told.get("SLURM_NTASKS") or "1"
-    if told.keys() & {"RANK", "WORLD_SIZE"} or "SLURM_STEP_ID" not in told or "SLURM_PROCID" not in told or int(size) < 2:
+    variables = os.environ
+    size = variables.get("SLURM_STEP_NUM_TASKS") or variables.get("SLURM_NTASKS") or "1"
+    if (
+        variables.keys() & {"RANK", "WORLD_SIZE"}
+        or "SLURM_STEP_ID" not in variables
+        or "SLURM_PROCID" not in variables
+        or int(size) < 2
+    ):
         return
-    nodes = told.get("SLURM_STEP_NODELIST") or told.get("SLURM_NODELIST") or "localhost"
-    job, step = (int(told.get(name) or 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    told |= {"RANK": told["SLURM_PROCID"], "WORLD_SIZE": size, "LOCAL_RANK": told.get("SLURM_LOCALID", "0")}
-    told.setdefault("MASTER_ADDR", first_node(nodes))
-    told.setdefault("MASTER_PORT", str(20000 + (job + 977 * step) % 20000))
+    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_NODELIST") or "localhost"
+    job, step = (int(variables.get(name) or 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    variables |= {"RANK": variables["SLURM_PROCID"], "WORLD_SIZE": size, "LOCAL_RANK": variables.get("SLURM_LOCALID", "0")}
+    variables.setdefault("MASTER_ADDR", first_node(nodes))
+    variables.setdefault("MASTER_PORT", str(20000 + (job + 977 * step) % 20000))
 
 
 def first_node(nodes: str) -> str:

@@ -35,6 +35,7 @@ _ALONE, _WATCHED = 30.0, 600.0  # seconds in which all processes come: without a
 _PATIENCE = datetime.timedelta(days=7)  # of one sum: work is unequal, and who dies is noticed otherwise
 ALIKE = 4  #: Processes that can share the batches of one where a plan is to be equal to the bit.
 T = TypeVar("T")
+Some = TypeVar("Some", bound=CalibrationSet | FeatureSet)
 
 
 class Exchanged:
@@ -48,7 +49,6 @@ class Exchanged:
 
 
 EXCHANGED = Exchanged()  #: What :func:`layerbudget.machines.share_of` expects, as it happened.
-Some = TypeVar("Some", bound=CalibrationSet | FeatureSet)
 
 
 @dataclasses.dataclass(frozen=True)
