@@ -311,9 +311,15 @@ def treating(
     rounds = method in QUANTISERS.names()
     statistic = (find_quantiser if rounds else find_treatment)(method).statistic
     job = rounding(method, formats, ends=ends, more=more) if rounds else _pruning(method)
+    sent: Job = _rounded(ends) if rounds else lambda shape, text: 0.0
     if statistic == "none":
-        return [WorkItem("forward", Text(samples=1, length=text.length), forwards, job=job, held=held)]
-    return [WorkItem("gram" if statistic == "gram" else "norms", text, 1.0 + again, job=job, held=held)]
+        return [WorkItem("forward", Text(samples=1, length=text.length), forwards, job=job, held=held, sent=sent)]
+    return [WorkItem("gram" if statistic == "gram" else "norms", text, 1.0 + again, job=job, held=held, sent=sent)]
+
+
+def _rounded(ends: bool) -> Job:
+    """Bytes of all weights that several processes round for each other, and of embedding and head where they are among them."""
+    return lambda shape, text: shape.width * shape.over(lambda rows, columns: rows * columns, ends=ends)
 
 
 def _pruning(method: str) -> Job:
@@ -393,10 +399,6 @@ def choosing(
 
         return shape.over(each, ends=target.ends)
 
-    def rounded(shape: Shape, text: Text) -> float:
-        """All weights of a plan that was rounded by several processes."""
-        return shape.width * shape.over(lambda out, columns: out * columns, ends=target.ends)
-
     measured = [WorkItem("directional", text, 1.0 + 2.0 * draws, losses=draws, job=job, sent=codes)]
     if gram:  # every second sequence shows the inputs, and the others have twice as many draws
         half = dataclasses.replace(text, samples=max(1, text.samples // 2))
@@ -408,7 +410,7 @@ def choosing(
         return measured
     plans = 3.0 if runtime == "llama.cpp" else 2.0
     whole = treating(method, text, formats=anchors, ends=target.ends, forwards=0.0)
-    whole = [dataclasses.replace(part, times=plans, sent=rounded) for part in whole]
+    whole = [dataclasses.replace(part, times=plans) for part in whole]
     if runtime == "llama.cpp" and method in BY_MOMENTS:
         whole += treating("weighted", text, formats=anchors, ends=True)
     return [*measured, *whole, WorkItem("forward", check, 1.0 + plans + (method in BY_MOMENTS))]

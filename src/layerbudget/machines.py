@@ -152,8 +152,9 @@ def _looks(part: WorkItem) -> float:
 
 def _walks(part: WorkItem) -> float:
     """How often all weights come from their files: backwards twice in a look, forwards once for every batch."""
-    batches = -(-part.text.samples // part.text.batch) if part.kind == "forward" else 1
-    return _looks(part) * (2.0 if WORK[part.kind].graph != "none" else 1.0) * batches
+    if part.kind == "forward":  # whole plans of a streamed model go through each layer together
+        return 1.0 * -(-part.text.samples // part.text.batch)
+    return _looks(part) * (2.0 if WORK[part.kind].graph != "none" else 1.0)
 
 
 def _sent(part: WorkItem, shape: Shape) -> float:

@@ -29,7 +29,7 @@ EXACT = 1 << 13  # inputs of a matrix, at most, whose moments are summed in floa
 class InputMoments:
     """Second moments of one input.
 
-    Sums of no more than :data:`EXACT` inputs are in float64 until they are read: then they do not depend on the order in which
+    Sums of no more than ``EXACT`` inputs are in float64 until they are read: then they do not depend on the order in which
     sequences come, nor on how many processes add them up.
 
     Attributes:
