@@ -48,7 +48,7 @@ class Exchanged:
         self.bytes += count
 
 
-EXCHANGED = Exchanged()  #: What :mod:`layerbudget.machines` expects, as it happened.
+EXCHANGED = Exchanged()  #: What ``machines.py`` expects, as it happened.
 
 
 @dataclasses.dataclass(frozen=True)
