@@ -27,6 +27,8 @@ ELSEWHERE = {
     "torchrun --nproc-per-node 4 -m layerbudget score MODEL --estimator rank-gain --by linear --data my.jsonl "
     "-o scores.json": "four processes",
     "torchrun --nproc-per-node 4 -m layerbudget finetune MODEL ranks.json --data my.jsonl -o planned": "four processes",
+    "torchrun --nproc-per-node 2 -m layerbudget plan bits MODEL --bits 4 --method gptq --data my.txt --resume parts "
+    "-o bits.json": "two processes",
     "accelerate launch -m layerbudget apply MODEL plan.json -o pruned": "needs a configured launcher",
     "accelerate launch --num_processes 4 --mixed_precision no -m layerbudget finetune MODEL ranks.json "
     "--data my.jsonl -o planned": "four processes",

@@ -272,7 +272,7 @@ def test_options_of_every_command_stand_anywhere_or_are_refused(tmp_path, monkey
     for words in ("--json export ranks.json --to csv", "export --to csv ranks.json --json --overwrite"):
         assert json.loads(answer_text(capsys, words))["format"] == "csv"
     every = {name for name, field in DECISIONS.find("sparsity").Request.options().items() if field.metadata["group"] == EVERY}
-    assert every == {"json", "quiet", "overwrite", "table", "dry_run", "plugin"}
+    assert every == {"json", "quiet", "overwrite", "table", "dry_run", "machines", "plugin"}
     for command, request in requests_of_all().items():
         for name in request.unread:
             flag = f"--{name.replace('_', '-')}"

@@ -72,7 +72,7 @@ class Partners:
     def __init__(self, rank: int, size: int, host: str, store: Any, seconds: float) -> None:
         self.rank, self.size = rank, size
         self._command, self._busy, self._closing = 0, False, False
-        self._ending: _Ending | None = None
+        self._endings = dict[int, _Ending]()  # by the command that they end; -1 is of a process that has died
         self._lock, self._came, self._left = threading.Lock(), threading.Event(), threading.Event()
         self._links = self._accept(store, seconds) if rank == 0 else self._connect(host, store, seconds)
         self._gone: set[int] = set()
@@ -141,10 +141,9 @@ class Partners:
         self._send(ending, besides=ending.rank)
         with self._lock:
             over = 0 <= ending.command < self._command + (not self._busy)  # a command that has ended here too
-            known = self._ending is not None and not 0 <= self._ending.command < ending.command
-            if over or known:
+            if over or ending.command in self._endings:
                 return
-            self._ending = ending
+            self._endings[ending.command] = ending
             self._came.set()
             now = self._busy and ending.command in (-1, self._command)
             if now:
@@ -171,10 +170,11 @@ class Partners:
         """Inside, this process ends when another one did: with its sentence, as an error."""
         with self._lock:
             self._busy, self._command = True, self._command + 1
-            if self._ending is not None and 0 <= self._ending.command < self._command:  # of the command before
-                self._ending = None
+            for command in [c for c in self._endings if 0 <= c < self._command]:  # of commands before
+                del self._endings[command]
+            ended = self._present()
+            if ended is None:
                 self._came.clear()
-            ended = self._ending if self._ending is not None and self._ending.command in (-1, self._command) else None
         self._left.clear()
         try:
             if ended is not None:
@@ -195,7 +195,11 @@ class Partners:
                 self._came.wait(_NEWS)
         except KeyboardInterrupt:  # the reason has come
             pass
-        return self._ending
+        return self._present()
+
+    def _present(self) -> _Ending | None:
+        """What ends the present command: the death of a process, or a refusal of this command elsewhere."""
+        return self._endings.get(-1) or self._endings.get(self._command)
 
     def _leave(self) -> None:
         """End the command; an interruption that is on its way comes to nothing."""
@@ -219,7 +223,7 @@ class Partners:
     @property
     def lost(self) -> bool:
         """Whether one of the others has ended early."""
-        return self._ending is not None
+        return bool(self._endings)
 
 
 _ALL: list[Partners] = []  # at most one
