@@ -57,6 +57,7 @@ def run(what):
     if what == "deaf":
         import _thread, signal
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         (folder / "deaf").touch()
         time.sleep(30)
     if what == "slow":

@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 import selectors
+import signal
 import socket
 import sys
 import threading
@@ -76,6 +77,7 @@ class Partners:
         self._lock, self._came, self._left = threading.Lock(), threading.Event(), threading.Event()
         self._links = self._accept(store, seconds) if rank == 0 else self._connect(host, store, seconds)
         self._gone: set[int] = set()
+        self._signal = _interrupting()
         for link in self._links.values():
             link.settimeout(None)
             link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -147,7 +149,7 @@ class Partners:
             self._came.set()
             now = self._busy and ending.command in (-1, self._command)
             if now:
-                _thread.interrupt_main()
+                _thread.interrupt_main(self._signal)
         if now and not self._left.wait(GRACE):
             sys.stderr.write(f"layerbudget: {ending.error()}\n")
             sys.stderr.flush()
@@ -168,15 +170,8 @@ class Partners:
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
         """Inside, this process ends when another one did: with its sentence, as an error."""
-        with self._lock:
-            self._busy, self._command = True, self._command + 1
-            for command in [c for c in self._endings if 0 <= c < self._command]:  # of commands before
-                del self._endings[command]
-            ended = self._present()
-            if ended is None:
-                self._came.clear()
-        self._left.clear()
-        try:
+        try:  # an interruption may come as soon as the command has begun
+            ended = self._begin()
             if ended is not None:
                 raise ended.error()
             yield
@@ -187,6 +182,18 @@ class Partners:
             raise ending.error() from error
         finally:
             self._leave()
+
+    def _begin(self) -> _Ending | None:
+        """Begin the next command; return what has ended it elsewhere already."""
+        with self._lock:
+            self._left.clear()
+            self._busy, self._command = True, self._command + 1
+            for command in [c for c in self._endings if 0 <= c < self._command]:  # of commands before
+                del self._endings[command]
+            ended = self._present()
+            if ended is None:
+                self._came.clear()
+            return ended
 
     def _reason(self, error: BaseException) -> _Ending | None:
         """Why a connection broke or the main thread was interrupted; None where no other process did it."""
@@ -227,6 +234,15 @@ class Partners:
 
 
 _ALL: list[Partners] = []  # at most one
+
+
+def _interrupting() -> signal.Signals:
+    """Return a signal that interrupts the main thread: a shell that starts a command behind it has the usual one ignored."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+        return signal.SIGINT
+    if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR2, signal.default_int_handler)
+    return signal.SIGUSR2
 
 
 def missing(came: int, size: int, seconds: float) -> LostProcess:
