@@ -26,6 +26,14 @@ def test_tokens_are_those_of_the_tokenizer_or_of_llama_cpp_where_the_file_cannot
         assert found == by_llama_cpp(file, TEXTS)[0]
 
 
+def test_a_run_of_spaces_is_cut_as_llama_cpp_cuts_it_where_tokens_have_one_score(tmp_path):
+    pytest.importorskip("xllamacpp")
+    texts = [" " * count + "\u2603" for count in range(1, 12)]  # no token joins a space with what follows
+    file_of(MADE["pieces, Gemma, added"](), tmp_path / "m.gguf")
+    made = tokenizer_of(open_gguf(tmp_path / "m.gguf"))
+    assert [made(text)["input_ids"] for text in texts] == by_llama_cpp(tmp_path / "m.gguf", texts)[0]
+
+
 @pytest.mark.parametrize("name", NONE)
 def test_a_file_without_a_vocabulary_is_refused_with_a_remedy(name, tmp_path):
     file_of(MADE[name](), tmp_path / "m.gguf")

@@ -81,7 +81,11 @@ def _bytes(gguf_file: GgufFile, tokens: Sequence[str], kinds: Sequence[int]) -> 
 
 
 def _pieces(gguf_file: GgufFile, tokens: Sequence[str], kinds: Sequence[int]) -> dict[str, Any]:
-    """SentencePiece's BPE: llama.cpp joins whatever makes a token, the one with the best score first."""
+    """SentencePiece's BPE: llama.cpp joins whatever makes a token, the one with the best score first.
+
+    Of equal scores llama.cpp takes the leftmost, so that it goes on with a token that it has begun, such as a run of spaces.
+    Ranks cannot say "leftmost": the longer of two tokens with one score comes first, which does the same for runs.
+    """
     scores = gguf_file.fields.get("tokenizer.ggml.scores")
     if scores is None:
         raise gguf_file.refuse("no tokenizer.ggml.scores", _BESIDE)
@@ -91,8 +95,8 @@ def _pieces(gguf_file: GgufFile, tokens: Sequence[str], kinds: Sequence[int]) ->
     for token, i in whole:
         halves = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
         inside = [(a, b) for a, b in halves if a in vocab and b in vocab]
-        pairs += [(-scores[i], i, pair) for pair in sorted(inside, key=lambda p: (vocab[p[0]], vocab[p[1]]))]
-    merges = [list(pair) for *_, pair in sorted(pairs, key=lambda p: p[:2])]
+        pairs += [(-scores[i], -len(token), i, pair) for pair in sorted(inside, key=lambda p: (vocab[p[0]], vocab[p[1]]))]
+    merges = [list(pair) for *_, pair in sorted(pairs, key=lambda p: p[:3])]
     prefix = gguf_file.fields.get("tokenizer.ggml.add_space_prefix", True)
     unknown = next((tokens[i] for i, kind in enumerate(kinds) if kind == _UNKNOWN), None)
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
