@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import dataclasses
 import functools
@@ -125,13 +126,20 @@ def of_bytes(
 
 @functools.cache
 def _pieces() -> tuple[dict[str, int], tuple[tuple[str, str], ...]]:
-    """Vocabulary and merges as transformers makes them from SentencePiece's file: all pairs of every token."""
+    """Vocabulary and merges as transformers makes them from SentencePiece's file: all pairs of every token.
+
+    Only the commonest characters are learnt. They are chosen here: the trainer's own limit breaks ties at random.
+    """
     from tokenizers import Tokenizer, models, normalizers, trainers
+
+    words = [w for t in _LEARNT for w in t.split() if "▁" not in w]
+    counts = collections.Counter("".join(words))
+    rare = dict.fromkeys(map(ord, sorted(counts, key=lambda c: (-counts[c], c))[89:]), " ")
 
     learner = Tokenizer(models.BPE())
     learner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    trainer = trainers.BpeTrainer(vocab_size=400, show_progress=False, initial_alphabet=["▁"], limit_alphabet=90)
-    learner.train_from_iterator([w for t in _LEARNT for w in t.split() if "▁" not in w], trainer)
+    trainer = trainers.BpeTrainer(vocab_size=400, show_progress=False, initial_alphabet=["▁"])
+    learner.train_from_iterator([part for w in words for part in w.translate(rare).split()], trainer)
     learnt = [t for t, _ in sorted(learner.get_vocab().items(), key=lambda item: item[1])]
     vocab = {t: i for i, t in enumerate(("<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *learnt))}
     joined = [t for t in learnt if len(t) > 1]
