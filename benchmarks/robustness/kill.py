@@ -20,6 +20,7 @@ import shutil
 import signal
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.robustness.small import make_model, make_task, say, text
@@ -246,38 +247,57 @@ def again(verb: Verb, work: Path) -> list[str]:
 
 def main() -> None:
     """Run the kills and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=100)
+    run_kills(__doc__, 100, VERBS, "kills", (prepare, undisturbed, one_kill, table))
+
+
+def run_kills(description: str | None, kills: int, verbs: dict[str, Verb], title: str, steps: tuple[Callable, ...]) -> None:
+    """Run every verb undisturbed and then killed, and write the table.
+
+    Args:
+        description: What ``--help`` says.
+        kills: How many without ``--kills``.
+        verbs: The commands, in turn.
+        title: The title of the section, behind the number of kills.
+        steps: What prepares a folder, runs a verb undisturbed, runs a killed one, and makes the table.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=kills)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="one verb")
     parser.add_argument("--out", type=Path, default=RESULTS)
     a = parser.parse_args()
     import peft  # noqa: F401  (the children are forked: libraries are loaded once)
+    import torch.distributed  # noqa: F401
     import transformers
 
     import layerbudget.decisions.sparsity.apply  # noqa: F401
 
     transformers.utils.logging.set_verbosity_error()
-    verbs = {n: v for n, v in VERBS.items() if a.only in (None, n)}
+    prepared, first, killed, lines = steps
+    verbs = {n: v for n, v in verbs.items() if a.only in (None, n)}
     rng, rows, truths = random.Random(a.seed), [], {}
     with tempfile.TemporaryDirectory() as base:
         sound, work = Path(base) / "sound", Path(base) / "work"
         sound.mkdir()
-        prepare(sound)
+        prepared(sound)
         for name, verb in verbs.items():
-            start(sound, work, verb)
-            code, seconds, steps = child(verb.first, work, None)
-            if code != 0:
-                raise SystemExit(f"{name} undisturbed ended with {code}: {(work / 'log.txt').read_text()[-800:]}")
-            truths[name] = {"digest": digest(work / verb.result, verb.mine), "seconds": seconds, "steps": steps}
-            say(f"{name}: {seconds:.1f} s, {steps} changes of the file system")
+            truths[name] = first(name, verb, sound, work, Path(base) / f"truth {name}")
         for i in range(a.kills):
             name = list(verbs)[i % len(verbs)]
-            rows.append(one_kill(name, verbs[name], truths[name], rng, sound, work))
-            if rows[-1]["trouble"]:
-                say(f"{i} {name} {rows[-1]['kills']}: {rows[-1]['trouble']}")
-    title = f"{len(rows)} kills, seed {a.seed}"
-    write_section("robustness", title, table(rows, list(truths)), out=a.out, peers=("peft",))
+            row = killed(name, verbs[name], truths[name], rng, sound, work)
+            rows.append(row)
+            say(f"{i} {name}: {row['trouble'] or 'as undisturbed'}")
+    write_section("robustness", f"{len(rows)} {title}, seed {a.seed}", lines(rows, list(truths)), out=a.out, peers=("peft",))
+
+
+def undisturbed(name: str, verb: Verb, sound: Path, work: Path, _: Path) -> dict:
+    """The digest of what an undisturbed run writes, how long it takes and how often it changes the file system."""
+    start(sound, work, verb)
+    code, seconds, steps = child(verb.first, work, None)
+    if code != 0:
+        raise SystemExit(f"{name} undisturbed ended with {code}: {(work / 'log.txt').read_text()[-800:]}")
+    say(f"{name}: {seconds:.1f} s, {steps} changes of the file system")
+    return {"digest": digest(work / verb.result, verb.mine), "seconds": seconds, "steps": steps}
 
 
 def table(rows: list[dict], verbs: list[str]) -> list[str]:

@@ -9,7 +9,6 @@ run again in one, two or three processes, with what resumes it, and its result i
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -17,15 +16,13 @@ import random
 import shutil
 import signal
 import socket
-import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 from benchmarks.robustness import kill
-from benchmarks.robustness.kill import DATA, Verb, again, plain, start
+from benchmarks.robustness.kill import DATA, Verb, again, plain, run_kills, start
 from benchmarks.robustness.small import say
-from benchmarks.stamp import RESULTS, write_section
 from tests.killing import count_changes
 
 LONGEST = 60.0  # seconds within which the other process ends
@@ -232,38 +229,7 @@ def one_kill(name: str, verb: Verb, truth: dict, rng: random.Random, sound: Path
 
 def main() -> None:
     """Run the kills and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", help="one verb")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    a = parser.parse_args()
-    import peft  # noqa: F401  (the children are forked: libraries are loaded once)
-    import torch.distributed  # noqa: F401
-    import transformers
-
-    import layerbudget.decisions.sparsity.apply  # noqa: F401
-
-    transformers.utils.logging.set_verbosity_error()
-    verbs = {n: v for n, v in VERBS.items() if a.only in (None, n)}
-    rng, rows, truths = random.Random(a.seed), [], {}
-    with tempfile.TemporaryDirectory() as base:
-        sound, work = Path(base) / "sound", Path(base) / "work"
-        sound.mkdir()
-        prepare(sound)
-        for name, verb in verbs.items():
-            truths[name] = undisturbed(name, verb, sound, work, Path(base) / f"truth {name}")
-        for i in range(a.kills):
-            name = list(verbs)[i % len(verbs)]
-            rows.append(one_kill(name, verbs[name], truths[name], rng, sound, work))
-            say(f"{i} {name} {rows[-1]['kill']} waited {rows[-1]['waited']:.1f} s: {rows[-1]['trouble'] or rows[-1]['result']}")
-    write_section(
-        "robustness",
-        f"{len(rows)} kills among two processes, seed {a.seed}",
-        table(rows, list(truths)),
-        out=a.out,
-        peers=("peft",),
-    )
+    run_kills(__doc__, 60, VERBS, "kills among two processes", (prepare, undisturbed, one_kill, table))
 
 
 def undisturbed(name: str, verb: Verb, sound: Path, work: Path, place: Path) -> dict:
