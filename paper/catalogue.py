@@ -42,11 +42,11 @@ class Experiment:
 
     @property
     def command(self) -> str:
-        """What reproduces it."""
+        """The command that runs it again."""
         return f"python -m paper run {self.name}"
 
     def open(self) -> Callable[..., Outcome]:
-        """The function."""
+        """Return the function that runs it."""
         module, function = self.home.split(":")
         return getattr(importlib.import_module(module, __package__), function)
 

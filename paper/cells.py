@@ -29,7 +29,7 @@ class Cells(parts.Cells):
         return found
 
     def here(self, make: Callable[[], T]) -> T | None:
-        """What is made of cells; ``None`` where another part makes one of them."""
+        """Return what ``make`` makes of cells, or None where another part makes one of them."""
         try:
             return make()
         except NotThisWorker:

@@ -44,7 +44,7 @@ def closest(tables: Tables) -> dict[str, str | None]:
 
 
 def sentence(name: str, before: Tables, after: Tables) -> str:
-    """What one difference changes: the closest proxy by damping, the largest move of a correlation, and what is left."""
+    """Return what one difference changes, in words: closest proxies by damping, the largest move of a correlation, the rest."""
     first, second = closest(before), closest(after)
     turned = [
         f"at tau {tau} the closest proxy becomes {second[tau]} instead of {first[tau]}"

@@ -255,6 +255,7 @@ def rounding(method: str, formats: Formats, *, ends: bool, more: Written | None 
     """Rounding every matrix once: to the formats that matrices of its name have, or to the mean of some; and ``more``."""
 
     def job(shape: Shape, text: Text) -> float:
+        """Return seconds of the whole model."""
         seconds, weights = _collected(find_quantiser(method).statistic, shape, text), dict[str, float]()
         for matrix, count in [*((m, shape.layers * m.copies) for m in shape.matrices), *((m, 1) for m in shape.ends if ends)]:
             fit = _formats_of(matrix, formats)
@@ -336,6 +337,7 @@ def searching(text: Text, passes: float, levels: int = 17) -> list[WorkItem]:
     """Parts of ``plan sparsity``: looks of three passes, each of which masks every matrix and takes derivatives along masks."""
 
     def job(shape: Shape, text: Text) -> float:
+        """Return seconds of the whole model."""
         make, meet = timing.nested_seconds(levels)
         batches = -(-text.samples // text.batch)
         product = text.tokens / timing.rate(torch.float32, torch.device("cpu"))  # of the gradient of every matrix
@@ -371,6 +373,7 @@ def choosing(
         return timing.treating_seconds(find_quantiser, method, form, rows, columns)
 
     def job(shape: Shape, text: Text) -> float:
+        """Return seconds of the whole model."""
         menu = [f.name for f in target.formats(shape.inputs, names, group, inputs=statistic != "none")]
 
         def fit(columns: int) -> list[str]:
@@ -429,6 +432,7 @@ def shaping(text: Text, passes: float) -> list[WorkItem]:
     """Parts of ``plan shapes``: its forwards and backwards, and at every point the refits of what stays."""
 
     def job(shape: Shape, text: Text) -> float:
+        """Return seconds of the whole model."""
         return passes / 7.0 * _collected("gram", shape, text)
 
     return [WorkItem("directional", text, passes, losses=2, job=job), WorkItem("refit", text, times=passes / 7.0)]

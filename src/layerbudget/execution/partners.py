@@ -205,7 +205,7 @@ class Partners:
         return self._present()
 
     def _present(self) -> _Ending | None:
-        """What ends the present command: the death of a process, or a refusal of this command elsewhere."""
+        """The ending of the present command: the death of a process, or a refusal elsewhere; None while it goes on."""
         return self._endings.get(-1) or self._endings.get(self._command)
 
     def _leave(self) -> None:

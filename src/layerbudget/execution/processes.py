@@ -361,17 +361,17 @@ class Teams:
 
     @staticmethod
     def check(sizes: Sequence[int], what: str) -> None:
-        """Refuse as :meth:`of` does."""
+        """Raise what :meth:`of` raises, before anything is computed."""
         size, count = process_group().size, min(len(sizes), process_group().size)
         ProcessGroup(0, -(-size // count)).check_shares(sizes, what, teams=count)
 
     def spread(self, made: Mapping[int, T]) -> list[T]:
-        """What every part's team made, for all: one value per part."""
+        """Return the value of every part, on every process: each comes from the part's own team."""
         everywhere = process_group().gather(dict(made))
         return [everywhere[first][part] for part, first in enumerate(self.first)]
 
     def tensors(self, made: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-        """The same of tensors of one shape, which are large."""
+        """Return the same of large tensors, which all have one shape."""
         group = process_group()
         if group.size == 1:
             return [made[part] for part in range(self.parts)]

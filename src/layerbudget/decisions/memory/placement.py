@@ -120,7 +120,7 @@ class _Search:
         return np.where(self.split.tensor <= self.caps[cap], self.split.fit.weights.damage[self.rows], np.inf)
 
     def _bounds(self, low: int, high: int) -> np.ndarray:
-        """What no plan of a way has less damage than, with a cap of this range."""
+        """Lower bounds of the damage of every way, with a cap of this range."""
         return self.damage + self._alone(high) + self.relaxed.at(self.card - self.caps[low])
 
     def _alone(self, cap: int) -> np.ndarray:
