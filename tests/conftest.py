@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.utils.collect_env
+from hypothesis import HealthCheck, settings
 from tests import zoo
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -18,6 +20,19 @@ torch.set_num_threads(1)
 os.fsync = lambda _: None
 # lm-eval lists all installed packages, by a process of its own, for every task that it asks; no test reads that list.
 torch.utils.collect_env.get_pip_packages = lambda *_: ("pip", "")
+
+# Examples are those of every other run, and no clock ends one: a test that fails here fails everywhere.
+settings.register_profile("fixed", deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+settings.load_profile("fixed")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Every test has the same random numbers, whichever tests ran before it in its process."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+
 
 SHARED = Path(os.environ.get("LAYERBUDGET_SHARED", Path(__file__).resolve().parents[2] / "shared"))
 

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-
-SETTINGS = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True, "database": None}
-settings.register_profile("program", **SETTINGS)
-settings.load_profile("program")
 
 
 @st.composite

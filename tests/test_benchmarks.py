@@ -86,9 +86,7 @@ print(json.dumps(said))
 
 def test_every_script_says_its_help_at_once():
     names = [*SCRIPTS, "stamp", "gpu.train"]
-    done = subprocess.run(
-        [sys.executable, "-c", HELP, *names], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", HELP, *names], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-800:]
     for name, text in json.loads(done.stdout).items():
         assert text.startswith("usage: ") and all(part in text for part in parts_of(name)), (name, text)

@@ -169,25 +169,24 @@ def of_pieces(scheme: str, change: Callable[[dict[str, Any]], object] | None = N
 
 
 def of_words() -> Any:
-    """A WordPiece tokenizer, as BERT's."""
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+    """A WordPiece tokenizer, as BERT's, of letters: its trainer breaks ties at random."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-    learner = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    learner.normalizer, learner.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    learner.train_from_iterator(_LEARNT, trainers.WordPieceTrainer(vocab_size=400, special_tokens=special, show_progress=False))
-    return fast(learner, bos_token="[CLS]", eos_token="[SEP]")
+    letters = string.ascii_lowercase
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
+    backend = Tokenizer(models.WordPiece({token: i for i, token in enumerate(tokens)}, unk_token="[UNK]"))
+    backend.normalizer, backend.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    return fast(backend, bos_token="[CLS]", eos_token="[SEP]")
 
 
 def of_unigrams() -> Any:
-    """A unigram tokenizer, as T5's."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    """A unigram tokenizer, as T5's, of letters: what its trainer learns is another in every process."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
-    learner = Tokenizer(models.Unigram())
-    learner.pre_tokenizer = pre_tokenizers.Metaspace()
-    own = {"special_tokens": ["<pad>", "</s>", "<unk>"], "unk_token": "<unk>", "show_progress": False}
-    learner.train_from_iterator(_LEARNT, trainers.UnigramTrainer(vocab_size=400, **own))
-    return fast(learner, bos_token=None, eos_token="</s>", unk_token="<unk>")
+    scores = {token: 0.0 for token in ("<pad>", "</s>", "<unk>")} | {token: -4.0 for token in ("▁", *string.ascii_lowercase)}
+    backend = Tokenizer(models.Unigram(list(scores.items()), unk_id=2))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    return fast(backend, bos_token=None, eos_token="</s>", unk_token="<unk>")
 
 
 def with_tokens(tokenizer: Any, *tokens: str, **options: Any) -> Any:

@@ -35,7 +35,7 @@ def test_share_refuses_more_than_there_is():
         share(4, [1, 2])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 9), st.booleans())
 def test_rows_follow_a_stable_sort_even_with_ties(seed, rows, columns, ties):
     g = torch.Generator().manual_seed(seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 from sklearn import metrics
@@ -13,7 +13,6 @@ from layerbudget.errors import InvalidInput
 from layerbudget.evaluation import statistics
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=2, max_size=40))
 def test_metrics_equal_scikit_learn(pairs):
     y, p = map(list, zip(*pairs, strict=True))

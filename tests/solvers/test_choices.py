@@ -42,7 +42,7 @@ def curves(rng, n, m, *, noise=0.3, shapes=4):
     return d, c
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 4), st.floats(0, 1.05), st.booleans())
 def test_it_is_the_best_of_all_choices(seed, n, m, share, gaps):
     rng = np.random.default_rng(seed)
@@ -70,7 +70,7 @@ def test_it_is_what_highs_finds(n, share, seed):
     assert found.damage == pytest.approx(highs(d, c, budget), rel=2e-9)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.floats(0.01, 1))
 def test_the_theorem(seed, share):
     """Damage = bound + reduced costs + price of what is left, for the plan and for any other."""
@@ -83,7 +83,7 @@ def test_the_theorem(seed, share):
         assert total == pytest.approx(d[k, pick].sum(), rel=1e-9)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 5))
 def test_the_relaxation_of_many_budgets_is_that_of_each(seed, n, m):
     rng = np.random.default_rng(seed)
