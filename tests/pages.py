@@ -33,7 +33,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 HEAD = """# Every option
 
 A value of several is given after its flag, or with the flag again. Where a sentence names a default, that is taken without the
-flag. `layerbudget COMMAND --help` shows the usual options of a command, and `--help-all` every one of them.
+flag. `layerbudget score --help` shows the usual options of a command, here of `score`, and `--help-all` every one of them.
 An option has an effect or is refused: `tests/cli/test_options.py` tries this for plans from scores and for `score`.
 `tests/pages.py` makes this page from what the commands themselves read.
 """
@@ -135,8 +135,8 @@ RULES_HEAD = """# Every rule
 
 A rule says which block gets how much, once it knows the scores, the bounds and the budget. It is named by `--rule`, or by
 `rule=` in Python. [How to choose](how-to-choose.md) says which one to take, and [theory](theory.md) derives the program of
-`mdl`. [Contributing](contributing.md) shows how to add one. `layerbudget plan ranks SCORES --rule NAME --help` says what its
-options mean, as does [every option](options.md). `tests/pages.py` makes this page from the rules themselves.
+`mdl`. [Contributing](contributing.md) shows how to add one. `layerbudget plan sparsity scores.json --rule owl --help` says
+what the options of a rule mean, as does [every option](options.md). `tests/pages.py` makes this page from the rules themselves.
 """
 _EXAMPLES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "sparsity": (lb.plan_sparsity, {"sparsity": 0.3}),
