@@ -3,6 +3,7 @@
 The counts are those of the code. Sequences are divided, so a process does its share of the operations. Weights are not: every
 process reads all of them, once where they stay in memory, else as often as the walks pass them. What is exchanged are the sums
 that :class:`~layerbudget.execution.processes.ProcessGroup` adds up, in bytes of one process; a ring sends nearly twice as much.
+Gradients of sequences are not added up but dealt out, and are sent once.
 
 A forward is two operations for every weight that a token meets, and products of inputs with themselves count as they are.
 Attention, softmax and the rounding of a matrix are left out: a few per cent at the default lengths.
@@ -32,7 +33,7 @@ class Share:
         memory: Bytes at the peak, mapped weights not counted.
         operations: Floating-point operations.
         read: Bytes of weights that come from files.
-        sent: Bytes that go into sums over all processes.
+        sent: Bytes that go into sums over all processes, or to others of them.
         limit: ``memory`` where it does not fit, ``text`` where there are fewer sequences than processes, else what takes
             longest at :data:`RATES`: ``operations``, ``reading`` or ``exchange``.
         seconds: Of that work at :data:`RATES`; zero where the verb does not run.
@@ -51,11 +52,6 @@ class Share:
 def _gradients(tables: float) -> Callable[[Shape, Text], float]:
     """So many sums as wide as all matrices, in float32."""
     return lambda shape, text: 4.0 * tables * shape.layers * shape.numel
-
-
-def _rows(losses: float) -> Callable[[Shape, Text], float]:
-    """The gradient of every sequence."""
-    return lambda shape, text: 4.0 * losses * text.samples * shape.layers * shape.numel
 
 
 def _factors(tables: float) -> Callable[[Shape, Text], float]:
@@ -82,10 +78,6 @@ def _values(each: float) -> Callable[[Shape, Text], float]:
 SENT: dict[str, Callable[[Shape, Text], float]] = {
     "gradient-norm": _gradients(1),
     "fisher-diagonal": _gradients(8),  # two tables in four groups of sequences
-    "fisher-gram": _rows(1),
-    "fisher-mc": _rows(2),
-    "layerif": _rows(1),
-    "adapter": lambda shape, text: 32.0 * text.samples * shape.layers * sum(m.copies * m.d_out for m in shape.matrices),
     "rank-gain": _factors(2),
     "kfac": _factors(4),
     "ekfac": _factors(6),
@@ -94,6 +86,40 @@ SENT: dict[str, Callable[[Shape, Text], float]] = {
     "refit": moments_bytes,
     "directional": _values(17.0),
     "forward": lambda shape, text: 8.0 * text.samples,
+}
+
+
+def _coordinates(losses: int) -> Callable[[Shape, Text, int], float]:
+    """The gradients of a process's sequences, cut among all, or their factors where those are fewer bytes.
+
+    The factor of the shorter side goes to every process that has a part of the matrix. See
+    :mod:`layerbudget.sensitivity.curvature.gram`.
+    """
+
+    def sent(shape: Shape, text: Text, machines: int) -> float:
+        each, activation = 0.0, text.length * shape.width
+        for m in shape.matrices:
+            low, high = sorted((m.d_out, m.d_in))
+            parts = min(machines, 1 + machines * m.numel // shape.numel)
+            factors = activation * (parts * low + high) if m.copies == 1 else float("inf")
+            each += min(4.0 * m.numel, factors)
+        return shape.layers * losses * -(-text.samples // machines) * each * (machines - 1) / machines
+
+    return sent
+
+
+def _started(shape: Shape, text: Text, machines: int) -> float:
+    """Gradients of adapters of rank 8."""
+    rows = sum(m.copies * m.d_out for m in shape.matrices)
+    return 32.0 * shape.layers * -(-text.samples // machines) * rows * (machines - 1) / machines
+
+
+#: Bytes that one of so many processes sends to the others beside the sums, by kind of work.
+DEALT: dict[str, Callable[[Shape, Text, int], float]] = {
+    "fisher-gram": _coordinates(1),
+    "fisher-mc": _coordinates(2),
+    "layerif": _coordinates(1),
+    "adapter": _started,
 }
 
 
@@ -118,8 +144,9 @@ def share_of(
     tried = _TRIED if any(WORK[part.kind].graph != "none" for part in parts) else 0.0
     walks = tried + sum(part.times * _walks(part) for part in divided) if cost.how == "streamed" else 1.0
     read = walks * shape.weights
-    sent = sum(part.times * _looks(part) * _sent(part, shape) for part in parts) if machines > 1 else 0.0
-    seconds = {"operations": operations, "reading": read, "exchange": 2.0 * sent * (machines - 1) / machines}
+    summed = sum(part.times * _looks(part) * _sent(part, shape) for part in parts) if machines > 1 else 0.0
+    dealt = sum(DEALT[part.kind](shape, part.text, machines) for part in parts if part.kind in DEALT)
+    seconds = {"operations": operations, "reading": read, "exchange": 2.0 * summed * (machines - 1) / machines + dealt}
     seconds = {name: amount / RATES[name] for name, amount in seconds.items()}
     limit = max(seconds, key=lambda name: seconds[name])
     short = min((p.text.samples for p in parts if _shared(p)), default=machines) < machines
@@ -130,7 +157,7 @@ def share_of(
         memory=cost.memory,
         operations=operations,
         read=read,
-        sent=sent,
+        sent=summed + dealt,
         limit=limit,
         seconds=seconds.get(limit, 0.0),
     )

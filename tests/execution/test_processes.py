@@ -75,6 +75,10 @@ def everything():
             prune(pruned, own, data if method != "magnitude" else None, method)
             out[f"{name} {method}"] = [v for p in pruned.parameters() for v in (p == 0).int().flatten().tolist()]
         if name == "llama-tied":
+            short = zoo.tokens(7, length=3)  # inputs and output gradients are smaller than gradients
+            for walk in ("whole", "layers"):
+                found = score(model, short, blocks, "fisher-gram", walk=walk, batch_size=2)
+                out[f"{name} short {walk}"] = numbers(found).tolist()
             text = zoo.tokens(8, padded=True)
             smaller = zoo.build(name).double()
             remove_units(smaller, text, 0.5, kind="mlp", batch_size=2)

@@ -130,6 +130,30 @@ def test_several_passes_equal_one():
     assert np.allclose(one, many, rtol=1e-10)
 
 
+@pytest.mark.parametrize("sketch", (None, (12, 12)))
+def test_factors_in_the_place_of_gradients_give_the_same(monkeypatch, sketch):
+    """Where text is short and gradients do not fit; products of them are then made some rows or columns at a time."""
+    model, data = zoo.dense("mistral"), zoo.labelled("mistral", length=3, padded=False)
+    blocks = zoo.partition(model, "mistral")
+    few, chosen, by = {"max_bytes": max(m.numel for m in blocks[0].modules) * 16}, [], gram.InnerProducts._by_factors
+    monkeypatch.setattr(gram.InnerProducts, "_by_factors", lambda *given: chosen.append(by(*given)) or chosen[-1])
+    one, _ = gram.gram_matrices(model, data, blocks, sketch=sketch)
+    assert not any(chosen)
+    many, _ = gram.gram_matrices(model, data, blocks, sketch=sketch, **few)
+    assert any(chosen) and np.allclose(one, many, rtol=1e-10)
+
+
+def test_coordinates_are_dealt_equally_and_by_the_longer_side():
+    sides = [(64, 64), (16, 64), (64, 16), (176, 64), (64, 176)]
+    for size in (1, 2, 3, 7):
+        load = np.zeros(size)
+        for (d_out, d_in), (side, runs) in zip(sides, gram._dealt(sides, size), strict=True):
+            ends = [0, *(run.stop for run in runs)]
+            assert [run.start for run in runs] == ends[:-1] and ends[-1] == (d_out, d_in)[side] == max(d_out, d_in)
+            load += [(run.stop - run.start) * min(d_out, d_in) for run in runs]
+        assert np.ptp(load) <= 2 * 64
+
+
 @pytest.mark.parametrize("name", ("mistral", "mixtral"))
 def test_full_rank_sketch_is_exact_and_a_small_one_is_near(name):
     model, data = zoo.dense(name), zoo.labelled(name, samples=8, length=20)

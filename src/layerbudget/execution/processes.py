@@ -126,6 +126,24 @@ class ProcessGroup:
         EXCHANGED.add(len(pickle.dumps(value)))
         return values
 
+    def swap(self, given: Sequence[torch.Tensor], coming: Sequence[int]) -> list[torch.Tensor]:
+        """Give every process the tensor at its number, and return what each gave to this one.
+
+        Args:
+            given: Flat tensors of one type, one for each process.
+            coming: How many numbers each process gives to this one.
+        """
+        if self.size == 1:
+            return list(given)
+        going = [0 if r == self.rank else t.numel() for r, t in enumerate(given)]
+        coming = [0 if r == self.rank else count for r, count in enumerate(coming)]
+        sent = torch.cat([t[:count] for t, count in zip(given, going, strict=True)]).to(self.device)
+        came = sent.new_empty(sum(coming))
+        dist.all_to_all_single(came, sent, coming, going, group=self.handle)
+        EXCHANGED.add(sent.numel() * sent.element_size())
+        parts = came.to(given[0].device).split(coming)
+        return [own if r == self.rank else part for r, (own, part) in enumerate(zip(given, parts, strict=True))]
+
     def owners(self, blocks: Sequence[Block]) -> list[int]:
         """Owner of every block: the largest first, each to the process that has least so far."""
         load, owner = [0] * self.size, [0] * len(blocks)

@@ -24,7 +24,8 @@ from ..records import Block, Module
 from ..scores import Scores
 from .curvature import common, fisher
 from .curvature.common import real_type
-from .curvature.gram import InnerProducts, Summed
+from .curvature.gradients import Summed
+from .curvature.gram import InnerProducts
 
 _NO_PLACE = "no adapter goes there"
 

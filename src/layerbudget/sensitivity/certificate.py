@@ -31,7 +31,8 @@ from ..progress import Progress, Steps
 from ..records import Block
 from .curvature.common import check_damping, check_inputs
 from .curvature.exact import BlockProducts, lanczos
-from .curvature.gram import chunks, collect_rows, inner
+from .curvature.gradients import chunks, collect_rows
+from .curvature.gram import inner
 
 CURVATURES, UNITS = ("fisher", "ggn", "hessian"), ("max", "absolute")
 DAMPINGS = (0.1, 1.0, 10.0)

@@ -37,7 +37,7 @@ from ..progress import Progress, Steps
 from ..records import Block
 from ..scores import Scores
 from .curvature.common import real_type, record
-from .curvature.gram import InnerProducts
+from .curvature.gram import InnerProducts, activation_bytes
 
 AGGREGATIONS = ("all", "positive")
 MEMORY = 4 << 30  # bytes of gradients of one pass
@@ -110,7 +110,8 @@ def influence(
     n, sets = train.samples, (train, validation)
     total = sum(s.samples for s in sets)
     dtype, device = real_type(model)
-    products = InnerProducts(modules, total, (_mean_losses,), dtype=dtype, device=device, max_bytes=MEMORY)
+    each = max(activation_bytes(model, texts) for texts in sets)
+    products = InnerProducts(modules, total, (_mean_losses,), dtype=dtype, device=device, max_bytes=MEMORY, activation=each)
     runs, offset, size = [], 0, 1 if tracked(model, modules)[1] else batch_size
     for data in sets:
         for batch in batches(model, data, size):

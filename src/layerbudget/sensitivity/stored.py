@@ -28,7 +28,8 @@ from ..progress import Progress, Steps
 from ..records import Block, digest, dumps
 from ..scores import Scores
 from ..storage.parts import Parts
-from .curvature.gram import collect_rows, inner
+from .curvature.gradients import collect_rows
+from .curvature.gram import inner
 
 
 class Finished:

@@ -18,7 +18,7 @@ from ...records import Block
 from ...scores import Scores
 from . import common
 from .common import Damping, Dampings, Unit
-from .gram import Gradients, Summed
+from .gradients import Gradients, Summed
 
 _PIECE = 1 << 15  # entries: what a sweep reads again and again fits into the second-level cache
 _GROUPS = 4

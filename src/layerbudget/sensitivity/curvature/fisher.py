@@ -25,7 +25,7 @@ from ...scores import Scores
 from .. import noise
 from . import common
 from .common import Damping, Dampings, Unit
-from .gram import InnerProducts, gram_matrices
+from .gram import InnerProducts, activation_bytes, gram_matrices
 
 
 def score_gram(
@@ -154,7 +154,7 @@ def score_monte_carlo(
         raise InvalidInput(f"draws is {draws}.", "At least one draw per token is needed.", "Use draws=1.")
     tokens, n, (dtype, device) = float(token_count(model, data)), data.samples, common.real_type(model)
     losses: tuple[Loss, ...] = (data_loss, *(SampledLoss(seed + r) for r in range(1, draws + 1)))
-    products = InnerProducts(blocks, n, losses, dtype=dtype, device=device)
+    products = InnerProducts(blocks, n, losses, dtype=dtype, device=device, activation=activation_bytes(model, data))
     feed(model, data, blocks, products, batch_size=batch_size, walk=walk, tick=Steps(progress, n))
     scale = tokens * draws
     eigen = [np.linalg.eigh(gram[n:, n:] / scale) for gram in products.grams]

@@ -1,22 +1,24 @@
-r"""Inner products of per-sequence gradients, ``K = SS'``, and the gradients themselves, exact or sketched.
+r"""Inner products of per-sequence gradients, ``K = SS'``.
 
 Row i of S is the gradient ``S_i = B_i' A_i`` of sequence i's *summed* loss, one row for every loss and sequence. Inner products
 add over the matrices of a block and over the output rows of a matrix, so each matrix is served in *pieces* (runs of its output
 rows) that fit in memory. What does not fit at once takes one more pass over the matrices that are open: over one layer in a
 walk, over the model in the whole graph. No gradient outlives its matrix; rows are kept where they are stored or compared one by
-one (:func:`collect_rows`).
+one (:func:`~layerbudget.sensitivity.curvature.gradients.collect_rows`).
 
-The Kronecker sketch ``(B_i P_o)'(A_i P_i)`` keeps r_o x r_i numbers per sequence and matrix. The same place in every layer
-shares its Gaussian maps: each Gram matrix stays unbiased, and layers are compared under one draw.
+Inner products also add over coordinates, so several processes divide those: each multiplies the gradients of *all* sequences
+in its run of rows or columns. A process sends the others the runs that they multiply, of its own sequences: cut from the
+gradient, ``d_out d_in`` numbers, or as ``B_i`` and ``A_i``, ``T (d_out + d_in)`` numbers, of which the narrower one goes to
+every process that has a part of the matrix. The fewer bytes are chosen for every matrix. One process keeps ``B_i`` and ``A_i``
+where the gradients would take several passes and these are smaller.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import re
+import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,186 +26,54 @@ from torch import nn
 
 from ...execution.backward import Accumulator, Fed, Loss, data_loss, feed
 from ...execution.loss import Batch, Data
-from ...execution.processes import ProcessGroup
+from ...execution.processes import ProcessGroup, process_group
 from ...execution.sites import Site
 from ...progress import Progress, Steps
 from ...records import Block, Module
 from .common import real_type
+from .gradients import Sketch
 
 MEMORY = 2 << 30  # bytes of the pieces of one pass
 _CHUNK = 1 << 16
 
 
-class Sketch:
-    """Gaussian maps of ranks ``(r_out, r_in)`` by place and width, drawn when they are first needed."""
+class _Kept(NamedTuple):
+    """What some sequences leave of a matrix: the gradient, or its factors ``B`` and ``A``."""
 
-    def __init__(self, ranks: tuple[int, int], seed: int) -> None:
-        self.ranks, self.seed = ranks, seed
-        self._maps: dict[tuple[str, int, int], torch.Tensor] = {}
+    rows: slice
+    parts: tuple[torch.Tensor, ...]  # (B, copies d_out, d_in), or (B, T, d_out) and (B, T, d_in)
 
-    def sides(self, module: Module) -> tuple[int, int]:
-        """Output and input width of a sketched gradient."""
-        return min(self.ranks[0], module.d_out), min(self.ranks[1], module.d_in)
+    def cut(self, side: int, run: slice) -> _Kept:
+        """The same of a run of output rows (side 0) or of columns (side 1)."""
+        if len(self.parts) == 1:
+            return _Kept(self.rows, (self.parts[0][:, run] if side == 0 else self.parts[0][..., run],))
+        return _Kept(self.rows, tuple(part[..., run] if i == side else part for i, part in enumerate(self.parts)))
 
-    def __call__(self, side: str, name: str, x: torch.Tensor) -> torch.Tensor:
-        """``x P`` for the ``in`` or ``out`` side of a matrix."""
-        rank, width = self.ranks[side == "in"], x.shape[-1]
-        if rank >= width:
-            return x
-        place = (re.sub(r"\d+", "#", f"{side}.{name}", count=1), width, rank)
-        if place not in self._maps:
-            digest = hashlib.sha256(f"{self.seed}.{place[0]}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-            self._maps[place] = (torch.randn(width, rank, generator=generator) / rank**0.5).to(x.device, x.dtype)
-        return x @ self._maps[place]
+    def add_to(self, values: torch.Tensor) -> None:
+        """Add the gradients to the rows of these sequences."""
+        mine = values[self.rows]
+        if len(self.parts) == 1:
+            mine += self.parts[0].flatten(1)
+            return
+        b, a = (part.to(values.dtype) for part in self.parts)
+        mine.view(len(a), b.shape[-1], a.shape[-1]).baddbmm_(b.transpose(1, 2), a)
 
-    def direct(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient ``(copies, d_out, d_in)`` between both maps, transposed."""
-        return self("out", name, self("in", name, gradient).transpose(-1, -2))
-
-
-class Gradients(Accumulator):
-    """Gradients of every sequence, ``(B, d_out, d_in)``: :meth:`add` gets them once all calls of a matrix have come."""
-
-    def __init__(self, blocks: Sequence[Block], dtype: torch.dtype, sketch: Sketch | None = None) -> None:
-        self.dtype, self.sketch = dtype, sketch
-        self.place = {m.name: k for k, b in enumerate(blocks) for m in b.modules}
-        self.rows = slice(0, 0)
-        self._batch: dict[str, torch.Tensor] = {}
-
-    def begin(self, batch: Batch, loss: int) -> None:
-        """Remember whose gradients come."""
-        self.rows = batch.rows
-
-    def update(self, site: Site) -> None:
-        """Multiply, and keep what is not whole."""
-        for name in site.names:
-            a, b = site.a.to(self.dtype), site.b[name].to(self.dtype)
-            if self.sketch is not None:
-                a, b = self.sketch("in", site.names[0], a), self.sketch("out", name, b)
-            rows = self.product(b, a)
-            rows = self._batch.pop(name) + rows if name in self._batch else rows
-            if site.open.get(name, 0) > 0:
-                self._batch[name] = rows
-            else:
-                self.add(name, rows)
-
-    def direct(self, name: str, gradient: torch.Tensor) -> None:
-        """One sequence's gradient of a parameter that is read from autograd."""
-        gradient = gradient.to(self.dtype)
-        self.add(name, (gradient if self.sketch is None else self.sketch.direct(name, gradient))[None])
-
-    def finish(self, batch: Batch, loss: int) -> None:
-        """Hand over what stayed open."""
-        for name, rows in self._batch.items():
-            self.add(name, rows)
-        self._batch.clear()
-
-    def product(self, b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-        """``B' A`` of every sequence."""
-        return torch.bmm(b.transpose(1, 2), a)
-
-    def add(self, name: str, rows: torch.Tensor) -> None:
-        """Gradients of one matrix and of the sequences ``self.rows``."""
-        raise NotImplementedError
-
-
-class Summed(Gradients):
-    """Gradients of the summed loss, in ``sums`` by matrix."""
-
-    def __init__(self, blocks: Sequence[Block], dtype: torch.dtype) -> None:
-        super().__init__(blocks, dtype)
-        self.sums: dict[str, torch.Tensor] = {}
-
-    def bytes(self, blocks: Sequence[Block]) -> int:
-        """One gradient per matrix."""
-        return sum(b.numel for b in blocks) * self.dtype.itemsize
-
-    def direct(self, name: str, gradient: torch.Tensor) -> None:
-        """Add a gradient that is read from autograd."""
-        self.add(name, gradient.to(self.dtype, copy=True))
-
-    def product(self, b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-        """``B' A`` over all tokens."""
-        return b.flatten(0, 1).T @ a.flatten(0, 1)
-
-    def add(self, name: str, rows: torch.Tensor) -> None:
-        """Add up."""
-        self.sums[name] = rows if name not in self.sums else self.sums[name].add_(rows)
-
-
-class _Rows(Gradients):
-    """Gradients of every sequence as rows: ``values`` has ``(n, width)`` per block."""
-
-    def __init__(
-        self, blocks: Sequence[Block], samples: int, sketch: Sketch | None, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__(blocks, dtype, sketch)
-        self.offset: dict[str, int] = {}
-        self.values: list[torch.Tensor] = []
-        for block in blocks:
-            width = 0
-            for m in block.modules:
-                d_out, d_in = (m.d_out, m.d_in) if sketch is None else sketch.sides(m)
-                self.offset[m.name], width = width, width + m.copies * d_out * d_in
-            self.values.append(torch.zeros(samples, width, dtype=dtype, device=device))
-
-    def bytes(self, blocks: Sequence[Block]) -> int:
-        return sum(v.nbytes for v in self.values)
-
-    def add(self, name: str, rows: torch.Tensor) -> None:
-        offset, flat = self.offset[name], rows.flatten(1)
-        self.values[self.place[name]][self.rows, offset : offset + flat.shape[1]] = flat
-
-
-def chunks(blocks: Sequence[Block], samples: int, bytes_each: int, limit: int) -> Iterator[list[int]]:
-    """Runs of blocks whose rows fit in ``limit`` bytes; one pass over the data per run."""
-    run: list[int] = []
-    used = 0
-    for k, block in enumerate(blocks):
-        need = block.numel * bytes_each * samples
-        if run and used + need > limit:
-            yield run
-            run, used = [], 0
-        run.append(k)
-        used += need
-    yield run
-
-
-def collect_rows(
-    model: nn.Module,
-    data: Data,
-    blocks: Sequence[Block],
-    *,
-    batch_size: int,
-    sketch: tuple[int, int] | None = None,
-    seed: int = 0,
-    walk: str = "auto",
-    tick: Any = None,
-) -> list[torch.Tensor]:
-    """Gradient of every sequence, ``(n, width)`` per block.
-
-    Args:
-        model: The model.
-        data: The calibration set.
-        blocks: Blocks of the model.
-        batch_size: Sequences per pass.
-        sketch: ``(r_out, r_in)`` of a Kronecker sketch.
-        seed: Of the sketch.
-        walk: ``whole``, ``layers`` or ``auto``, as in :func:`layerbudget.execution.backward.feed`.
-        tick: Called with the sequences of every batch.
-    """
-    rows = _Rows(blocks, data.samples, None if sketch is None else Sketch(sketch, seed), *real_type(model))
-    feed(model, data, blocks, rows, batch_size=batch_size, walk=walk, tick=tick)
-    return rows.values
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Output rows and columns of the gradient."""
+        return (self.parts[0].shape[-1] if len(self.parts) == 2 else self.parts[0].shape[1]), self.parts[-1].shape[-1]
 
 
 @dataclasses.dataclass(eq=False)
 class _Piece:
+    """A run of a matrix's output rows, all of them where ``factors`` are kept in the place of gradients."""
+
     module: Module
     rows: slice
     bytes: int
-    values: torch.Tensor
+    factors: bool = False
+    values: torch.Tensor | None = None  # rows of all sequences, in one process
+    kept: list[_Kept] = dataclasses.field(default_factory=list)  # what this process has of the matrix, if it is not that
 
 
 class InnerProducts(Accumulator):
@@ -211,7 +81,8 @@ class InnerProducts(Accumulator):
 
     Gradients of n sequences are kept in ``dtype`` and, piece by piece, in ``max_bytes`` (``MEMORY`` by default). ``sketch`` is
     applied to inputs and output gradients; ``sides`` are the widths of a gradient, ``(module) -> (d_out, d_in)``, where they
-    are neither the matrix's nor the sketch's.
+    are neither the matrix's nor the sketch's. ``activation`` are the bytes of one number for every position of a sequence;
+    without them the factors of gradients are never kept.
     """
 
     def __init__(
@@ -225,96 +96,203 @@ class InnerProducts(Accumulator):
         max_bytes: int | None = None,
         sketch: Sketch | None = None,
         sides: Callable[[Module], tuple[int, int]] | None = None,
+        activation: int = 0,
     ) -> None:
         self.losses, self.samples, self.dtype, self.device = losses, samples, dtype, device
-        self.max_bytes, self.sketch = max_bytes or MEMORY, sketch
+        self.max_bytes, self.sketch, self.activation = max_bytes or MEMORY, sketch, activation
         self.sides = sides or (sketch.sides if sketch else lambda m: (m.d_out, m.d_in))
-        self.blocks, self.place = blocks, {m.name: (k, m) for k, b in enumerate(blocks) for m in b.modules}
+        self.place = {m.name: (k, m) for k, b in enumerate(blocks) for m in b.modules}
         self.grams = np.zeros((len(blocks), samples * len(losses), samples * len(losses)))
-        self._processes = ProcessGroup()
         self._waiting: list[_Piece] = []
         self._active: dict[str, list[_Piece]] = {}
         self._rows = slice(0, 0)
-        self._written: set[str] = set()
 
     def bytes(self, blocks: Sequence[Block]) -> int:
         """Pieces of one pass."""
         return min(sum(self._bytes_of(m) for b in blocks for m in b.modules), self.max_bytes)
 
-    def _bytes_of(self, module: Module) -> int:
+    def _bytes_of(self, module: Module, *, factors: bool = False) -> int:
+        """Of the sequences of one process."""
         d_out, d_in = self.sides(module)
-        return self.samples * len(self.losses) * d_out * d_in * self.dtype.itemsize * module.copies
+        each = self.activation * (d_out + d_in) if factors else d_out * d_in * self.dtype.itemsize * module.copies
+        return -(-self.samples // process_group().size) * len(self.losses) * each
 
     def start(self, names: Sequence[str]) -> None:
         """Cut the matrices into pieces and choose those of the first pass."""
-        self._waiting = [piece for name in names if name in self.place for piece in self._pieces(self.place[name][1])]
+        modules = [self.place[name][1] for name in names if name in self.place]
+        total = sum(self._bytes_of(m) for m in modules)
+        self._waiting = [piece for m in modules for piece in self._pieces(m, self._by_factors(m, total))]
         self._next()
 
-    def _pieces(self, module: Module) -> Iterator[_Piece]:
-        d_out, whole, empty = self.sides(module)[0], self._bytes_of(module), torch.empty(0)
-        parts = 1 if module.copies > 1 else min(d_out, -(-whole // self.max_bytes))
+    def _by_factors(self, module: Module, total: int) -> bool:
+        """Whether the factors are fewer bytes, sent to as many processes as have a part of the matrix."""
+        size = process_group().size
+        if self.activation == 0 or module.copies > 1 or (size == 1 and total <= self.max_bytes):
+            return False
+        low, high = sorted(self.sides(module))
+        parts = min(size, 1 + size * self._bytes_of(module) // total) if size > 1 else 1
+        return self.activation * (parts * low + high) < low * high * self.dtype.itemsize
+
+    def _pieces(self, module: Module, factors: bool) -> Iterator[_Piece]:
+        d_out, whole = self.sides(module)[0], self._bytes_of(module, factors=factors)
+        parts = 1 if module.copies > 1 or factors else min(d_out, -(-whole // self.max_bytes))
         step = -(-d_out // parts)
         for low in range(0, d_out, step):
             high = min(low + step, d_out)
-            yield _Piece(module, slice(low, high), whole * (high - low) // d_out, empty)
+            yield _Piece(module, slice(low, high), whole * (high - low) // d_out, factors)
 
     def _next(self) -> None:
         self._active, used = {}, 0
         while self._waiting and (not self._active or used + self._waiting[0].bytes <= self.max_bytes):
             piece = self._waiting.pop(0)
             used += piece.bytes
-            size = (piece.rows.stop - piece.rows.start) * self.sides(piece.module)[1] * piece.module.copies
-            piece.values = torch.zeros(len(self.losses) * self.samples, size, dtype=self.dtype, device=self.device)
+            if process_group().size == 1 and not piece.factors:
+                height = (piece.rows.stop - piece.rows.start) * piece.module.copies
+                piece.values = self._zeros(height * self.sides(piece.module)[1])
             self._active.setdefault(piece.module.name, []).append(piece)
+
+    def _zeros(self, width: int) -> torch.Tensor:
+        return torch.zeros(len(self.losses) * self.samples, width, dtype=self.dtype, device=self.device)
 
     def begin(self, batch: Batch, loss: int) -> None:
         """Remember whose gradients come."""
         first = loss * self.samples
-        self._rows, self._written = slice(first + batch.rows.start, first + batch.rows.stop), set()
+        self._rows = slice(first + batch.rows.start, first + batch.rows.stop)
 
     def update(self, site: Site) -> None:
-        """Write the rows of the active pieces."""
+        """Write the rows of the active pieces, or keep what they are made of."""
         sketch = self.sketch or (lambda side, name, x: x)
         names = [name for name in site.names if name in self._active]
-        a = sketch("in", site.names[0], site.a.to(self.dtype)) if names else site.a
+        a = sketch("in", site.names[0], site.a.to(self.dtype)) if names and self.sketch else site.a
         for name in names:
-            b = sketch("out", name, site.b[name].to(self.dtype))
+            b = sketch("out", name, site.b[name].to(self.dtype)) if self.sketch else site.b[name]
+            if a.dtype != b.dtype:
+                a, b = a.to(self.dtype), b.to(self.dtype)
             for piece in self._active[name]:
-                out = piece.values[self._rows].view(len(a), -1, a.shape[-1])
-                left = b[..., piece.rows].transpose(1, 2)
-                if name in self._written:
-                    out.baddbmm_(left, a)
+                found = _Kept(self._rows, (b[..., piece.rows], a))
+                if piece.values is not None:
+                    found.add_to(piece.values)
+                elif piece.factors:
+                    piece.kept.append(found)
                 else:
-                    torch.bmm(left, a, out=out)
-            self._written.add(name)
+                    product = torch.bmm(found.parts[0].to(self.dtype).transpose(1, 2), a.to(self.dtype))
+                    piece.kept.append(_Kept(self._rows, (product,)))
 
     def direct(self, name: str, gradient: torch.Tensor) -> None:
         """Write the gradient of a parameter that is read from autograd."""
         for piece in self._active.get(name, ()):
-            gradient = gradient.to(self.dtype)
-            gradient = gradient if self.sketch is None else self.sketch.direct(name, gradient)
-            piece.values[self._rows] = gradient.reshape(1, -1)
+            rows = gradient.to(self.dtype, copy=piece.values is None)
+            rows = rows if self.sketch is None else self.sketch.direct(name, rows)
+            found = _Kept(self._rows, (rows.reshape(1, -1, rows.shape[-1]),))
+            if piece.values is not None:
+                found.add_to(piece.values)
+            else:
+                piece.kept.append(found)
 
     def share(self, names: Sequence[str], group: ProcessGroup) -> None:
-        """Every process has the rows of its own sequences, zeros for the others'."""
-        self._processes = group
-        group.reduce([piece.values for name in names for piece in self._active.get(name, ())])
+        """Give every process what it multiplies: its run of the coordinates, of all sequences."""
+        pieces = [piece for name in names for piece in self._active.get(name, ())]
+        told = group.gather([[_Told.of(kept) for kept in piece.kept] for piece in pieces])
+        dealt = iter(_dealt([self.sides(p.module) for p in pieces if p.factors], group.size))
+        for i, piece in enumerate(pieces):
+            height = (piece.rows.stop - piece.rows.start) * piece.module.copies
+            side, runs = next(dealt) if piece.factors else _dealt([(height, 0)], group.size)[0]
+            width = runs[group.rank].stop - runs[group.rank].start
+            cuts = [[kept.cut(side, run) for kept in piece.kept if run.stop > run.start] for run in runs]
+            coming = [[each.cut(side, width) for each in theirs[i] if width] for theirs in told]
+            came = group.swap(
+                [_packed(cut, self.device) for cut in cuts], [sum(sum(t.counts) for t in each) for each in coming]
+            )
+            piece.kept = [kept for theirs, flat in zip(coming, came, strict=True) for kept in _unpacked(theirs, flat)]
+            if piece.kept:
+                self._multiply(piece, side)
+            piece.kept = []
+
+    def _multiply(self, piece: _Piece, side: int = 0) -> None:
+        """Add the inner products of what is kept of a piece, some rows or columns at a time."""
+        sizes = piece.kept[0].sides
+        step = max(1, self.max_bytes // (4 * self._zeros(1).nbytes * sizes[1 - side]))
+        for low in range(0, sizes[side], step):
+            run = slice(low, min(low + step, sizes[side]))
+            values = self._zeros((run.stop - run.start) * sizes[1 - side])
+            for kept in piece.kept:
+                kept.cut(side, run).add_to(values)
+            self.grams[self.place[piece.module.name][0]] += inner(values)
 
     def merge(self, group: ProcessGroup) -> None:
-        """Add up what the owners of the blocks multiplied."""
+        """Add up what the processes multiplied."""
         self.grams = group.sum(self.grams)
 
     def finalize(self, names: Sequence[str]) -> bool:
         """Multiply what was kept, forget it, and ask for another pass while pieces wait."""
-        group = self._processes
-        owners = group.owners(self.blocks)
-        for name in [n for n in names if n in self._active]:
-            k = self.place[name][0]
-            if owners[k] == group.rank:
-                for piece in self._active[name]:
-                    self.grams[k] += inner(piece.values)
+        for piece in [piece for name in names for piece in self._active.get(name, ())]:
+            if piece.values is not None:
+                self.grams[self.place[piece.module.name][0]] += inner(piece.values)
+            elif piece.kept:
+                self._multiply(piece)
         self._next()
         return bool(self._active)
+
+
+def _dealt(sides: Sequence[tuple[int, int]], size: int) -> list[tuple[int, list[slice]]]:
+    """Of every matrix the longer side, and the run of it that each process has: in the order of the matrices, equal in all.
+
+    >>> _dealt([(2, 2), (2, 4)], 2)
+    [(0, [slice(0, 2, None), slice(2, 2, None)]), (1, [slice(0, 1, None), slice(1, 4, None)])]
+    """
+    weights = [d_out * max(d_in, 1) for d_out, d_in in sides]
+    total, before, dealt = sum(weights), 0, []
+    for (d_out, d_in), weight in zip(sides, weights, strict=True):
+        side = int(d_in > d_out)
+        bounds = [min(max(total * r / size - before, 0.0), weight) / weight for r in range(size + 1)]
+        places = [round(b * (d_out, d_in)[side]) for b in bounds]
+        dealt.append((side, [slice(low, high) for low, high in zip(places, places[1:], strict=False)]))
+        before += weight
+    return dealt
+
+
+class _Told(NamedTuple):
+    """What a process tells the others of :class:`_Kept`: whose it is, and the shape of every part."""
+
+    rows: slice
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, kept: _Kept) -> _Told:
+        """Describe what is kept."""
+        return cls(kept.rows, tuple(tuple(part.shape) for part in kept.parts), kept.parts[0].dtype)
+
+    def cut(self, side: int, width: int) -> _Told:
+        """The same of a run of so many rows or columns."""
+        if len(self.shapes) == 1:
+            size, d_out, d_in = self.shapes[0]
+            return self._replace(shapes=((size, *((width, d_in) if side == 0 else (d_out, width))),))
+        shapes = ((*shape[:-1], width) if i == side else shape for i, shape in enumerate(self.shapes))
+        return self._replace(shapes=tuple(shapes))
+
+    @property
+    def counts(self) -> list[int]:
+        """Bytes of every part."""
+        return [math.prod(shape) * self.dtype.itemsize for shape in self.shapes]
+
+
+def _packed(kept: Sequence[_Kept], device: torch.device) -> torch.Tensor:
+    """All parts behind each other, as bytes."""
+    parts = [part.contiguous().flatten().view(torch.uint8) for each in kept for part in each.parts]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
+
+
+def _unpacked(told: Sequence[_Told], flat: torch.Tensor) -> list[_Kept]:
+    """Undo :func:`_packed`."""
+    kept, at = list[_Kept](), 0
+    for each in told:
+        parts = []
+        for shape, count in zip(each.shapes, each.counts, strict=True):
+            parts.append(flat[at : at + count].view(each.dtype).view(shape))
+            at += count
+        kept.append(_Kept(each.rows, tuple(parts)))
+    return kept
 
 
 def inner(rows: torch.Tensor, others: torch.Tensor | None = None) -> np.ndarray:
@@ -324,6 +302,11 @@ def inner(rows: torch.Tensor, others: torch.Tensor | None = None) -> np.ndarray:
     for start in range(0, rows.shape[1], _CHUNK):
         total += rows[:, start : start + _CHUNK] @ others[:, start : start + _CHUNK].T
     return total.cpu().numpy()
+
+
+def activation_bytes(model: nn.Module, data: Data) -> int:
+    """Bytes of one number for every position of a sequence, in the precision of the model's activations."""
+    return data.length * next(p for p in model.parameters() if p.is_floating_point()).dtype.itemsize
 
 
 def gram_matrices(
@@ -352,6 +335,14 @@ def gram_matrices(
         progress: Called with sequences done and in total.
     """
     maps, (dtype, device) = None if sketch is None else Sketch(sketch, seed), real_type(model)
-    products = InnerProducts(blocks, data.samples, dtype=dtype, device=device, max_bytes=max_bytes, sketch=maps)
+    products = InnerProducts(
+        blocks,
+        data.samples,
+        dtype=dtype,
+        device=device,
+        max_bytes=max_bytes,
+        sketch=maps,
+        activation=activation_bytes(model, data),
+    )
     fed = feed(model, data, blocks, products, batch_size=batch_size, walk=walk, tick=Steps(progress, data.samples))
     return products.grams, fed
