@@ -32,6 +32,7 @@ from ..models.blocks import transposed, weight_of
 from ..models.machine import give_back
 from ..models.offload import converting
 from ..records import Block
+from .draws import Drawn, HeadDraws
 from .loss import Batch, Data, batches, logits_of, sampled_targets, summed_loss
 from .memory import Store, fits_whole, fitting, pieces_of, room_for
 from .processes import ProcessGroup, process_group
@@ -104,6 +105,14 @@ class Accumulator:
             "Linear and Conv1D matrices are known here.",
             "Leave the experts out: --exclude experts.",
         )
+
+    def takes_labels(self, name: str) -> bool:
+        """Whether :meth:`labelled` takes what is drawn at a head, in the place of :meth:`update` for every draw."""
+        return False
+
+    def labelled(self, name: str, batch: Batch, drawn: Drawn) -> None:
+        """All draws of a batch at a head, where the losses are nothing but draws."""
+        raise NotImplementedError
 
     def finish(self, batch: Batch, loss: int) -> None:
         """All sites of this batch and loss have come (of one layer, in a walk)."""
@@ -356,25 +365,31 @@ class _Layers(_Whole):
 
     def _head(self) -> float:
         """Gradients of every loss at the last layer's output; the sum of the first loss."""
-        total = 0.0
+        total, draws = 0.0, self._draws()
         for j, batch in enumerate(self.runs):
             hidden = self.store.get((self.count, j)).detach()
             gradients = [torch.zeros_like(hidden) for _ in range(self.losses)]
             for part, places in self._parts(batch):
                 piece = hidden[:, places].detach().requires_grad_(True)
-                with self.replay.begin(self.count, piece):
+                with self.replay.begin(self.count, piece), draws.seeing() if draws else contextlib.nullcontext():
                     logits = logits_of(self.model, part)
-                for i, function in enumerate(self.consumer.losses):
-                    loss = function(logits, part)
-                    value = _checked(loss, batch)
-                    total += value if i == 0 else 0.0
-                    retain, piece.grad = i < self.losses - 1, None
-                    if self.collector.ends:
-                        self.hand_over(loss, part, i, retain=retain)
-                    else:
-                        torch.autograd.backward(loss, retain_graph=retain, inputs=[piece])
-                    if piece.grad is not None:
-                        gradients[i][:, places] = piece.grad
+                if draws is not None and (drawn := self._drawn(draws, piece, logits, part)) is not None:
+                    total += _checked(drawn.loss, batch)
+                    for gradient, each in zip(gradients, drawn.gradients, strict=True):
+                        gradient[:, places] = each
+                    del drawn
+                else:
+                    for i, function in enumerate(self.consumer.losses):
+                        loss = function(logits, part)
+                        value = _checked(loss, batch)
+                        total += value if i == 0 else 0.0
+                        retain, piece.grad = i < self.losses - 1, None
+                        if self.collector.ends:
+                            self.hand_over(loss, part, i, retain=retain)
+                        else:
+                            torch.autograd.backward(loss, retain_graph=retain, inputs=[piece])
+                        if piece.grad is not None:
+                            gradients[i][:, places] = piece.grad
                 if part is not batch:  # what accumulators keep of a piece lies between freed logits, which nothing fits into
                     del logits
                     give_back()
@@ -384,6 +399,25 @@ class _Layers(_Whole):
         for j in range(len(self.runs), len(self.every)):
             self.store.drop((self.count, j))
         return total
+
+    def _draws(self) -> HeadDraws | None:
+        """What runs all losses of the head together: where they are draws, and no more is asked of the head than labels."""
+        seeds = [loss.seed for loss in self.consumer.losses if isinstance(loss, SampledLoss)]
+        head = HeadDraws.head_of(self.model)
+        if head is None or not 1 < len(seeds) == self.losses:
+            return None
+        name = self.collector.hooked.get(head)
+        return HeadDraws(self.model, head, seeds) if name is None or self.consumer.takes_labels(name) else None
+
+    def _drawn(self, draws: HeadDraws, piece: torch.Tensor, logits: torch.Tensor, part: Batch) -> Drawn | None:
+        """All draws at some positions, where they can come together; the accumulator gets them."""
+        with self.collector.aside(part.size, part.length):
+            drawn = draws.of(piece, logits, part)
+        if drawn is not None:
+            self.collector.forget()
+            if (name := self.collector.hooked.get(draws.head)) is not None:
+                self.consumer.labelled(name, part, drawn)
+        return drawn
 
     def _parts(self, batch: Batch) -> Iterator[tuple[Batch, slice]]:
         """The batch in pieces of positions whose logits take little memory, where losses and accumulator add them up."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -288,16 +288,25 @@ def sampled_targets(logits: torch.Tensor, batch: Batch, seed: int) -> torch.Tens
     Each sequence draws from a generator of its own, seeded by its content: batch size, order and padding side do not
     change its labels.
     """
+    return drawn_targets(logits, batch, [seed])[0]
+
+
+@torch.no_grad()
+def drawn_targets(logits: torch.Tensor, batch: Batch, seeds: Sequence[int]) -> list[torch.Tensor]:
+    """Labels as :func:`sampled_targets` draws them, by each of several seeds."""
     flat_logits, flat = logits.reshape(len(batch.keys), -1, logits.shape[-1]), batch.targets.reshape(len(batch.keys), -1)
-    drawn = torch.full_like(flat, IGNORE)
+    drawn = [torch.full_like(flat, IGNORE) for _ in seeds]
     for i, key in enumerate(batch.keys):
         places = (flat[i] != IGNORE).nonzero()[:, 0]
         if not len(places):
             continue
         first, total = (0, len(places)) if batch.piece is None else (int(counts[i]) for counts in batch.piece)
-        generator = torch.Generator().manual_seed((key + 1_000_003 * seed) % (2**63))
-        u = torch.rand(total, 1, generator=generator, dtype=torch.float64)[first : first + len(places)].to(flat_logits.device)
         cumulative = flat_logits[i, places].softmax(-1).cumsum(-1)
-        label = torch.searchsorted(cumulative, (u * cumulative[:, -1:]).to(cumulative.dtype))
-        drawn[i, places] = label[:, 0].clamp_max(logits.shape[-1] - 1)
-    return drawn.reshape(batch.targets.shape)
+        for labels, seed in zip(drawn, seeds, strict=True):
+            generator = torch.Generator().manual_seed((key + 1_000_003 * seed) % (2**63))
+            u = torch.rand(total, 1, generator=generator, dtype=torch.float64)[first : first + len(places)].to(
+                cumulative.device
+            )
+            label = torch.searchsorted(cumulative, (u * cumulative[:, -1:]).to(cumulative.dtype))
+            labels[i, places] = label[:, 0].clamp_max(logits.shape[-1] - 1)
+    return [labels.reshape(batch.targets.shape) for labels in drawn]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -159,8 +159,22 @@ class Collector:
         for site in [s for s in self._pending if s.b]:
             self._deliver(site)
         if not retain:
-            self._pending.clear()
-            self._open.clear()
+            self.forget()
+
+    @contextlib.contextmanager
+    def aside(self, size: int, length: int) -> Iterator[None]:
+        """Let others run backwards over ``size`` sequences of ``length`` positions: nothing is handed over, graphs are kept."""
+        self._size, self._length, self._retain, before = size, length, True, self.quiet
+        self.quiet = True
+        try:
+            yield
+        finally:
+            self.quiet = before
+
+    def forget(self) -> None:
+        """Forget the forwards that have been there: nobody runs backwards through them any more."""
+        self._pending.clear()
+        self._open.clear()
 
     def _hook(self, name: str) -> Callable[..., Any]:
         """Forward hook of one matrix: open a site for its input, or join the open one; wait for the output's gradient."""

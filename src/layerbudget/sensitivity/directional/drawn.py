@@ -43,19 +43,25 @@ class DrawnLabels:
             self._end(a, sequences)
 
     def _end(self, a: torch.Tensor, sequences: Sequence[int]) -> None:
-        """Keep the positions whose draws are not all of one label: the others have no variance."""
+        """See which labels were drawn, by where output gradients differ."""
         least, label, most, first_label = (torch.stack(each) for each in zip(*self._moves, strict=True))
         moved = (most > 0) & (least > 0)
         pick = moved.to(torch.int8).argmax(0, keepdim=True)  # any draw of another label shows the first one
         first, scale = first_label.gather(0, pick), most.gather(0, pick)
         labels = torch.cat((first, torch.where(moved, label, first)))
-        scales = torch.cat((scale, torch.where(moved, least, scale)))
-        kept = moved.any(0)
+        self.keep(a, labels, torch.cat((scale, torch.where(moved, least, scale))), sequences)
+        self._first, self._moves = None, []
+
+    def keep(self, a: torch.Tensor, labels: torch.Tensor, scales: torch.Tensor, sequences: Sequence[int]) -> None:
+        """Keep all draws of some positions: inputs ``(B, T, d_in)``, labels and by how much each counts, ``(draws, B, T)``.
+
+        Positions whose draws are all of one label have no variance, and are left out.
+        """
+        kept = (labels != labels[0]).any(0)
         self._inputs.append(a[kept])
         self._sequences.append(torch.as_tensor(sequences)[:, None].expand(kept.shape)[kept.cpu()])
         self._labels.append(labels[:, kept])
         self._scales.append(scales[:, kept])
-        self._first, self._moves = None, []
 
     def squares(self, make: Callable[[torch.Tensor], Directions]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sequences of positions, ``(n,)``, and their variances along all candidates, ``(n, levels)`` float64.

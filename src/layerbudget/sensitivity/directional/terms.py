@@ -29,6 +29,7 @@ from torch import nn
 
 from ...errors import InvalidInput, LengthMismatch, UnknownBlock
 from ...execution.backward import Accumulator, Loss, SampledLoss, feed
+from ...execution.draws import Drawn
 from ...execution.loss import IGNORE, Batch, Data, unlabelled
 from ...execution.processes import process_group, shard
 from ...execution.sites import Site, tracked
@@ -180,6 +181,17 @@ class DirectionalSums(Accumulator):
                 self._add(name, directions.between(a, b))
         if self.listen is not None and self._loss == 0 and self._batch is not None:
             self.listen(site, self._batch)
+
+    def takes_labels(self, name: str) -> bool:
+        """See :meth:`Accumulator.takes_labels`."""
+        return name not in self.units or (name in self.ends and self.watch.by_labels(name))
+
+    def labelled(self, name: str, batch: Batch, drawn: Drawn) -> None:
+        """See :meth:`Accumulator.labelled`."""
+        if name in self.units:
+            self._drawn.setdefault(name, DrawnLabels()).keep(drawn.a, drawn.labels, drawn.scales, self.places[batch.rows])
+        if self.listen is not None:
+            self.listen(Site(a=drawn.a, source=drawn.a, names=[name], b={}), batch)
 
     def _draw(self, name: str, a: torch.Tensor, b: torch.Tensor) -> None:
         """Keep the inputs and labels of a head of many rows."""
