@@ -302,6 +302,7 @@ def main() -> None:
     parser.add_argument("--train-limit", type=int)
     parser.add_argument("--attention", choices=("eager", "sdpa"), default="eager")
     parser.add_argument("--name", default="ranks", help="of the rows")
+    parser.add_argument("--label", default="", help="what the page calls a model other than those of rows named ranks")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     if options.verb == "run":
@@ -309,7 +310,7 @@ def main() -> None:
     elif options.verb == "rates":
         write_rates(options.name, options.out)
     else:
-        write_report(options.name, options.out)
+        write_report(options.name, options.out, options.label)
 
 
 if __name__ == "__main__":
