@@ -71,6 +71,13 @@ def _section(setting: tuple, by_rule: Runs) -> list[str]:
         text.append("| " + " | ".join(map(str, cells)) + " |")
         if test:
             sentences.append(f"- {test.sentence(rule, 'uniform', 'nats gained' if task in ('prose', 'code') else UNITS[task])}")
+    planned = [
+        r for runs in by_rule.values() for r in runs.values() if r.get("uniform_share") and r["rule"].startswith("by-rank")
+    ]
+    if planned:
+        share, noise = planned[0]["uniform_share"], planned[0]["noise_share"]
+        words = f"The plan itself says, before any training, that uniform ranks have {share:.1%} of its gain"
+        sentences.append(f"- {words}" + (f"; noise alone has {noise:.0%}." if noise is not None else "."))
     return [*text, "", *sentences, ""]
 
 

@@ -8,7 +8,7 @@ MODEL's calibration.txt and evaluation.txt. Uneven and even shapes come from the
 GGUF in 16 bits, as are the dense one and the dense one in Q8_0, which is smaller than all of them. Plans and models stay in DIR,
 so that the steps can be run apart and speed again on a quiet machine. The step ``once`` stands for ``plan`` where that takes too long:
 all plans of a way then follow from one look at the dense model. Without the step ``speed`` no bytes and speeds are in the table, and with
-``--no-files`` no file is written, for models that llama.cpp does not load with layers that differ.
+``--no-files`` no file is written, for models that llama.cpp does not load with layers that differ. ``--flap`` adds FLAP (``flap.py``).
 
 Speed: llama.cpp computes in this process on one thread, and its processor time is what counts, so that other programs take nothing
 from it but caches. A prompt of 256 tokens is read, and some tokens are written; files take turns, the least time of all rounds counts.
@@ -26,6 +26,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.shapes.flap import cut_by_fluctuation
+from benchmarks.shapes.smaller import flops
 from benchmarks.stamp import RESULTS, write_section
 
 import layerbudget as lb
@@ -44,6 +46,7 @@ from layerbudget.evaluation.statistics import ratio
 from layerbudget.models.blocks import describe, layers
 
 LABELS = {"uneven": "uneven", "even": "nearest even shape"}
+FLAP = "FLAP (a bias, no refit)"
 
 
 def plan_all(a: argparse.Namespace) -> None:
@@ -124,11 +127,14 @@ def quality(a: argparse.Namespace) -> None:
     source = a.held_out or ("stdlib" if a.model == "demo" else f"{a.model}/evaluation.txt")
     held = evaluation_set(source, tokenizer, length=a.length, windows=a.windows)
     rows = json.loads((a.scratch / "rows.json").read_text()) if (a.scratch / "rows.json").is_file() else {}
-    for name in ("dense", *(f"{way}-{save:g}" for save in a.saves for way in LABELS)):
+    for name in ("dense", *(f"{way}-{save:g}" for save in a.saves for way in (*LABELS, *(["flap"] if a.flap else [])))):
         if name in rows:
             continue
-        model, plan = lb.load_model(a.model, dtype=a.dtype), None
-        if name != "dense":
+        model, plan, saved = lb.load_model(a.model, dtype=a.dtype), None, 0.0
+        if name.startswith("flap"):
+            base = flops(model)
+            saved = cut_by_fluctuation(model, data, float(name.removeprefix("flap-")) / 100 * base, multiple=a.multiple) / base
+        elif name != "dense":
             plan = lb.Plan.load(a.scratch / f"{name}.json")
             lb.apply_shapes(model, plan, data)
         found = [(find_attention(m, n), find_mlp(m, n).width) for n, m in layers(model)]
@@ -140,8 +146,8 @@ def quality(a: argparse.Namespace) -> None:
             "heads": [h.heads for h, _ in found],
             "widths": [w for _, w in found],
         }
-        row["saved"] = 0.0 if plan is None else plan.budget["spent"] / plan.budget["base"]
-        if a.files:
+        row["saved"] = saved if plan is None else plan.budget["spent"] / plan.budget["base"]
+        if a.files and not saved:
             save_gguf(model, tokenizer, a.scratch / name, plan=plan)
             row["bytes"] = (a.scratch / name / "model.gguf").stat().st_size
         note(a, name, **row)
@@ -174,7 +180,8 @@ def table(a: argparse.Namespace) -> str:
 
     def beside(r: dict[str, Any]) -> str:
         """Change of the perplexity from the even shape of the same request, with two standard errors over the windows."""
-        even = next((rows[f"even-{save:g}"] for save in a.saves if r is rows[f"uneven-{save:g}"]), None)
+        own = next((name for name in rows if rows[name] is r), "")
+        even = rows[f"even-{own.split('-')[1]}"] if own.startswith(("uneven-", "flap-")) else None
         if even is None:
             return ""
         counts = np.array(r["tokens"])
@@ -191,7 +198,8 @@ def table(a: argparse.Namespace) -> str:
         line("dense, F16", dense), *([line("dense, Q8_0", rows["q8"])] if "q8" in rows else []),
     ]  # fmt: skip
     for save in a.saves:
-        lines += [line(f"{LABELS[way]}, {save:g} % asked", rows[f"{way}-{save:g}"]) for way in ("even", "uneven")]
+        ways = [w for w in ("even", "flap", "uneven") if f"{w}-{save:g}" in rows]
+        lines += [line(f"{LABELS.get(way, FLAP)}, {save:g} % asked", rows[f"{way}-{save:g}"]) for way in ways]
     return "\n".join(lines)
 
 
@@ -215,6 +223,7 @@ def main() -> None:
     parser.add_argument("--fit", help="text that decides and refits")
     parser.add_argument("--held-out", help="text that measures")
     parser.add_argument("--dtype", default="float32", help="precision of the model")
+    parser.add_argument("--flap", action="store_true", help="FLAP's shapes too")
     parser.add_argument("--no-files", dest="files", action="store_false", help="write no GGUF files")
     parser.add_argument("--steps", nargs="+", default=["plan", "quality", "speed", "table"])
     parser.add_argument("--out", type=Path, default=RESULTS)
