@@ -1,7 +1,7 @@
 """Plans of the cache by directional damage, beside one format for all, first and last layers kept, and singly measured damage.
 
     python -m benchmarks.cache plans MODEL [--data FILE] [--evaluation FILE] [--length 1024] [--samples 6] [--check 4]
-        [--windows 6] [--measure 2x512] [--out FOLDER]
+        [--windows 6] [--measure 2x512] [--dtype float32] [--out FOLDER]
 
 Budgets are the bytes of ``int2``, ``int3`` and ``int4`` everywhere, at the length of the windows. Every plan is run on held-out
 text with all keys and values rounded. ``--measure SEQUENCESxLENGTH`` also measures every layer, part and format by itself, on so
@@ -123,9 +123,10 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=2)
     parser.add_argument("--group", type=int)
     parser.add_argument("--measure")
+    parser.add_argument("--dtype", default="float32", help="precision of the model")
     parser.add_argument("--out", type=Path, default=RESULTS)
     a = parser.parse_args()
-    tokenizer, model, name = lb.load_tokenizer(a.model), lb.load_model(a.model), a.name or Path(a.model).name
+    tokenizer, model, name = lb.load_tokenizer(a.model), lb.load_model(a.model, dtype=a.dtype), a.name or Path(a.model).name
     text = lb.calibration(a.data, tokenizer, samples=a.samples + a.check, length=a.length)
     fit, other = text.select(slice(0, a.samples)), text.select(slice(a.samples, None))
     held = lb.evaluation_set(a.evaluation or a.data, tokenizer, length=a.length)
@@ -138,7 +139,7 @@ def main() -> None:
     lines = [
         f"{a.samples} x {a.length} calibration tokens, {a.check} windows that check, {check.samples} held-out windows of {a.length}; "
         f"{len(space.blocks)} blocks, groups of {space.formats[0].group}; damages in {time.process_time() - start:.0f} s of one "
-        "core.", "",
+        f"core. The model is in {a.dtype}; +- is one standard error, paired by window.", "",
     ]  # fmt: skip
     tuner = space.table(attention_errors(model, fit, space), rest)
     tables = {"directional": (table, passes), "attention error": (tuner, 1.0)}

@@ -22,8 +22,8 @@ BELOW_BEST = {
 Runs = dict[str, dict[int, dict]]
 
 
-def write_report(name: str, out: Path) -> None:
-    """Write means, standard errors and paired tests against uniform, one section per setting."""
+def write_report(name: str, out: Path, label: str = "") -> None:
+    """Write means, standard errors and paired tests against uniform, one section per setting; the label is of the model."""
     groups: dict[tuple, Runs] = {}
     for row in read_rows(name, out):
         setting = tuple(row[k] for k in ("task", "form", "steps", "batch", "rows", "length", "lr"))
@@ -31,7 +31,7 @@ def write_report(name: str, out: Path) -> None:
         groups.setdefault(setting, {}).setdefault(row["rule"], {})[row["seed"]] = row
     for setting, by_rule in sorted(groups.items(), key=lambda g: (g[0][1] != "ranks", g[0][0], -g[0][6])):
         task, form, steps, *_, rate, _, size = setting
-        title = f"{task}, {form}: {size} each, {steps} steps at {rate:g}"
+        title = f"{label + ', ' if label else ''}{task}, {form}: {size} each, {steps} steps at {rate:g}"
         write_section(
             "ranks" if form == "ranks" else "lora_experts", title, _section(setting, by_rule), out=out, peers=("peft",)
         )
@@ -71,6 +71,13 @@ def _section(setting: tuple, by_rule: Runs) -> list[str]:
         text.append("| " + " | ".join(map(str, cells)) + " |")
         if test:
             sentences.append(f"- {test.sentence(rule, 'uniform', 'nats gained' if task in ('prose', 'code') else UNITS[task])}")
+    planned = [
+        r for runs in by_rule.values() for r in runs.values() if r.get("uniform_share") and r["rule"].startswith("by-rank")
+    ]
+    if planned:
+        share, noise = planned[0]["uniform_share"], planned[0]["noise_share"]
+        words = f"The plan itself says, before any training, that uniform ranks have {share:.1%} of its gain"
+        sentences.append(f"- {words}" + (f"; noise alone has {noise:.0%}." if noise is not None else "."))
     return [*text, "", *sentences, ""]
 
 

@@ -50,11 +50,12 @@ from peft import get_peft_model
 
 from layerbudget.decisions.lora_experts.method import add_lora_experts
 from layerbudget.decisions.ranks.apply import add_ranks, to_lora_config
+from layerbudget.decisions.ranks.payload import RanksPayload
 from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.decisions.ranks.start import initialise_from_gradients
 from layerbudget.decisions.rules import shuffled as order_of
 from layerbudget.models.blocks import describe, partition
-from layerbudget.plan import Plan, PlanBlock
+from layerbudget.plan import Plan, PlanBlock, payload_of
 from layerbudget.solvers import allocate, published, round_capacity
 
 UNIFORM = ("eva", "adalora", "gain-init", "gain-init-unit")  # these begin with uniform ranks
@@ -112,7 +113,9 @@ def plan_for(bench, form: str, rule: str, seed: int, options: argparse.Namespace
         elif rule.startswith("by-rank"):
             kind = "by-rank-permuted" if rule.endswith("permuted") else "by-rank"
             control = {"seed": seed} if rule.endswith("permuted") else {}
-            counts = plan_ranks(scores_for(bench, form, rule, cache), mean_rank=options.rank, rule=kind, **control).counts
+            plan = plan_ranks(scores_for(bench, form, rule, cache), mean_rank=options.rank, rule=kind, **control)
+            counts, said = plan.counts, payload_of(plan, RanksPayload)
+            cache["said", rule] = {"uniform_share": said.uniform_share, "noise_share": said.noise_share}
             if rule == "by-rank-shuffled":
                 counts = shuffled(counts, cost, seed)
         elif rule == "equal-parameters":
@@ -249,7 +252,7 @@ def train(bench, form: str, rule: str, seed: int, options: argparse.Namespace, c
     return {
         **_setting(bench, form, name, seed, options), "adapter_parameters": number, "counts": counts,
         "train_loss": float(np.mean(history[-20:])), "cpu_seconds": round(time.process_time() - start, 1),
-        **bench.evaluate(model),
+        **cache.get(("said", rule.partition("+")[0].removesuffix("-init-unit")), {}), **bench.evaluate(model),
     }  # fmt: skip
 
 
@@ -302,6 +305,7 @@ def main() -> None:
     parser.add_argument("--train-limit", type=int)
     parser.add_argument("--attention", choices=("eager", "sdpa"), default="eager")
     parser.add_argument("--name", default="ranks", help="of the rows")
+    parser.add_argument("--label", default="", help="what the page calls a model other than those of rows named ranks")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     if options.verb == "run":
@@ -309,7 +313,7 @@ def main() -> None:
     elif options.verb == "rates":
         write_rates(options.name, options.out)
     else:
-        write_report(options.name, options.out)
+        write_report(options.name, options.out, options.label)
 
 
 if __name__ == "__main__":

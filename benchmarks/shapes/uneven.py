@@ -1,13 +1,14 @@
 """Layers of different shapes beside equal ones, at 10, 25 and 40 % fewer FLOPs: perplexity, and tokens per second in llama.cpp.
 
     python -m benchmarks.shapes uneven MODEL --scratch DIR [--saves 10 25 40] [--samples 16] [--passes 32] [--rounds 7]
-        [--by auto] [--compensate auto] [--steps plan quality speed table] [--out FOLDER]
+        [--by auto] [--compensate auto] [--fit FILE --held-out FILE] [--steps plan quality speed table] [--out FOLDER]
 
-MODEL is a folder of Llama's kind with calibration.txt, which decides and refits, and evaluation.txt, which is only read by the
-perplexity; or demo. Uneven and even shapes come from the same search, with the same text and passes. Every model is written as
+MODEL is a folder of Llama's kind, or demo. --fit decides and refits, --held-out is only read by the perplexity; without them they are
+MODEL's calibration.txt and evaluation.txt. Uneven and even shapes come from the same search, with the same text and passes. Every model is written as
 GGUF in 16 bits, as are the dense one and the dense one in Q8_0, which is smaller than all of them. Plans and models stay in DIR,
 so that the steps can be run apart and speed again on a quiet machine. The step ``once`` stands for ``plan`` where that takes too long:
-all plans of a way then follow from one look at the dense model.
+all plans of a way then follow from one look at the dense model. Without the step ``speed`` no bytes and speeds are in the table, and with
+``--no-files`` no file is written, for models that llama.cpp does not load with layers that differ. ``--flap`` adds FLAP (``flap.py``).
 
 Speed: llama.cpp computes in this process on one thread, and its processor time is what counts, so that other programs take nothing
 from it but caches. A prompt of 256 tokens is read, and some tokens are written; files take turns, the least time of all rounds counts.
@@ -25,6 +26,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.shapes.flap import cut_by_fluctuation
+from benchmarks.shapes.smaller import flops
 from benchmarks.stamp import RESULTS, write_section
 
 import layerbudget as lb
@@ -43,6 +46,7 @@ from layerbudget.evaluation.statistics import ratio
 from layerbudget.models.blocks import describe, layers
 
 LABELS = {"uneven": "uneven", "even": "nearest even shape"}
+FLAP = "FLAP (a bias, no refit)"
 
 
 def plan_all(a: argparse.Namespace) -> None:
@@ -52,7 +56,7 @@ def plan_all(a: argparse.Namespace) -> None:
         for way, own in (("uneven", {"runtime": "llama.cpp"}), ("even", {"even": True})):
             file = a.scratch / f"{way}-{save:g}.json"
             if not file.is_file():
-                model, started = lb.load_model(a.model, dtype="float32"), time.process_time()
+                model, started = lb.load_model(a.model, dtype=a.dtype), time.process_time()
                 more = {"multiple": a.multiple, "strides": a.strides, "by": a.by, "compensate": a.compensate, **own}
                 plan = lb.plan_shapes(model, data, f"{save}% flops", passes=a.passes, **more)
                 plan.save(file)
@@ -61,7 +65,7 @@ def plan_all(a: argparse.Namespace) -> None:
 
 def plan_at_once(a: argparse.Namespace) -> None:
     """Plan all rows from one look at the dense model for each way."""
-    model, data, started = lb.load_model(a.model, dtype="float32"), text_of(a), time.process_time()
+    model, data, started = lb.load_model(a.model, dtype=a.dtype), text_of(a), time.process_time()
     for way in LABELS:
         plans, passes = one_look(a, model, data, even=way == "even")
         print(f"{way}: {passes} forward equivalents, {time.process_time() - started:.0f} s", flush=True)
@@ -104,7 +108,7 @@ def one_look(a: argparse.Namespace, model: Any, data: Any, *, even: bool) -> tup
 
 def text_of(a: argparse.Namespace) -> Any:
     """The text that decides."""
-    source = "stdlib" if a.model == "demo" else f"{a.model}/calibration.txt"
+    source = a.fit or ("stdlib" if a.model == "demo" else f"{a.model}/calibration.txt")
     return lb.calibration(source, lb.load_tokenizer(a.model), samples=a.samples, length=a.length)
 
 
@@ -120,13 +124,17 @@ def note(a: argparse.Namespace, name: str, **found: Any) -> None:
 def quality(a: argparse.Namespace) -> None:
     """Apply and write every plan, and measure perplexity on the text that decided nothing."""
     data, tokenizer = text_of(a), lb.load_tokenizer(a.model)
-    source = "stdlib" if a.model == "demo" else f"{a.model}/evaluation.txt"
+    source = a.held_out or ("stdlib" if a.model == "demo" else f"{a.model}/evaluation.txt")
     held = evaluation_set(source, tokenizer, length=a.length, windows=a.windows)
-    for name in ("dense", *(f"{way}-{save:g}" for save in a.saves for way in LABELS)):
-        if (a.scratch / name).is_dir():
+    rows = json.loads((a.scratch / "rows.json").read_text()) if (a.scratch / "rows.json").is_file() else {}
+    for name in ("dense", *(f"{way}-{save:g}" for save in a.saves for way in (*LABELS, *(["flap"] if a.flap else [])))):
+        if name in rows:
             continue
-        model, plan = lb.load_model(a.model, dtype="float32"), None
-        if name != "dense":
+        model, plan, saved = lb.load_model(a.model, dtype=a.dtype), None, 0.0
+        if name.startswith("flap"):
+            base = flops(model)
+            saved = cut_by_fluctuation(model, data, float(name.removeprefix("flap-")) / 100 * base, multiple=a.multiple) / base
+        elif name != "dense":
             plan = lb.Plan.load(a.scratch / f"{name}.json")
             lb.apply_shapes(model, plan, data)
         found = [(find_attention(m, n), find_mlp(m, n).width) for n, m in layers(model)]
@@ -138,11 +146,13 @@ def quality(a: argparse.Namespace) -> None:
             "heads": [h.heads for h, _ in found],
             "widths": [w for _, w in found],
         }
-        row["saved"] = 0.0 if plan is None else plan.budget["spent"] / plan.budget["base"]
-        save_gguf(model, tokenizer, a.scratch / name, plan=plan)
-        note(a, name, **row, bytes=(a.scratch / name / "model.gguf").stat().st_size)
-    if not (a.scratch / "q8").is_dir():
-        model = lb.load_model(a.model, dtype="float32")
+        row["saved"] = saved if plan is None else plan.budget["spent"] / plan.budget["base"]
+        if a.files and not saved:
+            save_gguf(model, tokenizer, a.scratch / name, plan=plan)
+            row["bytes"] = (a.scratch / name / "model.gguf").stat().st_size
+        note(a, name, **row)
+    if a.files and "q8" not in rows:
+        model = lb.load_model(a.model, dtype=a.dtype)
         scores = rounding_damage(model, data.select(slice(0, 2)), family="gguf", formats=["Q8_0", "F16"], draws=1)
         lb.write_bits(model, lb.plan_bits(scores, bits=8.5, rule="uniform"), a.scratch / "q8", tokenizer=tokenizer)
         note(
@@ -164,28 +174,32 @@ def table(a: argparse.Namespace) -> str:
     dense = rows["dense"]
 
     def line(label: str, r: dict[str, Any]) -> str:
-        ratios = " | ".join(f"{r[k] / dense[k]:.2f}" for k in ("bytes", "read", "written"))
+        ratios = " | ".join(f"{r[k] / dense[k]:.2f}" if k in dense else "" for k in ("bytes", "read", "written"))
         sizes = f"{spread(r['heads'])}, {spread(r['widths'])}" if "heads" in r else ""
         return f"| {label} | {r['saved']:.1%} | {sizes} | {ratios} | {r['perplexity']:.2f} | {beside(r)} |"
 
     def beside(r: dict[str, Any]) -> str:
         """Change of the perplexity from the even shape of the same request, with two standard errors over the windows."""
-        even = next((rows[f"even-{save:g}"] for save in a.saves if r is rows[f"uneven-{save:g}"]), None)
+        own = next((name for name in rows if rows[name] is r), "")
+        even = rows[f"even-{own.split('-')[1]}"] if own.startswith(("uneven-", "flap-")) else None
         if even is None:
             return ""
         counts = np.array(r["tokens"])
         mean, error, _ = ratio(np.array(r["nll"]) - np.array(even["nll"]), counts)
         return f"{math.expm1(mean):+.1%} +- {2 * error:.1%}"
 
+    speeds = "Bytes and speed were not measured."
+    if "read" in dense:
+        speeds = f"Bytes and speed are ratios to the dense file; it reads {dense['read']:.0f} and writes {dense['written']:.0f} tokens per second of one thread."
     lines = [
-        f"{a.samples} x {a.length} tokens decide, {a.windows} held-out windows of {a.length}. Bytes and speed are ratios to the "
-        f"dense file; it reads {dense['read']:.0f} and writes {dense['written']:.0f} tokens per second of one thread.", "",
+        f"{a.samples} x {a.length} tokens decide, {a.windows} held-out windows of {a.length}; differences with two standard errors. {speeds}", "",
         "| shapes | FLOPs gone | heads, widths | bytes | reading | writing | perplexity | against even |",
         "|---|---|---|---:|---:|---:|---:|---|",
         line("dense, F16", dense), *([line("dense, Q8_0", rows["q8"])] if "q8" in rows else []),
     ]  # fmt: skip
     for save in a.saves:
-        lines += [line(f"{LABELS[way]}, {save:g} % asked", rows[f"{way}-{save:g}"]) for way in ("even", "uneven")]
+        ways = [w for w in ("even", "flap", "uneven") if f"{w}-{save:g}" in rows]
+        lines += [line(f"{LABELS.get(way, FLAP)}, {save:g} % asked", rows[f"{way}-{save:g}"]) for way in ways]
     return "\n".join(lines)
 
 
@@ -206,6 +220,11 @@ def main() -> None:
     parser.add_argument("--passes", type=float, default=32.0)
     parser.add_argument("--by", default="auto")
     parser.add_argument("--compensate", default="auto")
+    parser.add_argument("--fit", help="text that decides and refits")
+    parser.add_argument("--held-out", help="text that measures")
+    parser.add_argument("--dtype", default="float32", help="precision of the model")
+    parser.add_argument("--flap", action="store_true", help="FLAP's shapes too")
+    parser.add_argument("--no-files", dest="files", action="store_false", help="write no GGUF files")
     parser.add_argument("--steps", nargs="+", default=["plan", "quality", "speed", "table"])
     parser.add_argument("--out", type=Path, default=RESULTS)
     a = parser.parse_args()

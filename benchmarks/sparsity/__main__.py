@@ -6,6 +6,7 @@ PARTS = {
     "rules": "perplexity of every rule at equal recounted sparsity",
     "ingredients": "directional damage one ingredient at a time; predicted beside measured",
     "divergence": "KL on held-out text beside perplexity",
+    "real": "KL and perplexity of a real model by every rule, paired by window",
 }
 
 if __name__ == "__main__":
