@@ -130,10 +130,12 @@ def runs(tmp_path_factory):
     """A folder of what the commands left in one and in two processes, their numbers, exit codes and what the two said."""
     root = tmp_path_factory.mktemp("processes")
     shards = root / "model"
-    lb.load_model("demo").save_pretrained(shards, max_shard_size="1MB")
-    lb.load_tokenizer("demo").save_pretrained(shards)
-    lb.load_tokenizer("demo").save_pretrained(root / "mixture")
-    zoo.build("mixtral", vocab_size=len(lb.load_tokenizer("demo"))).save_pretrained(root / "mixture")
+    tokenizer = lb.load_tokenizer("demo")
+    small = zoo.build("llama", hidden_size=64, intermediate_size=96, vocab_size=len(tokenizer))
+    small.save_pretrained(shards, max_shard_size="100KB")
+    zoo.build("mixtral", vocab_size=len(tokenizer)).save_pretrained(root / "mixture")
+    for folder in (shards, root / "mixture"):
+        tokenizer.save_pretrained(folder)
     (root / "text.txt").write_text(Path(csv.__file__).read_text())
     for way in ("one", "two"):
         (root / way).mkdir()
