@@ -4,6 +4,7 @@ from benchmarks.stamp import run_parts
 
 PARTS = {
     "random_models": "write a random model of real shapes, shard by shard",
+    "clock": "one process and two of every verb, by the clock",
     "commands": "peak memory and processor seconds of whole commands on a real model, beside another checkout",
     "forecasts": "what every long verb forecasts, beside the time and memory that it took",
     "machines": "what each of several processes does of every verb, on paper and beside a run",

@@ -51,6 +51,7 @@ TASKS = (
     "plan-gguf-3",
     "plan-gguf",
     "plan-gguf-gptq",
+    "plan-gptq",
     "quantize-rtn",
     "quantize-gptq",
 )
@@ -59,6 +60,7 @@ BITS = (
     "plan-gguf-3",
     "plan-gguf",
     "plan-gguf-gptq",
+    "plan-gptq",
     "quantize-rtn",
     "quantize-gptq",
 )  # computed in float32, as their commands do by default
@@ -196,6 +198,10 @@ def bits_task(name: str, model: Any, data: CalibrationSet, batch_size: int, fold
 
     if name == "plan-bits":
         return lambda: lb.plan_bits(model, data, bits=4.5, group=32, draws=2, batch_size=batch_size)
+    if name == "plan-gptq":  # two formats of vLLM, one draw
+        return lambda: lb.plan_bits(
+            model, data, bits=6.0, formats=["w4-g32", "w8-g32"], method="gptq", draws=1, batch_size=batch_size
+        )
     if name.startswith("plan-gguf"):  # the menu of all types, or of three
         given: dict[str, Any] = {"formats": ["Q3_K", "Q4_K", "Q6_K"]} if name.endswith("3") else {}
         given |= {"method": "gptq"} if name.endswith("gptq") else {}
