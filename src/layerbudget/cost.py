@@ -19,7 +19,7 @@ from torch import nn
 
 from . import timing
 from .compressors.base import QUANTISERS, find_quantiser, find_treatment
-from .compressors.formats import BY_MOMENTS, GGUF, PLAIN, ROWS, RUNTIMES, TOKENS, find_format, find_runtime
+from .compressors.formats import BY_MOMENTS, GGUF, HEAD_ROWS, PLAIN, ROWS, RUNTIMES, TOKENS, find_format, find_runtime
 from .data.calibration import check_reads_text
 from .errors import UnknownStructure
 from .execution.inputs import EXACT
@@ -33,6 +33,7 @@ from .timing import Pace
 
 _BASE = 0.6 * 2**30  # bytes of an interpreter with torch, transformers and a tokenizer
 _SLACK = 1.2  # bytes that the allocator holds, over those in use
+_LABELS = 30.0  # different ones, over the root of those that are drawn
 _CLEAN = 256 << 20  # of the dense model's probabilities are kept at the most
 HOWS = {"whole": "in memory", "layers": "layer by layer", "streamed": "streamed from its files"}
 
@@ -126,8 +127,8 @@ class WorkItem:
     """One kind of ``WORK`` on some text, as a part of a verb.
 
     It is done ``times`` times, with so many ``forwards`` and ``losses`` (its kind's by default) and a ``job`` beside them;
-    ``resident`` weights are never streamed. ``held`` are bytes beside those of its kind, and ``sent`` those that several
-    processes exchange beside the sums of its kind.
+    ``resident`` weights are never streamed. Through a head of more rows than ``together`` all losses run backwards at once.
+    ``held`` are bytes beside those of its kind, and ``sent`` those that several processes exchange beside the sums of its kind.
     """
 
     kind: str
@@ -136,6 +137,7 @@ class WorkItem:
     times: float = 1.0
     resident: bool = False
     losses: int | None = None
+    together: int | None = None
     job: Job = lambda shape, text: 0.0
     held: Callable[[Shape], float] = lambda shape: 0.0
     sent: Job = lambda shape, text: 0.0
@@ -368,6 +370,7 @@ def choosing(
     """
     target, statistic = find_runtime(runtime, RUNTIMES[runtime].family), find_quantiser(method).statistic
     gram = statistic == "gram"
+    most, together = 6 if gram else 4, HEAD_ROWS if target.ends else 0
 
     def seconds(form: str, rows: int, columns: int) -> float:
         return timing.treating_seconds(find_quantiser, method, form, rows, columns)
@@ -377,7 +380,7 @@ def choosing(
         menu = [f.name for f in target.formats(shape.inputs, names, group, inputs=statistic != "none")]
 
         def fit(columns: int) -> list[str]:
-            return [f for f in anchors if find_format(f).fits(columns)]
+            return [f for f in anchors if not find_format(f).plain and find_format(f).fits(columns)][:most]
 
         def each(out: int, columns: int) -> float:
             kept = out if gram else min(out, ROWS)
@@ -387,8 +390,10 @@ def choosing(
             return rounded + draws * text.samples * kept * columns * timing.written_seconds(len(fit(columns)), text.length)
 
         def end(out: int, columns: int) -> float:
-            rounded = sum(seconds(f, out, columns) for f in fit(columns)) + sum(seconds(f, 4 * rows, columns) for f in menu)
-            return rounded + text.samples * out * columns * timing.written_seconds(len(fit(columns)), text.length, head=True)
+            labels = out if out <= HEAD_ROWS else min(out, int(_LABELS * (draws * text.tokens) ** 0.5))  # that are drawn
+            rounded = sum(seconds(f, labels, columns) for f in fit(columns)) + sum(seconds(f, 4 * rows, columns) for f in menu)
+            met = text.samples * out * columns * timing.written_seconds(len(fit(columns)), text.length, head=True)
+            return rounded + (met if labels == out else 0.0)
 
         ends = sum(end(m.d_out, m.d_in) for m in shape.ends if target.ends)
         return shape.over(each) + ends + _collected(statistic, shape, text)
@@ -397,15 +402,16 @@ def choosing(
         """The rows that are measured, rounded to every anchor, in a byte for each weight."""
 
         def each(out: int, columns: int) -> float:
-            fit = sum(find_format(f).fits(columns) for f in anchors)
-            return fit * (columns + 4.0) * (out if gram else min(out, ROWS))
+            fit = sum(not find_format(f).plain and find_format(f).fits(columns) for f in anchors)
+            return min(fit, most) * (columns + 4.0) * (out if gram else min(out, ROWS))
 
         return shape.over(each, ends=target.ends)
 
-    measured = [WorkItem("directional", text, 1.0 + 2.0 * draws, losses=draws, job=job, sent=codes)]
+    way: dict[str, Any] = {"job": job, "sent": codes, "together": together}
+    measured = [WorkItem("directional", text, 1.0 + 2.0 * draws, losses=draws, **way)]
     if gram:  # every second sequence shows the inputs, and the others have twice as many draws
         half = dataclasses.replace(text, samples=max(1, text.samples // 2))
-        look = WorkItem("directional", half, 1.0 + 4.0 * draws, losses=2 * draws, job=job, sent=codes)
+        look = WorkItem("directional", half, 1.0 + 4.0 * draws, losses=2 * draws, **way)
         measured = [look, WorkItem("norms", half, 2.0, sent=moments_bytes)]
     elif statistic == "diagonal":
         measured.append(WorkItem("norms", text, 1.0))
@@ -415,7 +421,7 @@ def choosing(
     whole = treating(method, text, formats=anchors, ends=target.ends, forwards=0.0)
     whole = [dataclasses.replace(part, times=plans) for part in whole]
     if runtime == "llama.cpp" and method in BY_MOMENTS:
-        whole += treating("weighted", text, formats=anchors, ends=True)
+        whole += [dataclasses.replace(part, forwards=1.0) for part in treating("weighted", text, formats=anchors, ends=True)]
     return [*measured, *whole, WorkItem("forward", check, 1.0 + plans + (method in BY_MOMENTS))]
 
 
@@ -591,20 +597,21 @@ def price(verb: str, parts: Sequence[WorkItem], shape: Shape, pace: Pace, machin
         work = WORK[part.kind]
         passes = work.forwards + work.each * shape.layers if part.forwards is None else part.forwards
         jobs = work.job(shape, part.text) + part.job(shape, part.text)
-        seconds += part.times * (passes * part.text.tokens * _token(part, pace) + jobs)
+        seconds += part.times * (passes * part.text.tokens * _token(part, shape, pace) + jobs)
         forwards += part.times * passes * part.text.tokens / parts[0].text.tokens
         needs, walks = _memory(part, shape, pace.device, machine, False if part.resident else streamed)
         memory, how = max(memory, needs), max(how, walks, key=list(HOWS).index)
     return Cost(verb=verb, how=how, memory=int(memory), seconds=seconds, forwards=forwards, fits=memory <= machine)
 
 
-def _token(part: WorkItem, pace: Pace) -> float:
+def _token(part: WorkItem, shape: Shape, pace: Pace) -> float:
     """Seconds of a token's forward equivalent: backwards, a layer runs forwards twice, and once back for every loss."""
     work = WORK[part.kind]
     if work.graph == "none":
         return pace.forward + pace.head * work.head
     losses = max(1, work.losses if part.losses is None else part.losses)
-    walk = 2.0 * pace.forward + losses * pace.backward + pace.head + losses * pace.head_backward
+    heads = losses if part.together is None or shape.vocabulary <= part.together else 1
+    walk = 2.0 * pace.forward + losses * pace.backward + pace.head + heads * pace.head_backward
     return walk / (1.0 + 2.0 * losses)
 
 

@@ -289,8 +289,10 @@ def test_quantisers_and_pruners_keep_their_tables():
 
 def test_few_rows_get_error_feedback_together():
     """Of a head those that lie in a processor's cache, of wide matrices those that fit in memory; on other devices as many."""
-    assert [rows_together(torch.empty(1, n)) for n in (896, 8192, 1 << 14, 1 << 26)] == [4096, 4096, 2048, 1]
-    assert rows_together(torch.empty(1, 896, device="meta")) == (1 << 25) // 896
+    shapes = (4864, 896), (151936, 896), (8960, 8192), (5000, 1 << 14), (3, 1 << 26)
+    assert [rows_together(torch.empty(1, 1).expand(shape)) for shape in shapes] == [4864, 5065, 2987, 1667, 1]
+    assert rows_together(torch.empty(0, 896)) == 1
+    assert rows_together(torch.empty(1 << 16, 896, device="meta")) == 32768
 
 
 def test_a_missing_package_is_one_sentence(monkeypatch):

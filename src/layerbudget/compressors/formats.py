@@ -32,6 +32,7 @@ BY_MOMENTS = ("gptq", "descent")  # methods that choose codes by the second mome
 FED_BACK = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "MXFP4", "NVFP4")  # descent leaves as gptq does
 TOKENS = 4  # per column of the widest matrix: fewer, and these learn the text rather than the inputs
 ROWS = 4096  # of a matrix, along whose errors its damage is measured
+HEAD_ROWS = 1 << 14  # of a head: with more of them its damage comes from the rows of the labels that are drawn
 GGUF, PACKED, NEMOTRON = "gguf", "compressed-tensors", "nemotron-nas"  # the last one: shapes alone
 FAMILIES = (GGUF, PACKED)
 ALIGNMENT = 32

@@ -151,15 +151,20 @@ def _best_grid(
     return grid_of(groups, form, peak, shrink)
 
 
-_FEW = 4096  # rows at most, in all types together, that get error feedback at once
+_FEW = 4096  # rows at most, in all types together, that get error feedback in all types at once
+_MANY = 5120  # rows at most that get error feedback together on a processor: every step of few rows takes as long as of more
 _ROWS = 1024  # that one thread improves together: fewer, and a step takes longer to begin than to do
 _FED_BACK = 1 << 25  # weights that get error feedback together, at most: a few copies of them in float32 are held
 
 
 def rows_together(weight: torch.Tensor) -> int:
-    """Return how many rows get error feedback together: as many as lie in a processor's cache, and fit in memory."""
+    """Return how many rows get error feedback together: as many as lie in a processor's cache, and fit in memory.
+
+    There are as few pieces as that allows, and all are equally large.
+    """
     fit = max(1, _FED_BACK // weight.shape[1])
-    return min(_FEW, fit) if weight.device.type == "cpu" else fit
+    most = min(_MANY, fit) if weight.device.type == "cpu" else fit
+    return -(-len(weight) // -(-len(weight) // most)) if len(weight) else 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

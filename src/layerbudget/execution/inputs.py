@@ -203,6 +203,24 @@ class InputStatistics:
         share_statistics(self.found)
         return hidden
 
+    @staticmethod
+    def of_model(walk: Walk, statistics: Sequence[InputStatistics]) -> None:
+        """Gather several statistics from one forward of the whole model, its head included."""
+
+        @contextlib.contextmanager
+        def during(batch: int) -> Iterator[None]:
+            with contextlib.ExitStack() as stack:
+                for each in statistics:
+                    stack.enter_context(each.listening(walk.token_mask(batch)))
+                yield
+
+        walk.capture()
+        for batch, hidden in enumerate(walk.finals(during)):
+            with during(batch):
+                walk.meet_head(batch, hidden)
+        for each in statistics:
+            share_statistics(each.found)
+
     @contextlib.contextmanager
     def listening(self, mask: torch.Tensor | None) -> Iterator[None]:
         """Gather from the forward of one batch that somebody else runs; the mask ``(B, T)`` says which tokens are real."""

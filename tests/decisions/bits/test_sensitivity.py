@@ -28,6 +28,7 @@ from layerbudget.decisions.formats.table import FormatTable
 from layerbudget.decisions.memory.plan import plan_memory
 from layerbudget.errors import InvalidInput
 from layerbudget.execution import backward, memory
+from layerbudget.execution.inputs import InputMoments
 from layerbudget.execution.walk import Walk
 from layerbudget.models.blocks import describe, end_modules, weight_of
 from layerbudget.reporting.verdict import comparison_table, passes_of, verdict
@@ -305,7 +306,7 @@ def test_a_plan_with_feedback_stands_beside_the_file_that_llama_quantize_writes(
     assert 3 <= len(checks) <= 4 and checks == [f"the check: plan {k} of 4 at most" for k in range(1, len(checks) + 1)]
     rows, mix = plan.payload.check.rows, plan_bits(model, fit, like="Q4_K_M", method="gptq", rule="mix", draws=1)
     assert set(rows) == {"exact", "uniform", "mix", PEER} and rows[PEER].bytes == rows["mix"].bytes
-    written = DenseOutput(model, held_out).rows_of(model, mix.payload.formats, fit, "weighted")
+    written = DenseOutput(model, held_out).rows_as_quantised(model, mix.payload.formats, fit)
     assert rows[PEER].kl == pytest.approx(per_token(*written[:, :2].T)[0], rel=1e-6) and rows[PEER].kl > rows["mix"].kl
     assert "than Q4_K_M by llama-quantize within" in verdict(plan) and "llama.cpp's" not in verdict(plan)
     head, table = comparison_table(plan)[1:]
@@ -316,6 +317,25 @@ def test_a_plan_with_feedback_stands_beside_the_file_that_llama_quantize_writes(
     low = {n: r * ([[0.1, 1, 1, 1]] if n == PEER else 1) for n, r in dict.fromkeys(rows, written).items()}
     record = check_record(DenseOutput(model, held_out), "exact", low, dict.fromkeys(rows, 1), ["exact"])
     assert record.taken != PEER and record.rows[PEER].difference < 0
+
+
+def test_the_file_of_llama_quantize_is_weighed_by_the_inputs_of_the_dense_model():
+    """As its importance matrix is: not by those that rounded layers below give."""
+    model, text = zoo.build("llama", hidden_size=64, intermediate_size=64, tie_word_embeddings=False), zoo.tokens(12, 16)
+    fit, held_out = text.select(slice(0, 8)), text.select(slice(8, 12))
+    names = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    seen, hooks = {n: InputMoments("diagonal") for n in names}, []
+    for n in names:
+        hooks.append(model.get_submodule(n).register_forward_pre_hook(lambda m, x, n=n: seen[n].add(x[0].flatten(0, 1))))
+    with torch.no_grad():
+        model(input_ids=fit.input_ids)
+    for hook in hooks:
+        hook.remove()
+    formats, dense = dict.fromkeys(["model.embed_tokens", *names], "Q4_0"), DenseOutput(model, held_out)
+    rows = dense.rows_as_quantised(model, formats, fit)
+    wanted = dense.rows_of(model, formats, None, "weighted", importances={n: [m] for n, m in seen.items()})
+    assert np.allclose(rows, wanted, rtol=1e-4)
+    assert not np.allclose(rows, dense.rows_of(model, formats, fit, "weighted"), rtol=1e-3)
 
 
 def test_a_mix_with_formats_that_may_not_be_used_is_compared_and_not_taken():

@@ -27,7 +27,7 @@ from ...compressors.quantisers import Quantiser, Rounded, rows_together
 from ...compressors.treating import InputStats, Job, LayerCompressor, check, matrices
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InvalidInput
-from ...execution.inputs import InputMoments, InputStatistics, share_statistics
+from ...execution.inputs import InputMoments, InputStatistics
 from ...execution.modes import inference
 from ...execution.processes import broadcast, process_group, shard
 from ...execution.sharing import Part, SharedParts, together
@@ -107,6 +107,7 @@ def round_matrices(
     placed: PlacedRows | None = None,
     follow: Callable[[int], None] | None = None,
     shared: Shared | None = None,
+    importances: InputStats | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> list[str]:
@@ -116,9 +117,9 @@ def round_matrices(
     inputs that the rounded model below it gives. An embedding that is no head is rounded to nearest. ``placed`` takes the bytes
     of all of them for a file. ``follow`` is called with -1 when both ends are rounded, and with the number of every layer when
     that is. Of a streamed model a layer is then as it was again, and in the end so are both ends. What is ``shared`` with
-    other plans of the dense model is made once.
+    other plans of the dense model is made once. ``importances`` that are known stand in the place of text, by matrix.
     """
-    rounding = _Rounding(model, formats, method, data, options)
+    rounding = _Rounding(model, formats, method, data, options, importances)
     rounding.writer, rounding.follow, rounding.shared = placed, follow, shared
     rounding.dealt.coded = placed is not None
     rounding.run(batch_size, progress)
@@ -241,12 +242,18 @@ class Shared:
     A matrix that is rounded without the inputs that a plan gives it is rounded once to every type of llama.cpp. Its bytes lie
     in a temporary folder, which takes as much as the matrices in all types of the plans.
 
+    Args:
+        heard: Whether the forward that shows the head's inputs also hears how much those of all matrices count.
+
     Attributes:
         inputs: Of the head, by its name.
+        importances: Of all matrices, where they were heard.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, heard: bool = False) -> None:
+        self.heard = heard
         self.inputs: dict[str, list[InputMoments]] = {}
+        self.importances: dict[str, list[InputMoments]] = {}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._files: dict[Any, Path] = {}
 
@@ -267,14 +274,21 @@ class _Rounding(LayerCompressor):
     """Rounds piece after piece, and writes each where there is a writer."""
 
     def __init__(
-        self, model: nn.Module, formats: Mapping[str, str], method: str, data: CalibrationSet | None, options: Mapping[str, Any]
+        self,
+        model: nn.Module,
+        formats: Mapping[str, str],
+        method: str,
+        data: CalibrationSet | None,
+        options: Mapping[str, Any],
+        importances_known: InputStats | None = None,
     ) -> None:
         quantiser = quantiser_of(method).with_options(options)
-        need_data(quantiser, data)
+        if importances_known is None:
+            need_data(quantiser, data)
         super().__init__(model, quantiser)
         self.quantiser, self.options = quantiser, quantiser.resolve_options(options)
         self.data = data if quantiser.reads_text else None
-        self.pieces, self.importances = _pieces(model, formats), dict[str, list[InputMoments]]()
+        self.pieces, self.importances = _pieces(model, formats), dict(importances_known or {})
         if quantiser.imatrix is not None:
             modules = [job.module for jobs in self.pieces.values() for job in jobs]
             self.importances, self.lacks = importances(quantiser.imatrix, model, modules), "has no importances"
@@ -402,11 +416,13 @@ class _Rounding(LayerCompressor):
         known = {} if self.shared is None else self.shared.inputs
         if set(statistics.owners) <= set(known):
             return {name: known[name] for name in statistics.owners}
-        walk.capture()
-        for batch, hidden in enumerate(walk.finals()):
-            with statistics.listening(walk.token_mask(batch)):
-                walk.meet_head(batch, hidden)
-        share_statistics(statistics.found)
+        several = [statistics]
+        if self.shared is not None and self.shared.heard:
+            every = [job.module for jobs in self.pieces.values() for job in jobs]
+            several.append(InputStatistics(self.model, every, "diagonal"))
+        InputStatistics.of_model(walk, several)
+        if self.shared is not None:
+            self.shared.importances |= several[-1].found if self.shared.heard else {}
         known |= statistics.found
         return statistics.found
 

@@ -236,20 +236,26 @@ def check_plan(
     text, options = (data, {}) if imatrix is None else (None, {"imatrix": imatrix})
     measured: dict[str, np.ndarray] = {}  # plans that are the same are measured once
     peer = "mix" in plans and method in BY_MOMENTS
+    dense.heard = peer and text is not None
+
+    def rounded(formats: Mapping[str, str], method: str) -> list[list[float]]:
+        """What a plan by a method, or one of llama-quantize, makes of the text."""
+        if method == PEER and text is not None:
+            return dense.rows_as_quantised(model, formats, text).tolist()
+        return dense.rows_of(model, formats, text, "weighted" if method == PEER else method, **options).tolist()
 
     def measure(formats: Mapping[str, str], method: str = method) -> np.ndarray:
         key = f"check-{digest([formats, method])}"
         if key not in measured:
             say(progress, f"the check: plan {len(measured) + 1} of {len(plans) + peer} at most")
-            values = parts.json(key, lambda: dense.rows_of(model, formats, text, method, **options).tolist())
-            measured[key] = np.array(values, dtype=np.float64)
+            measured[key] = np.array(parts.json(key, lambda: rounded(formats, method)), dtype=np.float64)
         return measured[key]
 
     rows = {name: measure(each) for name, each in formats.items()}
     excluded = [n for n, each in plans.items() if not is_allowed(each, scores)]
     spent = {n: int((payload.baselines[n] if n in excluded else p.budget)["spent"]) for n, p in plans.items()}
     if peer:
-        rows[PEER], spent[PEER] = measure(formats["mix"], "weighted"), spent["mix"]
+        rows[PEER], spent[PEER] = measure(formats["mix"], PEER), spent["mix"]
     same = [n for n, each in formats.items() if each == payload.formats]
     record = check_record(dense, plan.rule, rows, spent, same, excluded)
     chosen = plans[record.taken]

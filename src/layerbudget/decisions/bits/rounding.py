@@ -36,7 +36,7 @@ import torch
 from torch import nn
 
 from ...compressors.base import Level
-from ...compressors.formats import GGUF, PLAIN, ROWS, find_format
+from ...compressors.formats import GGUF, HEAD_ROWS, PLAIN, ROWS, find_format
 from ...compressors.quantisers import Quantiser
 from ...compressors.treating import LayerCompressor, matrices
 from ...data.calibration import CalibrationSet
@@ -56,7 +56,6 @@ from .blocks import peaks
 _PIECE = 1 << 20  # weights that are rounded together: their errors take 4 MB
 _FED_BACK = 1 << 23  # with error feedback, which is quicker on many rows at once
 _ANCHORS = (("Q2_K", "Q3_K", "Q4_K", "Q6_K"), ("MXFP4", "Q5_0", "Q8_0"))  # of GGUF, where 256 divides rows and else; quick
-HEAD_ROWS = 1 << 14  # of a head: with more of them its damage comes from the rows of the labels that were drawn
 _Sample = tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, float]]
 _LATTICES = ("IQ2_S", "IQ3_S")  # with feedback these too: a code says several weights, and leaves other errors
 

@@ -31,6 +31,7 @@ from torch import nn
 from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
 from ...execution.divergence import next_tokens, token_divergence, token_losses
+from ...execution.inputs import InputStatistics
 from ...execution.loss import IGNORE, Batch, assign_folds, count_scored_tokens, unlabelled
 from ...execution.memory import Store, room_for
 from ...execution.modes import inference
@@ -38,6 +39,7 @@ from ...execution.outputs import Outputs
 from ...execution.processes import process_group, shard
 from ...execution.replay import Replay
 from ...execution.sharing import from_main
+from ...execution.walk import Walk
 from ...models.blocks import describe
 from ...models.machine import give_back, versions
 from ...models.offload import mapped
@@ -190,7 +192,10 @@ class DenseOutput:
 
     Attributes:
         own: See :meth:`rows`, of the dense model itself.
+        heard: Whether :meth:`rows_as_quantised` follows, so that other plans listen for what it needs.
     """
+
+    heard = False
 
     def __init__(self, model: nn.Module, data: CalibrationSet, batch_size: int = 8, progress: Progress | None = None) -> None:
         self.text, self.progress, self.batch_size = data.describe(), progress, batch_size
@@ -261,6 +266,23 @@ class DenseOutput:
         """
         return self.rows_within(model, formats, [contextlib.nullcontext], data, method, **options)[0]
 
+    def rows_as_quantised(self, model: nn.Module, formats: Mapping[str, str], data: CalibrationSet) -> np.ndarray:
+        """See :meth:`rows_of`, of what ``llama-quantize`` makes with an importance matrix of a text.
+
+        That is of the dense model's inputs. They come with those of the head where other plans were rounded with :attr:`heard`,
+        else from a forward of their own.
+        """
+        key = next((k for k, shared in self._shared.items() if k[2] == data.digest and shared.importances), None)
+        found = {} if key is None else self._shared[key].importances
+        if not found:
+            size = process_group().batch(data.samples, self.batch_size)
+            statistics = InputStatistics(model, list(modules_by_name(model, formats).values()), "diagonal")
+            walk = Walk(model, shard(data, size), batch_size=size)
+            with inference(model), contextlib.closing(walk):
+                InputStatistics.of_model(walk, [statistics])
+            found = statistics.found
+        return self.rows_of(model, formats, None, "weighted", importances=found)
+
     def rows_within(
         self,
         model: nn.Module,
@@ -274,9 +296,10 @@ class DenseOutput:
 
         The text goes through every layer of a streamed model when that is rounded, so that no more than one layer is held.
         """
-        key = method, repr(options), None if data is None else data.digest
+        if "importances" not in options:
+            key = method, repr(options), None if data is None else data.digest
+            options["shared"] = self._shared.setdefault(key, Shared(heard=self.heard))
         options |= {"method": method, "batch_size": self.batch_size, "progress": self.progress}
-        options["shared"] = self._shared.setdefault(key, Shared())
         give_back()
         if mapped(model) is not None:
             return self._streamed(model, formats, contexts, data, options)

@@ -29,6 +29,7 @@ from ...execution.processes import process_group
 
 _CHUNK = 64 << 20  # entries of the gradients of single sequences at a time
 _PIECE = 1 << 19  # of these, entries of one sequence that are met while they lie in the processor's cache
+_PRODUCT = 1 << 22  # entries of a candidate that meet inputs together: narrower products take longer
 _LARGE = 1 << 18  # weights of a matrix: with fewer the gradient is made in no time
 _PARTS = 16  # of a sample of rows, at the least: how they differ says how sure it is
 
@@ -215,12 +216,12 @@ class Int8Directions(Directions):
 
     def _outputs(self, a: torch.Tensor) -> dict[int, torch.Tensor]:
         """Return what every candidate adds to the output of inputs ``(B, T, d_in)``, ``(B, T, d_out)`` by level."""
-        outputs = {}
+        outputs, size = {}, max(1, _PRODUCT // a.shape[2])
         for level, coded in enumerate(self.coded):
             if coded is not None:
                 made = outputs[level] = a.new_empty(*a.shape[:2], len(coded[0]))
-                for start in range(0, len(coded[0]), self.size):
-                    rows = slice(start, start + self.size)
+                for start in range(0, len(coded[0]), size):
+                    rows = slice(start, start + size)
                     made[..., rows] = a @ (coded[0][rows] * coded[1][rows]).to(a).T
         return outputs
 
