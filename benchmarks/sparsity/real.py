@@ -138,13 +138,14 @@ def main() -> None:
         p.add_argument(f"--{name}", type=int, default=default)
     p.add_argument("--cap", type=float, default=0.9, help="largest sparsity of a unit, of rules that are not directional")
     p.add_argument("--dtype", default="bfloat16", help="precision of the model")
+    p.add_argument("--table", action="store_true", help="write the table of the rows that are there, measure nothing")
     p.add_argument("--out", type=Path, default=RESULTS)
     a = p.parse_args()
     a.calibration = a.fit
     torch.set_num_threads(1)
     kept, bench = f"sparsity_real_{a.name}", None
     for job in itertools.product(a.methods, a.sparsities, a.rules):
-        if not any((r["method"], r["target"], r["rule"]) == job for r in read_rows(kept, a.out)):
+        if not a.table and not any((r["method"], r["target"], r["rule"]) == job for r in read_rows(kept, a.out)):
             bench = bench or RealBench(a)
             row = bench.row(*job)
             keep_row(kept, row, a.out)
