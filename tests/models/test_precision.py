@@ -15,7 +15,7 @@ from layerbudget.data.calibration import CalibrationSet
 from layerbudget.decisions.sparsity.apply import prune
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import ModelMismatch
-from layerbudget.models import loading
+from layerbudget.models import loading, machine
 from layerbudget.models.blocks import partition
 from layerbudget.models.loading import load_model
 from layerbudget.models.machine import computation, versions
@@ -161,3 +161,22 @@ def test_bytes_are_those_of_the_checkpoint_that_is_written_whatever_the_model_co
     for kind in ("expert-pruning", "shapes"):
         words = ["--keep", "0.5"] if kind == "expert-pruning" else ["--save", "9%"]
         assert main(["plan", kind, "llama", *words, "--bytes-per-parameter", "2", "-o", "other.json"]) == 2
+
+
+def test_quick_products_are_as_exact_as_float32_and_are_undone(monkeypatch):
+    """oneDNN multiplies on AMD's processors alone, and only as long as that is float32."""
+    settings = getattr(torch.backends.mkldnn, "matmul", None)
+    before, usual, seen = computation(tiny()[0]), getattr(settings, "fp32_precision", ""), []
+    if settings is None or not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+        pytest.skip("this torch, or this processor, has one way")
+    x, y = torch.randn(300, 700), torch.randn(700, 200)
+    exact = x.double() @ y.double()
+    for amd, limit in ((True, 1e-5), (True, 0.0), (False, 1e-5)):
+        monkeypatch.setattr(machine, "_is_amd", lambda amd=amd: amd)
+        monkeypatch.setattr(machine, "_EXACT", limit)
+        machine.quick_products()
+        seen.append(settings.fp32_precision)
+        assert float((x @ y - exact).norm() / exact.norm()) < 1e-5 and computation(tiny()[0]) == before
+        machine.usual_products()
+        assert settings.fp32_precision == usual
+    assert seen[1:] == [usual, usual]

@@ -73,6 +73,9 @@ def _run(asked: Any, run: Callable[[], dict[str, Any]], line: Callable[[], str])
             result = conclude(asked, run())
     except DryRun as dry_run:
         result, writes = dry_run.result, True
+    finally:
+        if (machine := sys.modules.get("layerbudget.models.machine")) is not None:  # a command that loaded a model
+            machine.usual_products()
     if asked.json and writes:
         sys.stdout.write(dumps(result))
     return int(result.get("exit_code", 0))

@@ -50,7 +50,7 @@ class Session:
     def load_model(self, **options: Any) -> Any:
         """Return the model that the request names, in the precision and place that it names."""
         from ..models import loading
-        from ..models.machine import keep_freed
+        from ..models.machine import keep_freed, quick_products
 
         keep_freed()
         name, revision = split_revision(self.request.model)
@@ -58,7 +58,10 @@ class Session:
         if place["dtype"] == "auto" and self.verb != "apply":  # what is written stays in the precision of the checkpoint
             place["dtype"] = "quick"
         stored = {"stream": getattr(self.request, "stream", None), "four_bit": getattr(self.request, "four_bit", False)}
-        return loading.load_model(name, revision=revision, **{**place, **stored, **options})
+        model = loading.load_model(name, revision=revision, **{**place, **stored, **options})
+        if next(model.parameters()).device.type == "cpu":
+            quick_products()
+        return model
 
     def configuration(self) -> Any:
         """Return the configuration of the model, of which no weights are read."""

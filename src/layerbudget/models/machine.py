@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib.metadata
 import math
 import os
@@ -24,6 +25,7 @@ PACKAGES = ("torch", "transformers", "numpy")
 SHARE = 0.5  # of the free memory may be planned for; the rest is left to what estimates do not know
 ROOM = 1 << 30  # bytes of the machine's own memory that are planned for beside the weights at most, however much is free
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
+_EXACT = 1e-5  # of a product in float32, relative; bfloat16 is off by 2e-3
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
@@ -46,6 +48,48 @@ def give_back() -> None:
     """Give the system what :func:`keep_freed` has kept, between phases whose tensors have other sizes."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
+
+
+class _Products:
+    """How matrices of float32 are multiplied."""
+
+    before: str | None = None  # torch's setting, while oneDNN multiplies
+
+
+def quick_products() -> None:
+    """Let torch multiply matrices of float32 by oneDNN where MKL uses half of the processor, until :func:`usual_products`.
+
+    MKL has AVX-512 for Intel's processors alone: on AMD's oneDNN takes half of its time. torch asks oneDNN where bfloat16 is
+    allowed for such products, and without AMX that has no quicker way than float32 itself. A product is looked at: where it is
+    less exact than float32, all stays as it was.
+    """
+    settings = _settings()
+    wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512") and torch.backends.mkl.is_available()
+    if settings is None or not wide or not _is_amd() or settings.fp32_precision not in ("none", "ieee"):
+        return
+    _Products.before, settings.fp32_precision = settings.fp32_precision, "bf16"
+    x, y = (torch.randn(n, 512, generator=torch.Generator().manual_seed(n)) for n in (256, 384))
+    exact = x.double() @ y.double().T
+    if float((x @ y.T - exact).norm() / exact.norm()) > _EXACT:
+        usual_products()
+
+
+def usual_products() -> None:
+    """Undo :func:`quick_products`."""
+    if _Products.before is not None:
+        _settings().fp32_precision, _Products.before = _Products.before, None
+
+
+def _settings() -> Any:
+    """Torch's settings of products by oneDNN, of torch 2.9 and later."""
+    return getattr(torch.backends.mkldnn, "matmul", None)
+
+
+@functools.cache
+def _is_amd() -> bool:
+    """Whether the processor is AMD's."""
+    file = Path("/proc/cpuinfo")
+    return "AuthenticAMD" in (file.read_text() if file.is_file() else platform.processor())
 
 
 @contextlib.contextmanager
@@ -134,5 +178,5 @@ def computation(model: nn.Module) -> dict[str, Any]:
         "attention": getattr(config, "_attn_implementation", None),
         "experts": getattr(config, "_experts_implementation", None),
         "autocast": str(torch.get_autocast_dtype(device)).removeprefix("torch.") if torch.is_autocast_enabled(device) else None,
-        "matmul": torch.get_float32_matmul_precision(),
+        "matmul": "highest" if _Products.before else torch.get_float32_matmul_precision(),
     }
