@@ -126,12 +126,13 @@ def test_a_gguf_file_gets_its_rounding_from_the_inputs_of_its_model(tmp_path, ca
     """The same tensors as the model's own file; text beside a file alone is refused with what works."""
     gguf = pytest.importorskip("gguf")
     folder, model, quick = tmp_path, tmp_path / "model", [*SMALL, "--draws", "1", "--check", "0", "--format", "gguf"]
+    few = ["--formats", "Q4_0,Q5_1,Q8_0", "--rows", "4"]
     zoo.build("llama", hidden_size=64, intermediate_size=64, vocab_size=2048).save_pretrained(model)
     lb.load_tokenizer("demo").save_pretrained(model)
     plain, fine, place = folder / "f16.json", folder / "feedback.json", folder / "own"
     document(capsys, "plan", "bits", model, "--bits", "16", "--formats", "F16", *quick, "-o", plain)
     document(capsys, "apply", model, plain, "--quiet", "-o", folder / "F16")
-    told = document(capsys, "plan", "bits", model, "--bits", "6", "--method", method, *quick, "-o", fine)
+    told = document(capsys, "plan", "bits", model, "--bits", "6", "--method", method, *few, *quick, "-o", fine)
     assert told["next"] == f"layerbudget apply {model} {fine} -o DIR"
     document(capsys, "apply", model, fine, *SMALL, "-o", place)
     source, out = folder / "F16" / "model.gguf", folder / "planned.gguf"
@@ -172,9 +173,11 @@ def test_a_model_that_is_not_written_as_gguf_gets_the_way_that_works(tmp_path, c
 
 
 @pytest.mark.parametrize(("method", "options"), [("gptq", []), ("descent", ["--sweeps", "1", "--shrinkage", "0.1"])])
-def test_a_method_reads_its_data(folder, plan, capsys, method, options):
+def test_a_method_reads_its_data(saved_model, tmp_path, capsys, method, options):
+    model, plan, quick = saved_model("llama"), tmp_path / "plan.json", ["--group", "16", "--draws", "1", "--check", "0"]
+    document(capsys, "plan", "bits", model, "--bits", "5", *quick, *SMALL, "-o", plan)
     words = ("--method", method, "--damping", "0.1", *options, *SMALL)
-    done = document(capsys, "apply", "demo", plan, *words, "-o", folder / method)
+    done = document(capsys, "apply", model, plan, *words, "-o", tmp_path / method)
     assert done["method"] == method and done["bytes"] == done["planned"]
 
 

@@ -50,7 +50,8 @@ def refuse(needs):
 
 
 PEAK = """
-import torch
+import sys, torch
+sys.modules["hqq"] = None  # it brings torch's compilers, for seconds
 from tests import zoo
 from layerbudget.records import Module
 from layerbudget.sensitivity.curvature.kronecker import Factors, _Output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -112,8 +113,9 @@ def test_trackers_of_transformers_get_the_loss(encoder, tokenizer, task, tmp_pat
     monkeypatch.setattr(integration_utils, "get_available_reporting_integrations", lambda: ["trackio"])
     plan = zoo.linears(classifier_loader(encoder, 2)(0), 2)
     arguments = (classifier_loader(encoder, 2), tokenizer, plan, task)
-    plain = tuned(arguments, tmp_path / "plain", protocol=QUICK)
-    told = tuned(arguments, tmp_path / "told", protocol=QUICK, report_to=["trackio"])
+    short = dataclasses.replace(QUICK, epochs=2)
+    plain = tuned(arguments, tmp_path / "plain", protocol=short)
+    told = tuned(arguments, tmp_path / "told", protocol=short, report_to=["trackio"])
     assert {name for name, _ in seen} == {"seed-0"} and any("loss" in logs for _, logs in seen)
     assert "speaks" not in capsys.readouterr().out and told["metrics"] == plain["metrics"]
     for name, error, words in (
@@ -269,7 +271,19 @@ def cut(arguments, out, resume, **options):
     with pytest.raises(KeyboardInterrupt):
         tuned(arguments, out, resume=resume, callbacks=[Stop()], **{**SHORT, **options})
     assert not out.exists()
+    return checkpoints(resume)
+
+
+def checkpoints(resume):
     return sorted((resume / "seed-0" / "checkpoints").glob("checkpoint-*"), key=lambda f: int(f.name[11:]))
+
+
+@pytest.fixture(scope="module")
+def stopped(arguments, tmp_path_factory):
+    """What a run keeps that was stopped behind its second epoch."""
+    folder = tmp_path_factory.mktemp("stopped")
+    assert len(cut(arguments, folder / "cut", folder / "kept")) == 2
+    return folder / "kept"
 
 
 def weights(out):
@@ -310,10 +324,10 @@ HARMS = {
 
 
 @pytest.mark.parametrize("harm", [None, *HARMS, "all"])
-def test_a_stopped_run_continues_to_the_same_result(arguments, whole, tmp_path, caplog, harm):
+def test_a_stopped_run_continues_to_the_same_result(arguments, whole, stopped, tmp_path, caplog, harm):
     """From its last checkpoint, from the one before where that is broken, anew where all are."""
-    found = cut(arguments, tmp_path / "cut", tmp_path / "kept")
-    assert len(found) == 2
+    shutil.copytree(stopped, tmp_path / "kept")
+    found = checkpoints(tmp_path / "kept")
     for checkpoint in found if harm == "all" else found[-1:]:
         HARMS.get("half" if harm == "all" else harm, lambda f: None)(checkpoint)
     resumed = tuned(arguments, tmp_path / "cut", resume=tmp_path / "kept", **SHORT)

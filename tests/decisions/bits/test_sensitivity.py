@@ -68,8 +68,9 @@ def measured(model, data, table, i, j):
     return per_token(*DenseOutput(model, data).rows_of(model, formats, data, table.method)[:, :2].T)[0]
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "gemma3"])
-@pytest.mark.parametrize("walk", ["whole", "layers"])
+@pytest.mark.parametrize(
+    ("walk", "name"), [("whole", "llama"), ("whole", "llama-tied"), ("layers", "llama-tied"), ("layers", "gemma3")]
+)
 def test_the_damage_of_the_ends_is_that_of_a_plain_loop(name, walk, monkeypatch):
     """Embedding, head, and both in one matrix: its two effects add up before they are squared."""
     data = answers(zoo.tokens(24, 12)) if name == "llama-tied" else zoo.tokens(24, 12, padded=True)
@@ -87,7 +88,7 @@ def test_the_damage_of_the_ends_is_that_of_a_plain_loop(name, walk, monkeypatch)
         assert table.damage[i, j] == pytest.approx(kl(changed, dense, data), rel=0.15)
 
 
-@pytest.mark.parametrize("method", ["rtn", "weighted", "gptq", "descent"])
+@pytest.mark.parametrize("method", ["rtn", "weighted", "gptq", pytest.param("descent", marks=pytest.mark.slow)])
 def test_the_fisher_form_along_the_rounding_error_predicts_what_is_measured(method):
     """Of codes chosen by inputs on text that they did not see, and there from half of the inputs that the file is made with."""
     by_moments = method in BY_MOMENTS
@@ -190,6 +191,7 @@ def test_what_scales_all_weights_is_taken_apart(method):
     assert np.abs(off.mean(0)).max() < 0.2 and off.std(0).max() < 0.4
 
 
+@pytest.mark.slow
 def test_with_feedback_two_lattices_are_measured():
     """The errors of codes that say several weights do not follow from those of single numbers."""
     model, data = zoo.build("llama", hidden_size=256, intermediate_size=256, num_hidden_layers=1), zoo.tokens(12, 16)
@@ -569,7 +571,15 @@ def test_a_rule_without_a_program_measures_its_own_formats_alone(rule, family, l
 FEW_HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}  # of 32 channels, for caches of llama.cpp
 
 
-@pytest.mark.parametrize("own", [{"like": "Q4_K_M"}, {"like": "IQ1_S", "method": "weighted"}, {"bits": 9.0, "rule": "uniform"}])
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"like": "Q4_K_M"},
+        {"bits": 5.0, "method": "weighted", "formats": ["Q3_K", "Q4_K", "Q6_K"]},
+        pytest.param({"like": "IQ1_S", "method": "weighted"}, marks=pytest.mark.slow),  # ggml prepares lattices for seconds
+        {"bits": 9.0, "rule": "uniform"},
+    ],
+)
 def test_the_table_of_formats_is_built_once_for_a_plan(tmp_path, monkeypatch, own):
     """It was built up to three times, and the header of a GGUF file was written as often to know its bytes."""
     built = []
@@ -581,8 +591,8 @@ def test_the_table_of_formats_is_built_once_for_a_plan(tmp_path, monkeypatch, ow
 
     for module in (planning, R):
         monkeypatch.setattr(module, "formats_table", counted)
-    model, data = zoo.build("llama", hidden_size=256, intermediate_size=256), zoo.tokens(2, 8)
-    plan_bits(model, data, draws=1, tokenizer=None, **own)
+    model, data = zoo.build("llama", hidden_size=256, intermediate_size=256, num_hidden_layers=1), zoo.tokens(2, 8)
+    plan_bits(model, data, draws=1, rows=2, tokenizer=None, **own)
     assert len(built) == 1
     plan_memory(zoo.build("llama", **FEW_HEADS), data, memory="0.9 MiB", context=32, draws=1, save_scores=tmp_path / "s")
     assert len(built) == 2

@@ -127,7 +127,10 @@ def test_even_plans_keep_the_heads_that_a_config_cannot_lose():
             plan_shapes(zoo.build(name), data, "15% flops", kinds=("heads",), even=True)
 
 
-@pytest.mark.parametrize(("name", "samples", "starts"), [("llama", 8, 2), ("gpt2", 3, 1), ("gemma2", 8, 1)])
+@pytest.mark.parametrize(
+    ("name", "samples", "starts"),
+    [("llama", 8, 2), ("gpt2", 3, 1), pytest.param("gemma2", 8, 1, marks=pytest.mark.slow)],
+)
 def test_an_interrupted_run_continues_to_the_same_plan(tmp_path, monkeypatch, name, samples, starts):
     """Stopped behind both strides, and again behind the next state: what was measured is found, moments are looked at again."""
     model, data = zoo.build(name), zoo.tokens(samples=samples, padded=name != "gpt2")
@@ -161,7 +164,7 @@ def test_an_interrupted_run_continues_to_the_same_plan(tmp_path, monkeypatch, na
         plan_shapes(model, data, "20% flops", resume=kept, **options)
 
 
-@pytest.mark.parametrize(("budget", "gone"), [(0.10, 23), (0.13, 30)])
+@pytest.mark.parametrize(("budget", "gone"), [(0.10, 23), pytest.param(0.13, 30, marks=pytest.mark.slow)])
 def test_an_even_plan_removes_no_more_channels_than_it_has_to(budget, gone):
     """Widths between those that were looked at count: with the coarse ones alone 24 and 48 of 192 went."""
     model, kinds = zoo.build("llama", intermediate_size=192), ("mlp",)
