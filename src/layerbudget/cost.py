@@ -375,6 +375,9 @@ def choosing(
     def seconds(form: str, rows: int, columns: int) -> float:
         return timing.treating_seconds(find_quantiser, method, form, rows, columns)
 
+    def sampled(menu: Sequence[str], rows: int, columns: int) -> float:
+        return timing.sampling_seconds(find_quantiser, method, [*menu, *anchors], rows, columns)
+
     def job(shape: Shape, text: Text) -> float:
         """Return seconds of the whole model."""
         menu = [f.name for f in target.formats(shape.inputs, names, group, inputs=statistic != "none")]
@@ -384,14 +387,12 @@ def choosing(
 
         def each(out: int, columns: int) -> float:
             kept = out if gram else min(out, ROWS)
-            rounded = sum(seconds(f, kept, columns) for f in fit(columns)) + sum(
-                seconds(f, rows, columns) for f in (*menu, *fit(columns))
-            )
+            rounded = sum(seconds(f, kept, columns) for f in fit(columns)) + sampled(menu, rows, columns)
             return rounded + draws * text.samples * kept * columns * timing.written_seconds(len(fit(columns)), text.length)
 
         def end(out: int, columns: int) -> float:
             labels = out if out <= HEAD_ROWS else min(out, int(_LABELS * (draws * text.tokens) ** 0.5))  # that are drawn
-            rounded = sum(seconds(f, labels, columns) for f in fit(columns)) + sum(seconds(f, 4 * rows, columns) for f in menu)
+            rounded = sum(seconds(f, labels, columns) for f in fit(columns)) + sampled(menu, 4 * rows, columns)
             met = text.samples * out * columns * timing.written_seconds(len(fit(columns)), text.length, head=True)
             return rounded + (met if labels == out else 0.0)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -183,13 +183,32 @@ def treating_seconds(find: Callable[[str], Treatment], method: str, form: str | 
 
 
 @functools.cache
-def _factor() -> float:
-    return seconds_of(lambda: inverse_factor(_inputs(_WIDE))[0]) / _WIDE**3
+def _sampling(find: Callable[[str], Treatment], method: str, forms: tuple[str, ...]) -> float:
+    quantiser: Any = find(method)
+    made, weight = _prepared(quantiser), _matrix(_FEW)
+    levels = [Level(format=form, peak=float(weight.abs().max())) for form in forms]
+    quantiser.quantise_each(weight, made, levels)  # what is made once
+    return seconds_of(lambda: quantiser.quantise_each(weight, made, levels)) / _WIDE
+
+
+def sampling_seconds(find: Callable[[str], Treatment], method: str, forms: Sequence[str], rows: int, columns: int) -> float:
+    """Return what some rows of a matrix take in all of several formats that fit it.
+
+    With error feedback few rows share their steps, and take as long as more.
+    """
+    fit = tuple(form for form in dict.fromkeys(forms) if not find_format(form).plain and find_format(form).fits(columns))
+    shared = 1.0 if find(method).statistic == "gram" else rows / _FEW
+    return _sampling(find, method, fit) * columns * shared if fit else 0.0
+
+
+@functools.cache
+def _factor(columns: int) -> float:
+    return seconds_of(lambda: inverse_factor(_inputs(columns))[0]) / columns**3
 
 
 def factor_seconds(columns: int) -> float:
-    """Return what the factor of the second moments of so many inputs takes."""
-    return _factor() * columns**3
+    """Return what the factor of the second moments of so many inputs takes; few take longer than their share of many."""
+    return _factor(_WIDE if columns <= 2 * _WIDE else 4 * _WIDE) * columns**3
 
 
 @functools.cache
