@@ -77,6 +77,18 @@ def short_corpus(request):
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quick_prices():
+    """Prices take lattices of two bits for ``IQ3_S``: ggml prepares them for seconds in every process."""
+    from layerbudget import timing
+
+    timed = timing.treating_seconds
+    with pytest.MonkeyPatch.context() as patch:
+        same = {f"IQ{name}": "IQ3_S" for name in ("1_S", "1_M", "2_XXS", "2_XS", "2_S")}
+        patch.setattr(timing, "treating_seconds", lambda find, way, form, *size: timed(find, way, same.get(form, form), *size))
+        yield
+
+
 @pytest.fixture
 def saved_model(tmp_path, tokenizer):
     """A function that saves a model with its tokenizer and returns the folder."""

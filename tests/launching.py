@@ -1,8 +1,16 @@
 """Python under torchrun."""
 
 import os
+import socket
 import subprocess
 import sys
+
+
+def free_port():
+    """A port that nobody uses, as text: a fixed one may be that of another run."""
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return str(found.getsockname()[1])
 
 
 def launched(arguments, processes=2):

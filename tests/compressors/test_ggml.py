@@ -16,6 +16,8 @@ from layerbudget.errors import InvalidInput
 pytest.importorskip("xllamacpp")
 
 NAMES = [f.name for f in TYPES if not f.plain and not f.name.startswith("IQ1")]  # ggml takes seconds for a row of IQ1
+SLOW = ("IQ2_XXS", "IQ2_XS", "IQ2_S")  # ggml prepares their lattices for seconds in every process
+MOST = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in NAMES]
 LATTICES = {"IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"}
 
 
@@ -39,7 +41,7 @@ def test_sizes_are_those_of_the_package() -> None:
     assert {f.name: (f.group, f.block_bytes) for f in TYPES} == {f.name: gguf.GGML_QUANT_SIZES[kind(f.name)] for f in TYPES}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MOST)
 def test_bytes_read_back_as_the_package_reads_them(name: str, weight: np.ndarray, moments: np.ndarray) -> None:
     importance = np.diag(moments)
     data = ggml.quantise(weight, name, importance)
@@ -54,7 +56,7 @@ def test_bytes_read_back_as_the_package_reads_them(name: str, weight: np.ndarray
         assert np.array_equal(ggml.quantise(weight, name), theirs)
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("MXFP4", "NVFP4")])  # whose scales have no such end
+@pytest.mark.parametrize("name", [n for n in MOST if n not in ("MXFP4", "NVFP4")])  # whose scales have no such end
 def test_a_scale_that_is_too_large_is_seen(name: str, weight: np.ndarray) -> None:
     importance = np.ones(weight.shape[1], dtype=np.float32)
     assert ggml.is_finite(ggml.quantise(weight, name, importance), name)
@@ -62,7 +64,7 @@ def test_a_scale_that_is_too_large_is_seen(name: str, weight: np.ndarray) -> Non
     assert not ggml.is_finite(ggml.quantise(weight, name, importance), name)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MOST)
 def test_codes_are_found_and_put_back(name: str, weight: np.ndarray) -> None:
     places = ggml.code_bits(name)
     assert (places is None) == (name in LATTICES)
@@ -78,7 +80,7 @@ def test_codes_are_found_and_put_back(name: str, weight: np.ndarray) -> None:
     np.testing.assert_allclose(values, base + step * ggml.levels(name)[codes], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MOST)
 def test_feedback_lowers_the_error_of_the_output(name: str, weight: np.ndarray, moments: np.ndarray) -> None:
     factor = Factors(torch.tensor(moments, dtype=torch.float32).triu())
     data = feed_back(torch.from_numpy(weight), factor, name)
@@ -136,9 +138,13 @@ def test_rows_do_not_depend_on_each_other(weight: np.ndarray, moments: np.ndarra
     assert np.isclose(*read, rtol=1e-4).mean() > 0.98  # products of other shapes add up in another order
 
 
-def test_several_types_at_once_are_those_of_each_alone(weight: np.ndarray, moments: np.ndarray) -> None:
+@pytest.mark.parametrize("left_out", [SLOW, pytest.param((), marks=pytest.mark.slow)])
+def test_several_types_at_once_are_those_of_each_alone(
+    left_out: tuple[str, ...], weight: np.ndarray, moments: np.ndarray
+) -> None:
     """Products of other shapes add up in another order, which may change a row from a tie on, and its error hardly."""
-    factor, names = Factors(torch.tensor(moments, dtype=torch.float32).triu()), ["IQ3_S", *NAMES, "Q4_K"]
+    factor = Factors(torch.tensor(moments, dtype=torch.float32).triu())
+    names = ["IQ3_S", *(n for n in NAMES if n not in left_out), "Q4_K"]
     matrix = torch.from_numpy(np.concatenate([weight, weight[:, ::-1], 0.5 * weight])[:16].copy())
 
     def loss(error: torch.Tensor) -> float:

@@ -53,7 +53,7 @@ def pack(rounded, form):
 
 
 @pytest.mark.parametrize("method", QUANTISERS.names())
-@pytest.mark.parametrize("name", GGML)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n.startswith("IQ2") else n for n in GGML])
 def test_the_bytes_of_a_type_read_back_as_the_weights(method, name):
     """What is planned is what is written, and what knows the inputs knows them."""
     quantiser, x, w = find_quantiser(method), inputs(256), weight(columns=256)

@@ -48,7 +48,7 @@ shutdown()
 
 def everything(begun, own):
     """Plans by their names, digests, formats and check; ``begun`` is the folder of a run, ``own`` one for a new run."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     model = zoo.build("llama-tied", **sizes)
     data, check = zoo.tokens(8), zoo.tokens(4, seed=1)
     plans = {name: plan_bits(model, data, check, draws=1, batch_size=2, **options) for name, options in CASES.items()}
@@ -84,13 +84,17 @@ def runs(tmp_path_factory):
     kept = stored(root / "begun-parts")
     next((root / "begun-parts").glob("layer-1.*")).unlink()  # as if the run had been stopped
     scores, few = root / "scores.json", ["--length", "16", "--device", "cpu", "--quiet"]
-    assert main(["plan", "bits", "demo", *few, "--samples", "2", "--bits", "4", "--check", "0",
+    small, tokenizer = str(root / "small"), lb.load_tokenizer("demo")
+    zoo.build("llama", hidden_size=64, intermediate_size=96, vocab_size=len(tokenizer)).save_pretrained(small)
+    tokenizer.save_pretrained(small)
+    grouped = [*few, "--group", "32"]
+    assert main(["plan", "bits", small, *grouped, "--samples", "2", "--bits", "4", "--check", "0",
                  "--save-scores", str(scores), "-o", str(root / "p.json")]) == 0  # fmt: skip
     jobs = [
         ["plan", "bits", str(scores), "--bits", "5", "--quiet", "-o", str(root / "of-scores.json")],
-        ["plan", "bits", "demo", *few, "--samples", "3", "--bits", "4", "--method", "gptq", "-o", str(root / "few.json")],
-        ["plan", "memory", "demo", *few, "--check", "1", "--memory", "8MiB", "--context", "512", "-o", str(root / "m.json")],
-        ["apply", "demo", str(root / "of-scores.json"), *few, "--samples", "1", "--method", "gptq", "-o", str(root / "short")],
+        ["plan", "bits", small, *grouped, "--samples", "3", "--bits", "4", "--method", "gptq", "-o", str(root / "few.json")],
+        ["plan", "memory", small, *few, "--check", "1", "--memory", "2MiB", "--context", "64", "-o", str(root / "m.json")],
+        ["apply", small, str(root / "of-scores.json"), *few, "--samples", "1", "--method", "gptq", "-o", str(root / "short")],
         ["apply", "some.gguf", str(root / "of-scores.json"), "--quiet", "-o", str(root / "again.gguf")],
     ]
     (root / "work.py").write_text(LAUNCHED.format(root=str(ROOT)))

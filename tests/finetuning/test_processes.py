@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 from tests import zoo
-from tests.launching import launched
+from tests.launching import free_port, launched
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -242,7 +242,7 @@ def test_resume_overwrite_and_accelerate(speaker, tmp_path):
     refused = launched(words)
     assert refused.returncode != 0 and "exists already" in " ".join(refused.stderr.split())
     start = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    start += ["--mixed_precision", "no", "--dynamo_backend", "no", "--num_machines", "1", "--main_process_port", "29613"]
+    start += ["--mixed_precision", "no", "--dynamo_backend", "no", "--num_machines", "1", "--main_process_port", free_port()]
     done = subprocess.run(
         [*start, *words, "--overwrite"], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=500
     )
@@ -277,7 +277,7 @@ def test_one_process_continues_what_shared_weights_began_and_the_other_way_round
     """`accelerate launch --use_fsdp` starts it; checkpoints are those of one process."""
     rows = ("--data", str(speaker / "rows.jsonl"))
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"]
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "29614", "--use_fsdp"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", free_port(), "--use_fsdp"]
     environment = {k: v for k, v in os.environ.items() if "FSDP" not in k} | {"OMP_NUM_THREADS": "1"}
     kept = {name: tmp_path / f"{name}-kept" for name in ("one", "two")}
     words = ["-m", "layerbudget", *command(speaker, "ranks.json", tmp_path / "two", *rows, "--resume", str(kept["two"]))]

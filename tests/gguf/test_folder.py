@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests import zoo
 from tests.llama_cpp.test_writer import LINEAR, build, planned
 
 from layerbudget.cli import main
@@ -114,8 +115,10 @@ def test_scores_and_plans_on_a_file_are_those_of_the_folder_it_was_converted_fro
     monkeypatch.chdir(tmp_path)
     text = tmp_path / "my.txt"
     text.write_text("the cat sat on the mat, and the dog lay by the door of the house. " * 60)
-    load_model("demo", dtype="float16", quiet=True).save_pretrained("half")  # float16, as the file has it
-    load_tokenizer("demo").save_pretrained("half")
+    tokenizer = load_tokenizer("demo")
+    made = zoo.build("llama", hidden_size=64, intermediate_size=96, vocab_size=len(tokenizer), max_position_embeddings=64)
+    made.half().save_pretrained("half")  # float16, as the file has it
+    tokenizer.save_pretrained("half")
     small = ["--dtype", "float32", "--data", str(text), "--samples", "2", "--length", "64"]
     gguf = ["--format", "gguf", "--check", "0"]
     types = [*gguf, "--formats", "Q4_0,Q8_0", "--bits", "5"]

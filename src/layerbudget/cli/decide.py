@@ -22,11 +22,6 @@ from .display import ending
 from .session import Session
 
 
-def plan_request(words: Sequence[str]) -> tuple[Decision, list[str]]:
-    """Return the decision that the words behind ``plan`` name, and the words that are its request."""
-    return DECISIONS.find(words[0]), list(words[1:])
-
-
 def run_plan(session: Session, decision: Decision) -> dict[str, Any]:
     """Plan, write the plan, show it, and end with what it comes to and the command that follows."""
     request: Any = session.request

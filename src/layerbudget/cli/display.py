@@ -16,7 +16,7 @@ from rich.console import Console
 from ..errors import LayerbudgetError
 
 if TYPE_CHECKING:
-    from ..cost import Text, WorkItem
+    from ..cost import WorkItem
     from ..machines import Share
     from .session import Session
 
@@ -244,20 +244,6 @@ def progress_bar(a: Session, text: str) -> Iterator[Callable[..., None] | None]:
 
 
 # --- cost -------------------------------------------------------------------------------------------------------------------
-
-
-def text_of(data: Any, a: Session) -> Text:
-    """Return how much text a command reads: of a calibration set, in the batches that are named; one token of none."""
-    from ..cost import Text
-
-    if data is None:
-        return Text(samples=1, length=1, batch=1)
-    return Text(samples=data.samples, length=data.length, batch=min(a.batch(), data.samples))
-
-
-def words_of(what: str, data: Any) -> str:
-    """Return what is done on a calibration set, in words."""
-    return what if data is None else f"{what} on {data.samples} samples of {data.length} tokens of {named_text(data.source)}"
 
 
 def named_text(source: str, flag: str = "--data") -> str:

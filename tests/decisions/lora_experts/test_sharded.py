@@ -63,7 +63,7 @@ def _worker(rank, folder, shard):
 
     torch.set_num_threads(1)
     store = distributed.FileStore(str(Path(folder) / "store"), 2)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=600))
     model = _model()
     gathered = shard(model, IDS[rank : rank + 1])
     if rank == 0:
@@ -81,7 +81,7 @@ def test_a_sharded_step_and_its_saved_adapter_equal_one_process(tmp_path, shard)
 
     running = processes.spawn(_worker, args=(str(tmp_path), shard), nprocs=2, join=False)
     try:
-        finished = any(running.join(timeout=30) for _ in range(4))
+        finished = any(running.join(timeout=150) for _ in range(4))
     finally:
         for process in running.processes:
             process.kill()

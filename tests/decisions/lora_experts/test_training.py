@@ -106,7 +106,7 @@ def _ddp_worker(rank, folder):
 
     torch.set_num_threads(1)
     store = distributed.FileStore(str(Path(folder) / "store"), 2)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=600))
     layer, x = _starving_layer()
     wrapped = DistributedDataParallel(layer)
     wrapped(x[rank : rank + 1]).pow(2).mean().backward()
@@ -133,7 +133,7 @@ def test_two_processes_agree_with_one(tmp_path):
 
     running = processes.spawn(_ddp_worker, args=(str(tmp_path),), nprocs=2, join=False)
     try:
-        finished = any(running.join(timeout=30) for _ in range(4))
+        finished = any(running.join(timeout=150) for _ in range(4))
     finally:
         for process in running.processes:
             process.kill()

@@ -179,16 +179,6 @@ def _verdict(plan: Plan, payload: ExpertPruningPayload) -> str:
     return f"{kept} for {payload.measured:.3g} nats per token {_where(payload)}{compared}{even}."
 
 
-def _figures(payload: ExpertPruningPayload) -> dict[str, str]:
-    """Rows of the model card."""
-    error, on = payload.predicted_error, ", on other text" if payload.crossed else ""
-    where = "other text of its kind" if payload.crossed else "the text that decided"
-    return {
-        "predicted KL divergence": f"{payload.predicted:.4g}{plus_minus(error)} nats per token{on}{named(error)}",
-        "measured when planned": f"{payload.measured:.4g} nats per token, on {where}",
-    }
-
-
 def _comparison(plan: Plan, payload: ExpertPruningPayload) -> Table | None:
     where, passes = "before anything was masked", payload.forward_passes
     return compared_with_even(plan, payload.beside, where, alike=_alike(plan), passes=passes)
