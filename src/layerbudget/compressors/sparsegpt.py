@@ -46,7 +46,7 @@ def inverse_factor(
         reverse.diagonal().copy_((diagonal + boost * damping * mean)[backwards])
         factor, info = torch.linalg.cholesky_ex(reverse)
         if int(info) == 0:
-            return _inverse(factor, out=reverse).flip(0, 1), dead
+            return _inverse(factor, reverse.contiguous()), dead
     raise CurvatureFailure(
         f"The second moments of {len(diagonal)} inputs are not positive definite at damping {damping:g}.",
         f"They were not at {1000 * damping:g} either.",
@@ -66,15 +66,23 @@ def _reordered(gram: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _inverse(factor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Inverse of a lower triangle, into memory of its size: by panels of columns, which are zero above themselves."""
+def _inverse(factor: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """Inverse of a lower triangle, with rows and columns in reverse, in ``room``, which is as large.
+
+    Nothing else of their size is held. Panels of columns are inverted in their place, which no later panel needs; what is left
+    of the triangle is copied into ``room`` as the solver wants it, which would make a copy itself.
+    """
     n = len(factor)
-    out.zero_()
     for start in range(0, n, _PANEL):
-        unit = torch.zeros(n - start, min(_PANEL, n - start), dtype=factor.dtype, device=factor.device)
+        left = n - start
+        unit = torch.zeros(left, min(_PANEL, left), dtype=factor.dtype, device=factor.device)
         unit.diagonal().fill_(1.0)
-        out[start:, start : start + _PANEL] = torch.linalg.solve_triangular(factor[start:, start:], unit, upper=False)
-    return out
+        rest = room.view(-1)[: left * left].view(left, left).T.copy_(factor[start:, start:])
+        factor[start:, start : start + _PANEL] = torch.linalg.solve_triangular(rest, unit, upper=False)
+    for start in range(0, n, _PANEL):
+        rows = factor[start : start + _PANEL]
+        room[n - start - len(rows) : n - start] = rows.flip(0, 1)
+    return room
 
 
 def sparsegpt_update(
