@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 from tests import zoo
 
+from layerbudget.decisions.sparsity.payload import SparsityPayload
+from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.evaluation.perplexity import perplexity
-from layerbudget.execution import memory
+from layerbudget.execution import backward, divergence, memory
+from layerbudget.plan import payload_of
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -25,3 +28,22 @@ def test_perplexity_makes_few_logits_at_a_time_and_nothing_changes(family, monke
         rows - data.length // 3
     )
     np.testing.assert_allclose(pieces.nll, whole.nll, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("family", "kept"), [("llama", True), ("gemma3", False)])
+def test_a_plan_of_zeros_makes_few_logits_at_a_time_and_nothing_changes(family, kept, monkeypatch):
+    """Of 6 sequences 3 positions at once, also of the dense model's output, which is kept or made again."""
+    model, data = zoo.build(family), zoo.tokens(samples=6)
+    monkeypatch.setattr(divergence, "_KEEP_BYTES", 1 << 28 if kept else 0)
+    monkeypatch.setattr(backward, "fits_whole", lambda *_: False)
+    vocabulary, made = model.get_output_embeddings().weight.shape[0], list[int]()
+    model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: made.append(output.numel()))
+    plans = []
+    for positions in (data.length, 3):
+        made.clear()
+        monkeypatch.setattr(memory, "HEAD", 4 * 6 * positions * vocabulary)
+        plans.append(plan_sparsity(model, data, sparsity=0.5, method="wanda", passes=9))
+        assert max(made) == 6 * positions * vocabulary
+    whole, pieces = (payload_of(plan, SparsityPayload) for plan in plans)
+    assert pieces.measured == pytest.approx(whole.measured, rel=1e-5)
+    assert plans[1].values == pytest.approx(plans[0].values, rel=1e-4)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from typing import cast
 
 import numpy as np
 import torch
@@ -13,8 +13,9 @@ from torch import nn
 from ..data.calibration import CalibrationSet
 from ..models.offload import mapped
 from .inputs import InputStatistics
-from .loss import IGNORE, divergence_mask, pad_right
+from .loss import IGNORE, pad_right, unlabelled
 from .modes import inference, overflowed
+from .outputs import Outputs
 from .processes import process_group, shard
 from .walk import Walk
 
@@ -76,7 +77,8 @@ class Reference:
     """The output of the model as it is now on some text, kept to compare with; several processes share the sequences.
 
     Padding is moved behind the tokens; where the text has answers, only they are compared. ``listen`` gathers its statistics
-    from the same forward. ``walk`` goes over this process's sequences, with the inputs of layer 0.
+    from the same forward. ``walk`` goes over this process's sequences, with the inputs of layer 0. Logits are made of some
+    positions at a time, so that a large vocabulary takes little memory.
     """
 
     def __init__(self, model: nn.Module, data: CalibrationSet, batch_size: int, listen: InputStatistics | None = None) -> None:
@@ -85,24 +87,34 @@ class Reference:
             self.walk = Walk(model, shard(self.data), batch_size=batch_size)
             self.walk.capture()
             self.final = self.walk.finals() if listen is None else listen.finals(self.walk)
+            self.runs = list(unlabelled(model, self.walk.data, batch_size))
+            self.outputs = Outputs(model, self.runs)
         for hidden in self.final:
             if not bool(torch.isfinite(hidden).all()):
                 raise overflowed("The hidden states of the model", hidden.dtype)
-        self.counted = (divergence_mask(model, self.walk.data) != IGNORE).to(self.walk.device).split(batch_size)
-        self._clean: dict[int, torch.Tensor] = {}
+        self._clean: dict[tuple[int, int], torch.Tensor] = {}
 
-    def clean(self, batch: int) -> torch.Tensor:
-        """The dense model's log-probabilities; kept where they are small, made again by the head where they are not."""
-        if batch in self._clean:
-            return self._clean[batch]
-        clean = torch.log_softmax(self.walk.tail(len(self.walk), batch, self.final[batch]).logits.float(), dim=-1)
-        if clean.numel() * clean.element_size() * self.walk.batches <= _KEEP_BYTES:
-            self._clean[batch] = clean
+    def clean(self, batch: int, places: slice = slice(None)) -> torch.Tensor:
+        """The dense model's log-probabilities at some positions, ``(B, positions, V)``.
+
+        They are kept where those of all the text are small, and made again by the head where they are not.
+        """
+        run, start = self.runs[batch], places.start or 0
+        if (batch, start) in self._clean:
+            return self._clean[batch, start]
+        hidden = self.final[batch]
+        if places != slice(None):
+            run, hidden = run.at(places), hidden[:, places]
+        with self.walk.replay.begin(len(self.walk), hidden):
+            clean = torch.log_softmax(self.walk.model(**run.kwargs).logits.float(), dim=-1)
+        if clean.nbytes * self.walk.batches * self.runs[batch].length <= _KEEP_BYTES * run.length:
+            self._clean[batch, start] = clean
         return clean
 
     def reached(self) -> float:
         """Mean divergence at the activations that the walk has stored behind the last layer, nats per token."""
-        return self._mean(lambda batch: self.walk.tail(len(self.walk), batch))
+        nats, tokens = self._each(self._behind)
+        return mean(float(nats.sum()), float(tokens.sum()))
 
     def measure(self) -> float:
         """Mean divergence of the model as it is now, nats per token; one forward."""
@@ -114,20 +126,23 @@ class Reference:
         self.walk.replay.look()  # layers may have gone since
         with inference(self.walk.model):
             if mapped(self.walk.model) is None:
-                return self._each(lambda batch: self.walk.model(**self.walk.inputs(batch)))
+                return self._each(lambda batch: self.outputs.of(self.runs[batch]))
             self.walk.capture()
             while self.walk.position < len(self.walk):  # every layer comes once, for all batches
                 self.walk.advance()
-            return self._each(lambda batch: self.walk.tail(len(self.walk), batch))
+            return self._each(self._behind)
 
-    def _mean(self, output_of: Callable[[int], Any]) -> float:
-        nats, tokens = self._each(output_of)
-        return mean(float(nats.sum()), float(tokens.sum()))
+    def _behind(self, batch: int) -> Iterator[tuple[slice, torch.Tensor]]:
+        return self.outputs.behind(self.walk.replay, self.runs[batch], self.walk.store.get(batch))
 
-    def _each(self, output_of: Callable[[int], Any]) -> tuple[np.ndarray, np.ndarray]:
-        parts = [
-            kl_of_sequences(output_of(batch).logits, self.clean(batch), self.counted[batch])
-            for batch in range(self.walk.batches)
-        ]
+    def _each(self, outputs_of: Callable[[int], Iterator[tuple[slice, torch.Tensor]]]) -> tuple[np.ndarray, np.ndarray]:
+        parts = []
+        for batch, run in enumerate(self.runs):
+            pieces = []
+            for places, logits in outputs_of(batch):
+                whole = run.targets.ndim != 2 or places == slice(0, run.length)
+                piece, here = (run, slice(None)) if whole else (run.at(places), places)
+                pieces.append(kl_of_sequences(logits, self.clean(batch, here), piece.targets != IGNORE))
+            parts.append([torch.stack(part).sum(0) for part in zip(*pieces, strict=True)])
         nats, tokens = (torch.cat(part).double().cpu().numpy() for part in zip(*parts, strict=True))
         return nats, tokens

@@ -81,6 +81,7 @@ class Batch:
         keys: One content hash per sequence; random labels are drawn from it, so order and batch size do not matter.
         piece: Of a batch that is some positions of another one: how many of its targets in every sequence come before these,
             and how many there are in all, ``(B,)`` each.
+        places: Which positions of that other one they are; all of them by default.
     """
 
     rows: slice
@@ -89,6 +90,7 @@ class Batch:
     targets: torch.Tensor
     keys: tuple[int, ...]
     piece: tuple[torch.Tensor, torch.Tensor] | None = None
+    places: slice = dataclasses.field(default_factory=lambda: slice(None))
 
     def at(self, places: slice) -> Batch:
         """Return the batch that is some positions of all sequences, for heads that look at every position by itself."""
@@ -98,6 +100,7 @@ class Batch:
             kwargs={name: value[:, places] for name, value in self.kwargs.items()},
             targets=self.targets[:, places],
             piece=(counts[:, : places.start].sum(1), counts.sum(1)),
+            places=places,
         )
 
     @property

@@ -50,7 +50,7 @@ def clean_of(model, data, size):
     held = copy.deepcopy(model)
     with torch.no_grad():
         found = [torch.log_softmax(L.logits_of(held, b), -1) for b in L.unlabelled(held, data, size)]
-    return lambda i: found[i]
+    return lambda i, places=slice(None): found[i][:, places]
 
 
 def terms(model, data, moves, *, together=False, **options):

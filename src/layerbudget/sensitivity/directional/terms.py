@@ -41,7 +41,7 @@ from ..sequences import deviations
 from .directions import Directions
 from .drawn import DrawnLabels
 
-Clean = Callable[[int], torch.Tensor]
+Clean = Callable[[int, slice], torch.Tensor]
 Listen = Callable[[Site, Batch], None]
 _SWEEPS = 50
 
@@ -286,8 +286,8 @@ def quadratic_terms(
             Matrices with the same index are treated together: the sum of their changes is squared.
         directions: Makes the changes of a matrix when its gradient is there; they are dropped behind its layer.
         shape: Number of units, and of levels of each.
-        clean: Gives the dense model's log-probabilities ``(B, T, V)`` of a batch of this process, padding behind the tokens;
-            None at the dense point, where the first term vanishes.
+        clean: Gives the dense model's log-probabilities ``(B, T, V)`` of a batch of this process at some of its positions,
+            padding behind the tokens; None at the dense point, where the first term vanishes.
         draws: Labels that every sequence draws by its own content and the seed; 0 leaves the second term out.
         seed: Of the labels.
         batch_size: Sequences per pass.
@@ -367,9 +367,10 @@ def divergence(logits: torch.Tensor, clean: torch.Tensor, targets: torch.Tensor)
 def _divergence_from(clean: Clean, size: int) -> Loss:
     def loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
         with torch.no_grad():
-            dense = clean(batch.rows.start // size)
+            dense = clean(batch.rows.start // size, batch.places)
         return divergence(logits, dense, batch.targets)
 
+    loss.by_position = True  # type: ignore[attr-defined]  # some positions of a batch after the other add up to it
     return loss
 
 
