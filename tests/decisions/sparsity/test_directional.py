@@ -113,7 +113,7 @@ def test_padding_and_batches_change_nothing():
     assert plans[0].payload.measured == pytest.approx(plans[1].payload.measured, rel=1e-2)
 
 
-@pytest.mark.parametrize(("method", "by"), [("wanda", "rows:4"), ("sparsegpt", "linear")])
+@pytest.mark.parametrize(("method", "by"), [("wanda", "rows:4"), pytest.param("sparsegpt", "linear", marks=pytest.mark.slow)])
 def test_an_interrupted_run_continues_to_the_same_plan(tmp_path, monkeypatch, method, by):
     model, data = uneven(), zoo.tokens()
     before = copy.deepcopy(model.state_dict())

@@ -151,20 +151,24 @@ def plan_memory(
         check_needed(fit, terms)
     measuring = {"draws": draws, "seed": seed, "batch_size": batch_size, **options}
     parts, scores = measured_formats(source, data, check, resume, table, measuring, progress)
-
-    def measure_cache() -> Any:
-        """Return what scores hold of a cache: its space, and the damage of every format."""
-        damage, rest, passes = cache_damage(source, data, fit.space, draws, seed, 1, progress)
-        return {**kept, "damage": damage.tolist(), "rest": rest.tolist(), "passes": passes}
-
-    kept = fit.space.record()
-    measured_cache = {**kept, **parts.json(f"cache-{digest(kept)}", measure_cache)}
-    scores = dataclasses.replace(scores, extra={**scores.extra, "cache": measured_cache})
-    scores = Scores.from_dict(to_jsonable(scores.to_dict()))  # as it is read from a file
+    damage_of_cache = partial(cache_damage, source, data, fit.space, draws, seed, 1, progress)
+    scores = _with_cache(scores, fit.space, parts, damage_of_cache)
     if save_scores is not None and is_main():
         scores.save(save_scores, overwrite=overwrite)
     fitted = Fitted.of(scores, terms)
     return fitted.plan(rule) if check is None else _checked(source, fitted, rule, data, check, batch_size, parts, progress)
+
+
+def _with_cache(scores: Scores, space: CacheSpace, parts: Parts, damage: Callable[[], tuple[Any, Any, float]]) -> Scores:
+    """The scores with the space of a cache and the damage of every format, as they are read from a file."""
+
+    def measure() -> Any:
+        found, rest, passes = damage()
+        return {"damage": found.tolist(), "rest": rest.tolist(), "passes": passes}
+
+    kept = space.record()
+    measured = {**kept, **parts.json(f"cache-{digest(kept)}", measure)}
+    return Scores.from_dict(to_jsonable(dataclasses.replace(scores, extra={**scores.extra, "cache": measured}).to_dict()))
 
 
 def share_of(runtime: str, utilization: float | None) -> float:
