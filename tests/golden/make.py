@@ -2,6 +2,7 @@
 
     python tests/golden/make.py write OUT.json            # with the package that is installed, or PYTHONPATH=OTHER/src
     python tests/golden/make.py compare A.json B.json     # exit code 1 and a list where they differ
+    python tests/golden/make.py add tests/golden/digests.json   # entries of new rules; the others stay as they are
 
 Digests hold bit for bit on one machine only (kernels differ between processors), so two sources are compared by running both
 on the same one. ``digests.json`` beside this file holds them for the environment that it names, and rounded numbers for
@@ -230,6 +231,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
     verbs.add_parser("write").add_argument("out", type=Path)
+    verbs.add_parser("add").add_argument("out", type=Path)
     pair = verbs.add_parser("compare")
     pair.add_argument("first", type=Path)
     pair.add_argument("second", type=Path)
@@ -238,6 +240,13 @@ def main() -> int:
         found = make()
         given.out.write_text(json.dumps(found, indent=1) + "\n")
         print(f"{len(found['entries'])} entries of {Path(lb.__file__).parent} in {given.out}")
+        return 0
+    if given.verb == "add":
+        held, made = json.loads(given.out.read_text()), make()["entries"]
+        new = [name for name in made if name not in held["entries"]]
+        held["entries"] = {name: held["entries"].get(name, value) for name, value in made.items()}
+        given.out.write_text(json.dumps(held, indent=1) + "\n")
+        print("\n".join(new) or "no entry is new")
         return 0
     wrong = differences(*(json.loads(p.read_text()) for p in (given.first, given.second)))
     print("\n".join(wrong) or "all digests are equal")

@@ -575,7 +575,7 @@ FEW_HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads":
     "own",
     [
         {"like": "Q4_K_M"},
-        {"bits": 5.0, "method": "weighted", "formats": ["Q3_K", "Q4_K", "Q6_K"]},
+        {"bits": 5.0, "family": "gguf", "method": "weighted", "formats": ["Q3_K", "Q4_K", "Q6_K"]},
         pytest.param({"like": "IQ1_S", "method": "weighted"}, marks=pytest.mark.slow),  # ggml prepares lattices for seconds
         {"bits": 9.0, "rule": "uniform"},
     ],
