@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from ..errors import CurvatureFailure
+from ..models.machine import give_back
 from .base import Level, Treatment
 from .pruners import Magnitude
 from .select import share, smallest_per_group, smallest_per_group_of_rows
@@ -14,6 +15,7 @@ COLUMNS = 128
 INNER = 16
 _PANEL = 1024
 _GATHERED = 256
+_WIDE = 1 << 27  # bytes of a matrix
 
 
 def inverse_factor(
@@ -36,6 +38,8 @@ def inverse_factor(
     Raises:
         CurvatureFailure: Not positive definite even at 1000 times the damping.
     """
+    if gram.nbytes >= _WIDE and gram.device.type == "cpu":  # what was freed in smaller pieces has no room for it
+        give_back()
     diagonal = gram.diagonal().clone()
     dead = diagonal == 0
     diagonal[dead] = 1.0
