@@ -66,5 +66,5 @@ def test_a_streamed_model_gets_the_plan_of_the_one_in_memory(tmp_path, monkeypat
 def test_a_triangle_is_inverted_by_panels(n):
     gram = torch.randn(n, 2 * n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     factor = torch.linalg.cholesky(gram @ gram.T)
-    found = _inverse(factor.clone(), torch.empty(n, n, dtype=factor.dtype)).flip(0, 1)  # it comes with rows and columns in reverse
+    found = _inverse(factor.clone(), torch.empty(n, n, dtype=factor.dtype)).flip(0, 1)  # it comes in reverse
     assert torch.equal(found, found.tril()) and torch.allclose(found @ factor, torch.eye(n, dtype=factor.dtype), atol=1e-9)
