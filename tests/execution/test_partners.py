@@ -70,6 +70,8 @@ def run(what):
 
 display.conclude = lambda asked, result: result
 (folder / f"ready-{rank}").touch()
+if words[0] == "later":
+    time.sleep(2)
 codes = [running.carried(Asked(), lambda: run(what), lambda: "") for what in words]
 partners.part()
 print(codes)
@@ -114,8 +116,9 @@ def test_a_refusal_of_one_is_that_of_all(tmp_path):
         assert "The number is 7. It is below 5. Use 3." in sentences.pop() if rank == 0 else "No space left on device: out"
 
 
-def test_a_bug_in_one_process_ends_all(tmp_path):
-    codes, said, _ = together(tmp_path, ["fail"], ["compute"])
+@pytest.mark.parametrize("other", ["compute", "later"])  # also where the connection has broken before the command begins
+def test_a_bug_in_one_process_ends_all(tmp_path, other):
+    codes, said, _ = together(tmp_path, ["fail"], [other])
     assert codes[0] == 1 and "KeyError" in said[0][1] and "Traceback" in said[0][1]
     assert codes[1] == 1 and "KeyError: 'unknown'" in said[1][1] and "Traceback" not in said[1][1]
 

@@ -120,7 +120,7 @@ class Partners:
 
     def _listen(self) -> None:
         """Read what the others say, until all are gone."""
-        rest = dict.fromkeys(self._links, b"")
+        rest, said = dict.fromkeys(self._links, b""), dict.fromkeys(self._links, "")
         with selectors.DefaultSelector() as selector:
             for rank, link in self._links.items():
                 selector.register(link, selectors.EVENT_READ, rank)
@@ -128,12 +128,14 @@ class Partners:
                 for key, _ in selector.select():
                     rank, data = key.data, _received(self._links[key.data])
                     *lines, rest[rank] = (rest[rank] + data).split(b"\n")
-                    for line in lines:
-                        self._take(_Ending(**json.loads(line)))
+                    for ending in (_Ending(**json.loads(line)) for line in lines):
+                        self._take(ending)
+                        if ending.code == 1 and ending.rank == rank:  # its connection breaks next, for this reason
+                            said[rank] = ending.said
                     if not data:
                         selector.unregister(key.fileobj)
                         if rank not in self._gone and not self._closing:
-                            self._take(_Ending(rank, -1, 1, ""))
+                            self._take(_Ending(rank, -1, 1, said[rank]))
 
     def _take(self, ending: _Ending) -> None:
         """One process has ended, or a command of it."""
