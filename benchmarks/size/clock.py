@@ -27,7 +27,9 @@ import layerbudget as lb
 
 TWO = {
     "torchrun": ["torch.distributed.run", "--nproc-per-node", "2", "-m", "layerbudget"],
-    "accelerate": ["accelerate.commands.launch", "--num_processes", "2", "--cpu", "-m", "layerbudget"],
+    "accelerate": [  # with --cpu it starts one process alone
+        *("accelerate.commands.launch", "--num_processes", "2", "--multi_gpu", "--mixed_precision", "no", "-m", "layerbudget")
+    ],
 }
 TOLERANCE = {"finetune": 2e-2}  # steps follow the gradient of another order of sums
 RUNS = {  # the words, and how many sequences of text there are; in this order: a plan is made before it is applied
@@ -68,6 +70,16 @@ def run(start: list[str], words: list[str], folder: Path) -> Took:
         raise RuntimeError(f"ended with {done.returncode}: {' '.join(done.stderr.split())[-400:]}")
     work = json.loads(done.stdout[done.stdout.index("{") :])["took"]["seconds"]
     return Took(clock, work, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+
+
+def check_starts_two(start: list[str], folder: Path) -> None:
+    """Refuse a launcher that starts one process and says nothing of it."""
+    script = folder / "who.py"
+    script.write_text("import os; os.write(1, b'one of ' + os.environ['WORLD_SIZE'].encode() + b'. ')")
+    line = [sys.executable, "-m", *start[:-2], str(script)]
+    said = subprocess.run(line, capture_output=True, text=True, check=False).stdout
+    if said.count("one of 2.") != 2:
+        raise SystemExit(f"This starts no two processes: {' '.join(line)}")
 
 
 def prepare(model: str, layers: int, folder: Path) -> None:
@@ -148,6 +160,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         sound, results = Path(made) / "sound", Path(made) / "results"
         prepare(given.model, given.layers, sound)
+        for start in TWO.values():
+            check_starts_two(start, Path(made))
         for way in ("one", *TWO):
             (results / way).mkdir(parents=True)
         ready = {
