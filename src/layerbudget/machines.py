@@ -1,4 +1,4 @@
-"""What each of several processes does of a verb, on paper: memory, operations, bytes read and bytes exchanged.
+"""The share of each of several processes in a verb, on paper: memory, operations, bytes read and bytes exchanged.
 
 The counts are those of the code. Sequences are divided, so a process does its share of the operations. Weights are not: every
 process reads all of them, once where they stay in memory, else as often as the walks pass them. What is exchanged are the sums

@@ -495,14 +495,14 @@ def rounded_up(size: float) -> str:
     return f"{math.ceil(100 * size) / 100:.2f}"
 
 
-def check_fraction(value: float, name: str, *, low: float = 0.0, high: float = 1.0) -> float:
-    """Return ``value`` if it is a finite number in ``[low, high]``.
+def check_fraction(value: float, name: str, *, low: float = 0.0) -> float:
+    """Return ``value`` if it is a finite number in ``[low, 1]``.
 
     Raises:
         InvalidInput: It is not.
     """
-    if not isinstance(value, (int, float)) or not math.isfinite(value) or not low <= value <= high:
+    if not isinstance(value, (int, float)) or not math.isfinite(value) or not low <= value <= 1.0:
         raise InvalidInput(
-            f"{name} is {value}.", f"It must lie in [{low:g}, {high:g}].", f"Give {name} as a fraction, for example 0.5."
+            f"{name} is {value}.", f"It must lie in [{low:g}, 1].", f"Give {name} as a fraction, for example 0.5."
         )
     return float(value)

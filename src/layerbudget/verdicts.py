@@ -74,10 +74,10 @@ def named(error: float | None) -> str:
     return f" ({CONVENTION})" if error else ""
 
 
-def nats(value: float, error: float, form: str = ".1g") -> str:
+def nats(value: float, error: float) -> str:
     """Return a damage with its error as a sentence has it.
 
     >>> nats(0.0123, 0.001)
     '0.0123 +- 0.002 nats per token (+- two standard errors)'
     """
-    return f"{value:.4g}{plus_minus(error, form)} nats per token{named(error)}"
+    return f"{value:.4g}{plus_minus(error)} nats per token{named(error)}"

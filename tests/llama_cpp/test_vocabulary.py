@@ -10,7 +10,7 @@ from tests import vocabularies, zoo
 from tests.vocabularies import SPLITS, compared, file_of
 
 from layerbudget.llama_cpp.vocabulary import add_vocabulary
-from layerbudget.llama_cpp.writer import file_bytes
+from layerbudget.llama_cpp.writer import head_bytes
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp")
@@ -70,7 +70,7 @@ def test_llama_cpp_has_the_tokens_of_transformers(tmp_path, scheme):
     receipt = write_bits(model, plan, tmp_path / "out", tokenizer=tokenizer)
     assert len(receipt.notes) == (2 if scheme == "metaspace" else 0)  # spaces at the beginning, and behind added tokens
     file = tmp_path / "out" / "model.gguf"
-    assert file.stat().st_size == file_bytes(model, plan.payload.formats, tokenizer)
+    assert file.stat().st_size == head_bytes(model, tokenizer) + plan.budget["tensors"]
     fields = gguf.GGUFReader(file).fields
     assert fields["tokenizer.ggml.add_space_prefix"].contents() is (scheme != "gemma")
     assert [fields[f"tokenizer.ggml.{n}_token_id"].contents() for n in ("unknown", "bos", "eos")] == [0, 1, 2]

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import cyclopts
-from rich.console import Console
 
 from ..registry import Option
 from ..requests import ADVANCED, EVERY, PLACE, TEXT, Request, flag_of, kind_of, positional
@@ -30,14 +29,13 @@ class WrongCommand(Exception):
     """A command line that cannot be read; its text says what is wrong and what may have been meant."""
 
 
-def parse(request: type[Request], words: Sequence[str], summary: str, *, console: Console | None = None) -> Request | None:
+def parse(request: type[Request], words: Sequence[str], summary: str) -> Request | None:
     """Return the request that words say; None where they ask for help, which is then printed.
 
     Args:
         request: What is asked for.
         words: The command line behind the words of the command.
         summary: What the command does, a line for the help.
-        console: Where help is printed.
 
     Raises:
         WrongCommand: An unknown or broken option, or one that is missing.
@@ -51,7 +49,7 @@ def parse(request: type[Request], words: Sequence[str], summary: str, *, console
     more = request.more_options(typed) if everything or named or not known.issuperset(typed) else {}
     app = app_of(request, more, summary, everything=everything, asked=asked)
     try:
-        command, bound, _ = app.parse_args(words, console=console, exit_on_error=False, print_error=False, help_on_error=False)
+        command, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False, help_on_error=False)
     except cyclopts.CycloptsError as error:
         raise WrongCommand(f"{error}{_instead(request, typed)}") from error
     if getattr(command, "__name__", "") != "command":

@@ -8,8 +8,6 @@ import threading
 import time
 from pathlib import Path
 
-import torch
-
 
 def held_memory() -> int:
     """Bytes that this process holds for itself, without mapped weights; its largest resident size where that is not known."""
@@ -22,14 +20,12 @@ def held_memory() -> int:
 
 
 class MemoryMonitor(threading.Thread):
-    """A clock, and the largest memory of the process and of a model's device, from its start to :meth:`end`."""
+    """A clock, and the largest memory of the process, from its start to :meth:`end`."""
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
+    def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.device, self._ended = torch.device(device), threading.Event()
+        self._ended = threading.Event()
         self.largest, self._began = held_memory(), time.perf_counter()
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
         self.start()
 
     def run(self) -> None:
@@ -38,8 +34,6 @@ class MemoryMonitor(threading.Thread):
             self.largest = max(self.largest, held_memory())
 
     def end(self) -> tuple[float, int]:
-        """Seconds and bytes; on an accelerator its own bytes."""
+        """Seconds and bytes."""
         self._ended.set()
-        seconds = time.perf_counter() - self._began
-        on_device = self.device.type == "cuda"
-        return seconds, int(torch.cuda.max_memory_allocated(self.device)) if on_device else max(self.largest, held_memory())
+        return time.perf_counter() - self._began, max(self.largest, held_memory())

@@ -20,6 +20,7 @@ from ..verdicts import LEVEL_OF_TEST as _LEVEL
 from ..verdicts import SMALL, outcome
 
 Labels = Sequence[int] | np.ndarray
+_DRAWS = 2000  # of the bootstrap of a ranking
 _SAME = 1e-9  # mean differences of answers that are this near are one value
 
 
@@ -33,15 +34,15 @@ def accuracy(labels: Labels, predictions: Labels) -> float:
     return float((y == p).mean())
 
 
-def f1(labels: Labels, predictions: Labels, positive: int = 1) -> float:
-    """F1 of one class, ``2 TP / (2 TP + FP + FN)``; 0 where it is undefined.
+def f1(labels: Labels, predictions: Labels) -> float:
+    """F1 of class 1, ``2 TP / (2 TP + FP + FN)``; 0 where it is undefined.
 
     >>> round(f1([1, 0, 1, 1], [1, 1, 1, 0]), 4)
     0.6667
     """
     y, p = _aligned(labels, predictions)
-    true = int(((y == positive) & (p == positive)).sum())
-    wrong = int(((y == positive) ^ (p == positive)).sum())
+    true = int(((y == 1) & (p == 1)).sum())
+    wrong = int(((y == 1) ^ (p == 1)).sum())
     return 2 * true / (2 * true + wrong) if true else 0.0
 
 
@@ -316,9 +317,7 @@ def holm(p: Sequence[float]) -> list[float]:
     return adjusted.tolist()
 
 
-def ranking(
-    tables: Mapping[str, np.ndarray], weights: np.ndarray | None = None, *, replicates: int = 2000, seed: int = 0
-) -> list[dict[str, Any]]:
+def ranking(tables: Mapping[str, np.ndarray], weights: np.ndarray | None = None, *, seed: int = 0) -> list[dict[str, Any]]:
     """Order by mean, with the uncertainty of every place: bootstrap over seeds and items, the same draws for all.
 
     Tables are ``(seeds, items)``; ``weights`` are tokens of the items, equal ones by default.
@@ -331,8 +330,8 @@ def ranking(
     x = np.stack([np.asarray(tables[n], dtype=np.float64) for n in names])
     w = np.ones(x.shape[2]) if weights is None else np.asarray(weights, dtype=np.float64)
     generator = np.random.default_rng(seed)
-    ranks = np.empty((replicates, len(names)))
-    for r in range(replicates):
+    ranks = np.empty((_DRAWS, len(names)))
+    for r in range(_DRAWS):
         s, i = generator.integers(0, x.shape[1], x.shape[1]), generator.integers(0, x.shape[2], x.shape[2])
         ranks[r] = stats.rankdata(x[:, s].mean(1)[:, i] @ w[i], method="min")
     means = x.mean(1) @ w / w.sum()

@@ -401,7 +401,7 @@ class _Layers(_Whole):
         return total
 
     def _draws(self) -> HeadDraws | None:
-        """What runs all losses of the head together: where they are draws, and no more is asked of the head than labels."""
+        """A runner of all losses of the head together: where they are draws, and no more is asked of the head than labels."""
         seeds = [loss.seed for loss in self.consumer.losses if isinstance(loss, SampledLoss)]
         head = HeadDraws.head_of(self.model)
         if head is None or not 1 < len(seeds) == self.losses:

@@ -28,24 +28,19 @@ def token_divergence(logits: torch.Tensor, clean: torch.Tensor) -> torch.Tensor:
     return (clean.exp() * (clean - now)).sum(-1)
 
 
-def kl_sum(logits: torch.Tensor, clean: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[float, float]:
-    """``sum_t KL(p_t || q_t)`` in nats over real tokens (samples of a classifier), and how many there are.
-
-    ``logits`` are those of q, ``clean`` the log-probabilities of p, ``(B, T, V)`` or ``(B, C)``; ``mask`` ``(B, T)`` says which
-    tokens are real.
-
-    >>> p = torch.tensor([[0.5, 0.5]]).log()
-    >>> round(kl_sum(torch.tensor([[0.25, 0.75]]).log(), p)[0], 4)
-    0.1438
-    """
-    nats, tokens = kl_of_sequences(logits, clean, mask)
-    return float(nats.sum()), float(tokens.sum())
-
-
 def kl_of_sequences(
     logits: torch.Tensor, clean: torch.Tensor, mask: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The terms of :func:`kl_sum` of every sequence, nats and tokens, ``(B,)`` each."""
+    """``sum_t KL(p_t || q_t)`` of every sequence in nats over its real tokens, and how many these are, ``(B,)`` each.
+
+    ``logits`` are those of q, ``clean`` the log-probabilities of p, ``(B, T, V)``, or ``(B, C)`` of a classifier; ``mask``
+    ``(B, T)`` says which tokens are real.
+
+    >>> p = torch.tensor([[0.5, 0.5]]).log()
+    >>> nats, tokens = kl_of_sequences(torch.tensor([[0.25, 0.75]]).log(), p)
+    >>> round(float(nats), 4), float(tokens)
+    (0.1438, 1.0)
+    """
     each = token_divergence(logits, clean)
     real = torch.ones_like(each) if mask is None or mask.shape != each.shape else mask.to(each)
     return (each * real).reshape(len(each), -1).sum(1), real.reshape(len(each), -1).sum(1)

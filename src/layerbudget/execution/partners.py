@@ -41,7 +41,7 @@ class EndedElsewhere(LayerbudgetError):
 
 @dataclasses.dataclass(frozen=True)
 class _Ending:
-    """What one process says when it ends a command early: 2 is a refusal, whose words are those of all."""
+    """The exit code that one process says when it ends a command early: 2 is a refusal, whose words are those of all."""
 
     rank: int
     command: int  # its number among the commands of that process; -1 where it is not known

@@ -123,12 +123,6 @@ class GgufHead:
         infos, pad = self.writer.tensors[0], self.writer.data_alignment
         return sum(-(-infos[t.name].nbytes // pad) * pad for t in self.stored[name])
 
-    @property
-    def tensor_bytes(self) -> int:
-        """Bytes of all tensors, padding included."""
-        pad = self.writer.data_alignment
-        return sum(-(-info.nbytes // pad) * pad for info in self.writer.tensors[0].values())
-
 
 def _squeezed(name: str, shape: Sequence[int]) -> Sequence[int]:
     """Shape in the file: a router with one output is a vector."""
@@ -143,30 +137,27 @@ def file_type(gguf: Any, formats: Collection[str]) -> Any:
     return names[next((n for n in close if n in names), "GUESSED")]
 
 
-def file_bytes(model: nn.Module, formats: Mapping[str, str], tokenizer: Any = None) -> int:
-    """Return the bytes of the whole GGUF file that :func:`~layerbudget.decisions.bits.apply.write_bits` writes, before it does.
+def head_bytes(model: nn.Module, tokenizer: Any = None, name: str | None = None) -> int:
+    """Return the bytes of what is not tensors in a GGUF file of a ``name`` (see :class:`GgufHead`).
 
-    Metadata, vocabulary, names and shapes of tensors, padding and all tensors count: equal to the size of the file. What is not
-    tensors does not depend on the formats. So the file of any plan takes ``file_bytes(model, {}, tokenizer)`` less the bytes of
-    its tensors in 16 bits, and the ``budget["tensors"]`` of the plan: see :func:`head_bytes`.
+    With ``plan.budget["tensors"]`` they are the size of the whole file, which is known before it is written. Formats do not
+    change them.
 
     Args:
         model: Only its configuration and the shapes of its parameters are read; it may be streamed, or have no values.
-        formats: Format of every planned matrix; those of ``formats_of_plan(plan)``.
         tokenizer: The one that goes into the file.
+        name: Of the model.
 
     Raises:
         InvalidInput: An architecture that is not written.
     """
-    return sum(_sizes(model, formats, tokenizer))
-
-
-def head_bytes(model: nn.Module, tokenizer: Any = None, name: str | None = None) -> int:
-    """Return the bytes of what is not tensors in a GGUF file of a ``name`` (see :class:`GgufHead`).
-
-    With ``plan.budget["tensors"]`` they are :func:`file_bytes`.
-    """
-    return _sizes(model, {}, tokenizer, name)[0]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / GGUF_FILE
+        head = GgufHead(model, tokenizer, {}, file, name)
+        head.write()
+        head.writer.close()
+        pad = head.writer.data_alignment
+        return -(-file.stat().st_size // pad) * pad
 
 
 def fixed_terms(model: nn.Module, planned: Collection[str]) -> dict[str, int]:
@@ -183,17 +174,6 @@ def fixed_terms(model: nn.Module, planned: Collection[str]) -> dict[str, int]:
     for name, tensor in head.extra.items():
         terms[f"{name} in F32"] = -(-tensor.nbytes // 32) * 32
     return terms
-
-
-def _sizes(model: nn.Module, formats: Mapping[str, str], tokenizer: Any, name: str | None = None) -> tuple[int, int]:
-    """Bytes in front of the tensors, and of the tensors."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / GGUF_FILE
-        head = GgufHead(model, tokenizer, formats, file, name)
-        head.write()
-        head.writer.close()
-        pad = head.writer.data_alignment
-        return -(-file.stat().st_size // pad) * pad, head.tensor_bytes
 
 
 class GgufWriter:

@@ -66,15 +66,15 @@ def facts(record: Mapping[str, Any]) -> Sheet:
     return Sheet("", ("field", "value"), list(record.items()))
 
 
-def sheet_of(rows: Sequence[Mapping[str, Any]], title: str = "") -> Sheet:
+def sheet_of(rows: Sequence[Mapping[str, Any]]) -> Sheet:
     """A list of objects, one column per name that any of them has."""
     names = list(dict.fromkeys(k for row in rows for k in row))
-    return Sheet(title, names, [[row.get(n) for n in names] for row in rows])
+    return Sheet("", names, [[row.get(n) for n in names] for row in rows])
 
 
-def scores_table(scores: Scores, damping: float | None = None) -> Sheet:
+def scores_table(scores: Scores) -> Sheet:
     """One row per block: score, standard error, noise floor, status."""
-    i = scores.index(damping)
+    i = scores.index(None)
     read = f"{scores.data['samples']} x {scores.data['length']} tokens of {scores.data.get('source')}" if scores.data else ""
     title = ", ".join(filter(None, (scores.estimator, read, scores.unit)))
     if scores.damping_unit != "none":
@@ -145,7 +145,7 @@ def _contest_row(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def plan_grid(
-    plan: Plan, title: str = "", *, said: Sequence[str] | None = None, price: Sequence[float] | None = None, most: int = LAYERS
+    plan: Plan, title: str = "", *, said: Sequence[str] | None = None, price: Sequence[float] | None = None
 ) -> Table | None:
     """The decision of a plan as :func:`grid_table`; ``said`` is written for every block in the place of its value.
 
@@ -153,7 +153,7 @@ def plan_grid(
     """
     words = [_decided(plan, block) for block in plan.blocks] if said is None else list(said)
     each = None if price is None else [b.count * p for b, p in zip(plan.blocks, price, strict=True)]
-    return grid_table(plan.blocks, words, title, parameters=each, most=most)
+    return grid_table(plan.blocks, words, title, parameters=each)
 
 
 def grid_table(
@@ -162,11 +162,10 @@ def grid_table(
     title: str = "",
     *,
     parameters: Sequence[float] | None = None,
-    most: int = LAYERS,
 ) -> Table | None:
     """One word for every block as a picture: layers downwards, matrices across; None where one column would say it all.
 
-    More than ``most`` layers lose their middle. What stands in no layer is said in the title.
+    More than :data:`LAYERS` layers lose their middle. What stands in no layer is said in the title.
     """
     outside = {k: b.name.rpartition(".")[2] for k, b in enumerate(blocks) if not _PLACE.match(b.name)}
     title = "; ".join([title, *(f"{name} {words[k]}" for k, name in outside.items())])
@@ -182,7 +181,7 @@ def grid_table(
         table.add_column(name.removesuffix("_proj"), justify="right", no_wrap=True)
     if parameters is not None:
         table.add_column("adapter parameters", justify="right", no_wrap=True)
-    near, far = (len(grid.rows), 0) if len(grid.rows) <= most else (most // 2, len(grid.rows) - most // 2)
+    near, far = (len(grid.rows), 0) if len(grid.rows) <= LAYERS else (LAYERS // 2, len(grid.rows) - LAYERS // 2)
     for row, label in enumerate(grid.rows):
         if near <= row < far:
             if row == near:

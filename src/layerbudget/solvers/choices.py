@@ -358,16 +358,16 @@ def _undominated(room: np.ndarray, value: np.ndarray, states: np.ndarray) -> np.
     return states[np.concatenate([[True], value[states][1:] < best[:-1]])] if states.size else states
 
 
-def near_ties(choice: Choice, error: ArrayLike, *, sigmas: float = 2.0) -> list[tuple[int, int, float, float]]:
+def near_ties(choice: Choice, error: ArrayLike) -> list[tuple[int, int, float, float]]:
     """Return single changes that noise cannot tell from the plan, at the price of a byte, the closest first.
 
     Each is ``(item, alternative, reduced damage, noise)``, relative to what the chosen alternative costs. Standard errors
     ``error`` of the damages, ``(K, m)``, of two alternatives are added in squares; where they were measured on one text they
-    fall and rise together, so this is on the safe side. ``sigmas`` of them count as noise.
+    fall and rise together, so this is on the safe side. Two of them count as noise.
     """
     e, k = np.asarray(error, dtype=np.float64), np.arange(len(choice.chosen))
     excess = choice.reduced - choice.reduced[k, choice.chosen][:, None]
-    noise = sigmas * np.sqrt(e**2 + e[k, choice.chosen][:, None] ** 2)
+    noise = 2.0 * np.sqrt(e**2 + e[k, choice.chosen][:, None] ** 2)
     close = np.isfinite(excess) & (np.abs(excess) < noise)
     close[k, choice.chosen] = False
     rows = [(int(i), int(j), float(excess[i, j]), float(noise[i, j])) for i, j in zip(*np.nonzero(close), strict=True)]

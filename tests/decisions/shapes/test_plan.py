@@ -23,7 +23,7 @@ from layerbudget.decisions.shapes.point import ShapePoint
 from layerbudget.decisions.shapes.save import check_exportable, save_smaller
 from layerbudget.decisions.shapes.units import find_parts
 from layerbudget.errors import CoverageError, InfeasibleBudget, InvalidInput, ModelMismatch, UnknownStructure
-from layerbudget.execution.divergence import kl_sum
+from layerbudget.execution.divergence import kl_of_sequences
 from layerbudget.models.blocks import layers, partition
 from layerbudget.models.loading import load_model
 from layerbudget.plan import Plan
@@ -188,8 +188,9 @@ def test_plans_are_applied_recounted_and_measured(name):
     with torch.no_grad():
         clean = torch.log_softmax(model(input_ids=data.input_ids).logits.float(), -1)
         receipt = apply_shapes(model, plan, data)
-        total, tokens = kl_sum(model(input_ids=data.input_ids).logits, clean, data.attention_mask)
-    assert receipt.saved == plan.budget["spent"] and total / tokens == pytest.approx(plan.payload.measured, rel=1e-3)
+        nats, tokens = kl_of_sequences(model(input_ids=data.input_ids).logits, clean, data.attention_mask)
+    assert receipt.saved == plan.budget["spent"]
+    assert float(nats.sum() / tokens.sum()) == pytest.approx(plan.payload.measured, rel=1e-3)
 
 
 def test_every_part_of_the_text_that_judges_has_answers():
@@ -222,8 +223,8 @@ def test_plans_that_drop_an_end_of_the_stack_are_measured_against_the_dense_mode
     with torch.no_grad():
         clean = torch.log_softmax(model(input_ids=data.input_ids).logits, -1)
         apply_shapes(model, plan, data)
-        total, tokens = kl_sum(model(input_ids=data.input_ids).logits, clean, data.attention_mask)
-    assert total / tokens == pytest.approx(plan.payload.measured, rel=1e-4)
+        nats, tokens = kl_of_sequences(model(input_ids=data.input_ids).logits, clean, data.attention_mask)
+    assert float(nats.sum() / tokens.sum()) == pytest.approx(plan.payload.measured, rel=1e-4)
 
 
 def test_auto_takes_the_units_that_promise_less():

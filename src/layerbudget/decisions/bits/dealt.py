@@ -90,7 +90,7 @@ class DealtRows:
 
 
 def _moved(rounded: Rounded, device: torch.device | str) -> Rounded:
-    """What goes to the file, on a device and in memory of its own: of a part of a tensor all would be sent."""
+    """The tensors that go to the file, on a device and in memory of their own: of a part of a tensor all would be sent."""
     fields = {name: getattr(rounded, name) for name in ("weight", "scale", "zero")}
     moved: dict[str, Any] = {n: None if t is None else t.to(device, copy=True) for n, t in fields.items()}
     return dataclasses.replace(rounded, **moved)

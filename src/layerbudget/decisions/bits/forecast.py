@@ -1,4 +1,4 @@
-"""What writing a plan of bits takes beside rounding: packing, reading back and the vocabulary, timed on a few rows here."""
+"""Seconds of writing a plan of bits beside rounding: packing, reading back and the vocabulary, timed on a few rows here."""
 
 from __future__ import annotations
 

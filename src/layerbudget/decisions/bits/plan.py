@@ -239,7 +239,7 @@ def check_plan(
     dense.heard = peer and text is not None
 
     def rounded(formats: Mapping[str, str], method: str) -> list[list[float]]:
-        """What a plan by a method, or one of llama-quantize, makes of the text."""
+        """Rows of the text under a plan by a method, or under one of llama-quantize."""
         if method == PEER and text is not None:
             return dense.rows_as_quantised(model, formats, text).tolist()
         return dense.rows_of(model, formats, text, "weighted" if method == PEER else method, **options).tolist()

@@ -1,4 +1,4 @@
-"""What may lie in the processor's memory beside a card, by the number of layers, and the bytes of both sides. No torch.
+"""The parts of a model that may lie in the processor's memory beside a card, by the number of layers; bytes of both. No torch.
 
 The rules are those of llama.cpp, see :mod:`layerbudget.decisions.memory.placement`.
 """
@@ -25,7 +25,7 @@ _INPUTS = 1 << 15  # bytes of a forward's ids, positions and places in the cache
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Split:
-    """What lies with the processor, for a number of layers.
+    """The parts that lie with the processor, for a number of layers.
 
     Attributes:
         fit: What is decided.

@@ -38,7 +38,7 @@ _CHUNK = 1 << 16
 
 
 class _Kept(NamedTuple):
-    """What some sequences leave of a matrix: the gradient, or its factors ``B`` and ``A``."""
+    """The gradient of some sequences in a matrix, or its factors ``B`` and ``A``."""
 
     rows: slice
     parts: tuple[torch.Tensor, ...]  # (B, copies d_out, d_in), or (B, T, d_out) and (B, T, d_in)
@@ -252,7 +252,7 @@ def _dealt(sides: Sequence[tuple[int, int]], size: int) -> list[tuple[int, list[
 
 
 class _Told(NamedTuple):
-    """What a process tells the others of :class:`_Kept`: whose it is, and the shape of every part."""
+    """A :class:`_Kept` as it is announced to the other processes: whose it is, and the shape of every part."""
 
     rows: slice
     shapes: tuple[tuple[int, ...], ...]
