@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file holds: byte-level BPE, or SentencePiece's BPE, which splits texts as llama.cpp does. No torch.
+"""The tokenizer that a GGUF file holds: byte-level BPE, or SentencePiece's BPE, which splits texts as llama.cpp does.
 
 It is the way back of :mod:`.vocabulary`. What a file does not say, such as the Unicode form of Qwen's texts, is known of the
 architectures that always have it; a rule for splitting texts that is not in the table of :mod:`.token_steps` is refused.

@@ -13,7 +13,7 @@ from ...plan import Plan, payload_of
 from ...requests import READING
 from ..files import need_scores, text_of_plan
 from ..formats.payload import FormatsPayload
-from ..formats.program import formats_of_plan
+from ..formats.program import Limits, formats_of_plan, plan_from_table
 from ..formats.request import need_samples, on_check
 from .payload import BitsPayload
 from .terms import whole_bytes
@@ -36,12 +36,10 @@ def plan(session: Session) -> Plan:
 
 
 def _from_scores(session: Session) -> Plan:
-    from .plan import plan_bits
-
     request: BitsRequest = session.request
     scores = need_scores(request.source, "plan bits MODEL --bits N --save-scores FILE")
     request.check_measured(scores.extra.get("formats") or {})
-    return plan_bits(scores, **request.limits, rule=request.rule)
+    return plan_from_table(scores, Limits(**request.limits), request.rule)
 
 
 def _by_damage(session: Session) -> Plan:

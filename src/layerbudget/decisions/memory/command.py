@@ -11,8 +11,9 @@ from ...records import rounded_up, unit_of
 from ..bits import command as bits
 from ..files import need_scores
 from ..formats.request import need_samples, on_check
+from .fitted import Fitted
 from .parts import parts_of
-from .program import MemoryLimits
+from .program import MemoryLimits, measured_for, share_of
 
 if TYPE_CHECKING:
     from ...decision import Session
@@ -30,17 +31,17 @@ def plan(session: Session) -> Plan:
 
 
 def _from_scores(session: Session) -> Plan:
-    from .plan import plan_memory
-
     request: MemoryRequest = session.request
     scores = need_scores(request.source, "plan memory MODEL --memory SIZE --context TOKENS --save-scores FILE")
     request.check_measured(scores.extra.get("formats") or {})
-    return plan_memory(scores, **request.terms, **request.given("utilization"), rule=request.rule)
+    terms = MemoryLimits(**request.terms, utilization=share_of(measured_for(scores), request.utilization))
+    terms.check(request.rule)
+    return Fitted.of(scores, terms).plan(request.rule)
 
 
 def _by_damage(session: Session) -> Plan:
     from ...cost import WorkItem, choosing
-    from .plan import plan_memory, share_of
+    from .plan import plan_memory
 
     request: MemoryRequest = session.request
     runtime = request.target

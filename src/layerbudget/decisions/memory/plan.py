@@ -42,12 +42,12 @@ from ..bits import (
     refuse_measuring,
     write_bits,
 )
-from ..cache import cache_damage, cache_space, caching, find_cache, llama_cache, planned_cache, rounding, vllm_options
+from ..cache import cache_damage, cache_space, caching, llama_cache, planned_cache, rounding, vllm_options
 from ..formats.payload import CachedPayload
 from .fitted import Fitted, Pick
 from .parts import parts_of
 from .payload import MemoryPayload
-from .program import KIND, Fit, MemoryLimits
+from .program import KIND, Fit, MemoryLimits, measured_for, share_of
 from .splits import check_memories, splits_of
 
 if TYPE_CHECKING:
@@ -123,8 +123,7 @@ def plan_memory(
         InvalidInput: A model without a cache, or a context beyond the model's.
     """
     wanted: dict[str, Any] = {"memory": memory, "gpu": gpu, "ram": ram, "context": context, "batch": batch, "cache": cache}
-    cache_record = source.extra.get("cache") if isinstance(source, Scores) else None
-    share = share_of(str(cache_record["runtime"]) if isinstance(cache_record, Mapping) else runtime or "llama.cpp", utilization)
+    share = share_of(measured_for(source, runtime or "llama.cpp"), utilization)
     terms = MemoryLimits(**wanted, forbid=forbid, keep=keep or {}, utilization=share)
     terms.check(rule)
     if isinstance(source, Scores):
@@ -169,22 +168,6 @@ def _with_cache(scores: Scores, space: CacheSpace, parts: Parts, damage: Callabl
     kept = space.record()
     measured = {**kept, **parts.json(f"cache-{digest(kept)}", measure)}
     return Scores.from_dict(to_jsonable(dataclasses.replace(scores, extra={**scores.extra, "cache": measured}).to_dict()))
-
-
-def share_of(runtime: str, utilization: float | None) -> float:
-    """Return the share of a memory that a runtime takes.
-
-    Raises:
-        InvalidInput: A share that is none, or one of a runtime that takes all.
-    """
-    share = find_cache(runtime).share
-    if utilization is None:
-        return share
-    if share == 1.0:
-        raise InvalidInput(f"utilization has no meaning for {runtime}.", "It is vLLM's.", "Leave it out, or lower the memory.")
-    if not 0.0 < utilization <= 1.0:
-        raise InvalidInput(f"utilization is {utilization}.", "It is above 0 and at most 1.", "Use 0.9.")
-    return utilization
 
 
 def check_memory(model: nn.Module) -> None:

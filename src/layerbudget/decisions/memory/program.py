@@ -26,7 +26,7 @@ from ...models.memory import MemoryModel, check_positions, read_context
 from ...records import rounded_up, unit_of
 from ...scores import Scores
 from ...solvers.choices import Choice, choose
-from ..cache import CacheSpace
+from ..cache import CacheSpace, find_cache
 from ..formats.program import (
     CURVE,
     SHOWN,
@@ -271,6 +271,28 @@ class Fit:
         row |= {f"{n}_{key}": p[key] for n, p in self.parts(choice.chosen).items() for key in ("bytes", "bits") if key in p}
         few = len(self.weights.blocks) + len(self.cache.blocks) <= SHOWN
         return row | ({"values": [v for t, c in self.shown(choice.chosen) for v in bits_of(t, c)]} if few else {})
+
+
+def share_of(runtime: str, utilization: float | None) -> float:
+    """Return the share of a memory that a runtime takes.
+
+    Raises:
+        InvalidInput: A share that is none, or one of a runtime that takes all.
+    """
+    share = find_cache(runtime).share
+    if utilization is None:
+        return share
+    if share == 1.0:
+        raise InvalidInput(f"utilization has no meaning for {runtime}.", "It is vLLM's.", "Leave it out, or lower the memory.")
+    if not 0.0 < utilization <= 1.0:
+        raise InvalidInput(f"utilization is {utilization}.", "It is above 0 and at most 1.", "Use 0.9.")
+    return utilization
+
+
+def measured_for(source: object, otherwise: str = "llama.cpp") -> str:
+    """Return the runtime that the cache of scores was measured for; ``otherwise`` where the source says nothing of a cache."""
+    record = source.extra.get("cache") if isinstance(source, Scores) else None
+    return str(record["runtime"]) if isinstance(record, Mapping) else otherwise
 
 
 def fit_of(scores: Scores, terms: MemoryLimits) -> Fit:
