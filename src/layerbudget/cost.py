@@ -34,7 +34,6 @@ from .timing import Pace
 _BASE = 0.6 * 2**30  # bytes of an interpreter with torch, transformers and a tokenizer
 _SLACK = 1.2  # bytes that the allocator holds, over those in use
 _LABELS = 30.0  # different ones, over the root of those that are drawn
-_LEVELS = 17  # of a matrix's masks, in plan sparsity
 _CLEAN = 256 << 20  # of the dense model's probabilities are kept at the most
 HOWS = {"whole": "in memory", "layers": "layer by layer", "streamed": "streamed from its files"}
 
@@ -336,12 +335,12 @@ def _pruning(method: str) -> Job:
     return job
 
 
-def searching(text: Text, passes: float) -> list[WorkItem]:
+def searching(text: Text, passes: float, levels: int = 17) -> list[WorkItem]:
     """Parts of ``plan sparsity``: looks of three passes, each of which masks every matrix and takes derivatives along masks."""
 
     def job(shape: Shape, text: Text) -> float:
         """Return seconds of the whole model."""
-        make, meet = timing.nested_seconds(_LEVELS)
+        make, meet = timing.nested_seconds(levels)
         batches = -(-text.samples // text.batch)
         product = text.tokens / timing.rate(torch.float32, torch.device("cpu"))  # of the gradient of every matrix
         one = shape.over(lambda rows, columns: rows * columns * (make + meet * batches + product)) + _pruning("wanda")(
