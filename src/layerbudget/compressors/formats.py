@@ -206,7 +206,7 @@ SLOW = {
 TYPES = tuple(Format(name=name, family=GGUF, bits=bits, group=group, block_bytes=size) for name, bits, group, size in _GGUF)
 # As vLLM 0.32's source has it: these cards take a kernel of 4-bit weights and 4-bit inputs, whatever the file asks for.
 _BLACKWELL = "from compute capability 10 on one that rounds inputs too"
-# As vLLM 0.33's source has it: Humming goes before Marlin at 9.0, FlashInfer from 10 on; both round the inputs of mxfp8.
+# As vLLM 0.33's source has it: Humming goes before Marlin at 9.0, FlashInfer from 10 on; both round the inputs of layers.
 _HOPPER = "from compute capability 9 on one that rounds inputs too"
 _E2M1: dict[str, Any] = {"mantissa": 1, "least": 0, "top": 6}
 _E4M3: dict[str, Any] = {"mantissa": 3, "least": -6, "top": 448}
