@@ -214,12 +214,12 @@ TOOLS = {
         torchao, "torchao", "executed", among("w2-g32", "w4-g32", "w6-g64", "w8-channel", "fp8"),
         refused={"qwen3_moe": "its configurations of integers take matrices, no stacks of experts"},
     ),
-    "llm-compressor": Tool(llm_compressor, "llmcompressor", "executed", among("w3-g32", "w4-g64", "w6-g32", "w8-channel")),
+    "llm-compressor": Tool(llm_compressor, "llmcompressor", "executed", among("mxfp4", "mxfp8", "w3-g32", "w4-g64", "w6-g32")),
     "llm-compressor, --method gptq": Tool(
         llm_compressor_gptq, "llmcompressor", "executed", among("w3-g32", "w4-g64", "w6-g32", "w8-channel")
     ),
     "gptqmodel": Tool(gptqmodel, "gptqmodel", "parsed", among("w2-g32", "w3-g32", "w5-g64", "w8-channel")),
     "mlx": Tool(mlx, "mlx-lm", "executed", among("w2-g32", "w3-g64", "w5-g32", "w8-g64")),
-    "modelopt": Tool(modelopt, "nvidia-modelopt", "executed", among("nvfp4", "mxfp4", "fp8", "w4-g64")),
+    "modelopt": Tool(modelopt, "nvidia-modelopt", "executed", among("nvfp4", "mxfp4", "mxfp8", "fp8", "w4-g64")),
     "auto-round": Tool(auto_round, "auto-round", "executed", among("w2-g32", "w3-g32", "w4-g64", "w8-g32")),
 }  # fmt: skip

@@ -112,20 +112,36 @@ def moe_config(dtype: torch.dtype) -> Any:
 USED = (
     "vllm.model_executor.kernels.linear", "vllm.model_executor.layers.fused_moe.config",
     "vllm.model_executor.layers.fused_moe.oracle.int_wna16", "vllm.model_executor.layers.fused_moe.experts.fused_humming_moe",
+    "vllm.model_executor.layers.fused_moe.oracle.mxfp8", "vllm.model_executor.layers.fused_moe.experts.trtllm_fp8_moe",
+    "vllm.model_executor.layers.fused_moe.experts.deep_gemm_moe", "vllm.model_executor.layers.fused_moe.experts.marlin_moe",
     f"{PLACE}.compressed_tensors", f"{PLACE}.compressed_tensors_moe.compressed_tensors_moe_wna16",
     "vllm.model_executor.layers.quantization.auto_awq", "vllm.model_executor.layers.quantization.auto_gptq",
     "vllm.model_executor.layers.quantization.moe_wna16",
 )  # fmt: skip
 
 
-def kernels() -> dict[tuple[str, int, int | None, bool], dict[str, str]]:
-    """What computes every width and group size, by kind of layer and card."""
+def mxfp8(dtype: torch.dtype) -> list[str]:
+    """What computes layers of two sizes and experts in mxfp8 on the card that is set; none of them is built."""
+    linear = importlib.import_module("vllm.model_executor.kernels.linear")
+    oracle = importlib.import_module("vllm.model_executor.layers.fused_moe.oracle.mxfp8")
+    possible = linear.prioritize_humming(linear._POSSIBLE_MXFP8_KERNELS[linear.PlatformEnum.CUDA])
+    names = []
+    for rows in (ROWS, 64):
+        config = linear.Mxfp8LinearLayerConfig(weight_shape=(rows, rows), bmm_batch_size=None)
+        able = (k for k in possible if k.is_supported()[0] and k.can_implement(config)[0])
+        names.append(next(able).__name__.removesuffix("Mxfp8LinearKernel"))
+    return [*names, oracle.select_mxfp8_moe_backend(moe_config(dtype))[1].__name__]
+
+
+def kernels() -> tuple[dict[tuple[str, int, int | None, bool], dict[str, str]], dict[str, list[str]]]:
+    """What computes every width and group size, by kind of layer and card; and what computes mxfp8, by card."""
     for name in USED:  # before there is a card: some ask the compiled part what it can
         importlib.import_module(name)
     place, found = card(importlib.import_module("vllm.platforms")), dict[tuple[str, int, int | None, bool], dict[str, str]]()
-    with contextlib.ExitStack() as held:  # Humming is a requirement of vLLM's wheel, and compiles on a card alone
-        for module in [m for n, m in list(sys.modules.items()) if n.startswith("vllm.") and "has_humming" in vars(m)]:
-            held.enter_context(patch.object(module, "has_humming", lambda: True))
+    with contextlib.ExitStack() as held:  # Humming and FlashInfer are requirements of vLLM's wheel, and compile on a card alone
+        for own in ("has_humming", "has_flashinfer", "has_flashinfer_cutedsl"):
+            for module in [m for n, m in list(sys.modules.items()) if n.startswith("vllm.") and own in vars(m)]:
+                held.enter_context(patch.object(module, own, lambda: True))
         facade = importlib.import_module("vllm.utils.humming")
         vars(facade)["GemmType"] = enum.Enum("GemmType", GEMMS)
         for kind, rule in (("dense", dense), ("experts", experts)):
@@ -133,7 +149,10 @@ def kernels() -> dict[tuple[str, int, int | None, bool], dict[str, str]]:
                 row = found.setdefault((kind, bits, group, symmetric), {})
                 for place.now, dtype in CARDS.items():
                     row[place.now] = rule(bits, group, symmetric, dtype)
-    return found
+        floats = dict[str, list[str]]()
+        for place.now in ("7.5", "8.0", "8.9", "9.0", "10.0", "12.0"):
+            floats[place.now] = mxfp8(CARDS.get(place.now, torch.bfloat16))
+    return found, floats
 
 
 def ours(kind: str, bits: int, group: int | None, symmetric: bool) -> bool:
@@ -172,7 +191,7 @@ def main() -> None:
     sys.path.insert(0, str(given.vllm))
     sys.path.extend(map(str, given.packages))
     sys.meta_path.append(Absent())
-    found = kernels()
+    found, floats = kernels()
     alike = sum(ours(*key) == all(row.values()) for key, row in found.items())
     cards = ", ".join(f"SM{now.replace('.', '')} in {str(dtype).removeprefix('torch.')}" for now, dtype in CARDS.items())
     lines = [
@@ -180,6 +199,9 @@ def main() -> None:
         f"where they differ; matrices of {ROWS} x {ROWS}, 8 experts of {HIDDEN} x {HIDDEN}. None was built. Our table has a format "
         f"where all four have a kernel: alike in {alike} of {len(found)} cells.",
         "", *table(found),
+        "", "The same for `mxfp8`:", "",
+        f"| compute capability | layer of {ROWS} x {ROWS} | layer of 64 x 64 | experts |", "|---|---|---|---|",
+        *(f"| {now} | {' | '.join(names)} |" for now, names in floats.items()),
     ]  # fmt: skip
     write_section("runtimes", "Integers that vLLM's rules give a kernel", lines, out=given.out, peers=("compressed-tensors",))
 

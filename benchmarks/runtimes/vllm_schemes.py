@@ -1,10 +1,10 @@
-"""vLLM's own rules on a folder written here: which kernel's scheme it gives every layer, and what it reads ``nvfp4`` back as.
+"""vLLM's own rules on a folder written here: which kernel's scheme it gives every layer, and what it reads floats in groups back as.
 
     python -m benchmarks.runtimes vllm_schemes PATH/TO/FOLDER/WITH/vllm [FOLDER/WITH/ITS/PACKAGES] [--model demo] [--bits 5.5 7]
 
-A plan among nvfp4, fp8, w4-g32 and w8-g32 for the runtime vllm is made and written, for the model and for a random Qwen3-MoE of
+Plans among nvfp4, fp8, w4-g32 and w8-g32, and among nvfp4, mxfp8 and w4-g32, for the runtime vllm are made and written, for the model and for a random Qwen3-MoE of
 three layers (``--experts``: its bits). The Python files of a vLLM wheel parse its config.json, find the scheme of every fused
-layer and of every layer's experts (they raise where members differ), and their reference code makes numbers of fp4. No GPU and
+layer and of every layer's experts (they raise where members differ), and their reference code makes numbers of nvfp4 and mxfp8. No GPU and
 no compiled part of vLLM is needed: some packages that are not installed are replaced by empty ones. For vLLM 0.33 these must be there:
 fastapi, starlette, openai, jiter, distro, sniffio, httpx, httpcore, h11, anyio, openai-harmony, cachetools and opentelemetry's api,
 sdk and semantic-conventions (``pip install --no-deps --target FOLDER``).
@@ -36,7 +36,7 @@ import layerbudget as lb
 from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.records import stacks
 
-FORMATS = ["nvfp4", "fp8", "w4-g32", "w8-g32"]
+MENUS = (["nvfp4", "fp8", "w4-g32", "w8-g32"], ["nvfp4", "mxfp8", "w4-g32"])
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 LEAVES = ("gate_proj", "up_proj", "down_proj")
 EXPERTS = {
@@ -115,6 +115,7 @@ def method(config: Any, name: str, moe: types.ModuleType) -> str:
         for place, kind in {
             f"{moe.__name__}.compressed_tensors_moe_wna16": "CompressedTensorsWNA16MoEMethod",
             f"{moe.__name__}.compressed_tensors_moe_w4a4_nvfp4": "CompressedTensorsW4A4Nvfp4MoEMethod",
+            f"{moe.__name__}.compressed_tensors_moe_w8a8_mxfp8": "CompressedTensorsW8A8Mxfp8MoEMethod",
             rules.__name__: "UnquantizedFusedMoEMethod",
         }.items():
             importlib.import_module(place)
@@ -124,11 +125,12 @@ def method(config: Any, name: str, moe: types.ModuleType) -> str:
         return str(rules.CompressedTensorsMoEMethod.get_moe_method(config, RoutedExperts(), name))
 
 
-def check_fp4(tensors: dict[str, torch.Tensor], model: torch.nn.Module, formats: dict[str, str]) -> tuple[int, int, int]:
-    """Matrices in nvfp4, those that vLLM's reference code reads back to the bit, and fused ones with several global scales."""
+def check_floats(tensors: dict[str, torch.Tensor], model: torch.nn.Module, formats: dict[str, str]) -> tuple[int, int, int]:
+    """Matrices in nvfp4 or mxfp8, those that vLLM's reference code reads back to the bit, fused ones with several global scales."""
+    from vllm.model_executor.layers.quantization.utils.mxfp8_utils import dequant_mxfp8_to_bf16
     from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import dequantize_to_dtype
 
-    given = [n for n, f in formats.items() if f == "nvfp4"]
+    given = [n for n, f in formats.items() if f in ("nvfp4", "mxfp8")]
     held = {n: model.get_submodule(n).weight for n in given if n not in stacks(given)}
     for stack in stacks(given):
         for i, own in enumerate(model.get_parameter(stack)):
@@ -136,6 +138,10 @@ def check_fp4(tensors: dict[str, torch.Tensor], model: torch.nn.Module, formats:
             held |= {f"{stack.rpartition('.')[0]}.{i}.{leaf}": part for leaf, part in parts.items()}
     same, scales = 0, dict[str, set[float]]()
     for name, weight in held.items():
+        if f"{name}.weight_global_scale" not in tensors:
+            back = dequant_mxfp8_to_bf16(tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"])
+            same += torch.equal(back.float(), weight.float())
+            continue
         packed, scale, unit = (tensors[f"{name}.weight_{k}"] for k in ("packed", "scale", "global_scale"))
         back = dequantize_to_dtype(packed, scale, 1 / unit, torch.bfloat16, 16, swizzle=False)
         same += torch.equal(back.float(), weight.float())
@@ -153,7 +159,7 @@ def rows(name: str, scores: Any, budgets: list[float], fresh: Callable[[], torch
             lb.write_bits(model, plan, Path(folder) / "out")
             kinds = Counter(schemes(Path(folder) / "out", list(plan.payload.formats)).values())
             read = {n: t for f in (Path(folder) / "out").glob("*.safetensors") for n, t in load_file(f).items()}
-            count, same, several = check_fp4(read, model, dict(plan.payload.formats))
+            count, same, several = check_floats(read, model, dict(plan.payload.formats))
         told = ", ".join(f"{c} {k}" for k, c in sorted(kinds.items()))
         lines.append(f"| {name} | {plan.payload.bits:.3f} | {told} | {count} | {same} | {several} |")
     return lines
@@ -178,16 +184,19 @@ def main() -> None:
     sys.path.extend(map(str, given.packages))
     sys.meta_path.append(Absent())
     text = lb.calibration("stdlib", lb.load_tokenizer(given.model), samples=8, length=64)
-    scores = rounding_damage(lb.load_model(given.model), text, runtime="vllm", formats=FORMATS, draws=2)
-    routed = rounding_damage(random_experts(), text, runtime="vllm", formats=FORMATS, draws=2)
+    told = list[str]()
+    for formats in MENUS:
+        scores = rounding_damage(lb.load_model(given.model), text, runtime="vllm", formats=formats, draws=2)
+        told += rows(given.model, scores, given.bits, lambda: lb.load_model(given.model))
+        routed = rounding_damage(random_experts(), text, runtime="vllm", formats=formats, draws=2)
+        told += rows("random Qwen3-MoE, 3 layers of 4 experts", routed, given.experts, random_experts)
     version = importlib.import_module("vllm.version").__version__
     lines = [
         f"vLLM {version}: schemes by its `CompressedTensorsConfig`, those of experts by its "
         "`CompressedTensorsMoEMethod` (the kernels are not built), numbers by its reference code.",
-        "", "| model | bits | layers by scheme | nvfp4 | read back to the bit | fused with several global scales |",
+        "", "| model | bits | layers by scheme | nvfp4 or mxfp8 | read back to the bit | fused with several global scales |",
         "|---|---|---|---|---|---|",
-        *rows(given.model, scores, given.bits, lambda: lb.load_model(given.model)),
-        *rows("random Qwen3-MoE, 3 layers of 4 experts", routed, given.experts, random_experts),
+        *told,
     ]  # fmt: skip
     write_section("runtimes", "vLLM's own rules on folders written here", lines, out=given.out, peers=("compressed-tensors",))
 

@@ -173,6 +173,16 @@ def moments_bytes(shape: Shape, text: Text) -> float:
     return shape.layers * sum((8.0 if d <= EXACT else 4.0) * copies * d**2 for d, copies in shape.sites)
 
 
+def norms_bytes(shape: Shape, text: Text) -> float:
+    """Second moments of every input by itself, in float64."""
+    return 8.0 * shape.layers * sum(copies * d for d, copies in shape.sites)
+
+
+def _derivatives(levels: int, samples: int) -> Job:
+    """Bytes of derivatives along so many changes of every matrix: their sums, and those of sequences whose labels are drawn."""
+    return lambda shape, text: 8.0 * levels * (2 + samples) * shape.layers * len(shape.matrices)
+
+
 def _factors(sums: int, copies: int, halves: int, *, rows: bool) -> Callable[[Shape, Text], float]:
     """Both factors of every matrix, ``sums`` of its gradients, and the largest decomposed; of few tokens, their ``rows``."""
 
@@ -348,7 +358,12 @@ def searching(text: Text, passes: float, levels: int = 17) -> list[WorkItem]:
         )
         return passes / 3.0 * one
 
-    return [WorkItem("directional", text, passes, job=job)]
+    def sent(shape: Shape, text: Text) -> float:
+        """Derivatives and norms of every point, and norms of the dense model and of the plan that the pruner applies."""
+        points, looks = max(1.0, passes / 3.0 - 1.0), passes / 3.0
+        return (points * _derivatives(levels, 0)(shape, text) + (points + 2.0) * norms_bytes(shape, text)) / looks
+
+    return [WorkItem("directional", text, passes, job=job, sent=sent)]
 
 
 def choosing(
@@ -406,7 +421,7 @@ def choosing(
             fit = sum(not find_format(f).plain and find_format(f).fits(columns) for f in anchors)
             return min(fit, most) * (columns + 4.0) * (out if gram else min(out, ROWS))
 
-        return shape.over(each, ends=target.ends)
+        return shape.over(each, ends=target.ends) + _derivatives(17, text.samples)(shape, text)
 
     way: dict[str, Any] = {"job": job, "sent": codes, "together": together}
     measured = [WorkItem("directional", text, 1.0 + 2.0 * draws, losses=draws, **way)]
@@ -442,12 +457,21 @@ def shaping(text: Text, passes: float) -> list[WorkItem]:
         """Return seconds of the whole model."""
         return passes / 7.0 * _collected("gram", shape, text)
 
-    return [WorkItem("directional", text, passes, losses=2, job=job), WorkItem("refit", text, times=passes / 7.0)]
+    def sent(shape: Shape, text: Text) -> float:
+        """Moments of each of four parts of the text, for others to refit by: at every point, and of the dense model twice.
+
+        They are of what heads and MLPs give, in float32; two starts are looked at, heads one by one and in groups.
+        """
+        behind = [m for m in shape.matrices if m.d_out == shape.hidden and not m.name.rpartition(".")[2].startswith("q")]
+        each = 4.0 * min(4, text.samples) * shape.layers * sum(m.copies * m.d_in**2 for m in behind)
+        return each * (passes // 7.0 + 2.0) / (passes / 7.0)
+
+    return [WorkItem("directional", text, passes, losses=2, job=job), WorkItem("refit", text, times=passes / 7.0, sent=sent)]
 
 
 def removing(text: Text, *, draws: int = 4) -> list[WorkItem]:
     """Parts of ``plan expert-pruning``: a look, and forwards with experts masked: the plan, its rivals, halves of the text."""
-    return [WorkItem("directional", text, 1.0 + 2.0 * draws + 36.0)]
+    return [WorkItem("directional", text, 1.0 + 2.0 * draws + 36.0, sent=_derivatives(17, text.samples))]
 
 
 def training(text: Text, epochs: float, seeds: int, held_out: int) -> list[WorkItem]:

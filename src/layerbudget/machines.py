@@ -14,12 +14,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from .cost import WORK, Cost, Shape, Text, WorkItem, moments_bytes, price
+from .cost import WORK, Cost, Shape, Text, WorkItem, moments_bytes, norms_bytes, price
 from .timing import Pace
 
 #: What a card of a data centre does in a second: operations in 16 bits, bytes read from a disk, bytes sent over the network.
 RATES = {"operations": 4e14, "reading": 3e9, "exchange": 2.5e10}
 _TRIED = 2.0  # walks that try whether the layers of a model whose weights stay in files can run one at a time
+_PARTS = 4  # of the text of ``plan shapes``, each of which processes refit by the others
 _SMALL = 256.0  # bytes of the names and numbers of a layer, beside its sums
 
 
@@ -64,16 +65,6 @@ def _factors(tables: float) -> Callable[[Shape, Text], float]:
     return sent
 
 
-def _norms(shape: Shape, text: Text) -> float:
-    """Second moments of every input by itself."""
-    return 8.0 * shape.layers * sum(copies * d for d, copies in shape.sites)
-
-
-def _values(each: float) -> Callable[[Shape, Text], float]:
-    """So many numbers for every matrix and sequence."""
-    return lambda shape, text: 8.0 * each * text.samples * shape.layers * len(shape.matrices)
-
-
 #: Bytes that one process gives to sums over all of them, by kind of work, in one look at the text.
 SENT: dict[str, Callable[[Shape, Text], float]] = {
     "gradient-norm": _gradients(1),
@@ -81,10 +72,8 @@ SENT: dict[str, Callable[[Shape, Text], float]] = {
     "rank-gain": _factors(2),
     "kfac": _factors(4),
     "ekfac": _factors(6),
-    "norms": _norms,
+    "norms": norms_bytes,
     "gram": moments_bytes,
-    "refit": moments_bytes,
-    "directional": _values(17.0),
     "forward": lambda shape, text: 8.0 * text.samples,
 }
 
@@ -114,12 +103,18 @@ def _started(shape: Shape, text: Text, machines: int) -> float:
     return 32.0 * shape.layers * -(-text.samples // machines) * rows * (machines - 1) / machines
 
 
+def _of_teams(shape: Shape, text: Text, machines: int) -> float:
+    """Moments of a part of the text whose sequences several processes share."""
+    return moments_bytes(shape, text) if machines > _PARTS else 0.0
+
+
 #: Bytes that one of so many processes sends to the others beside the sums, by kind of work.
 DEALT: dict[str, Callable[[Shape, Text, int], float]] = {
     "fisher-gram": _coordinates(1),
     "fisher-mc": _coordinates(2),
     "layerif": _coordinates(1),
     "adapter": _started,
+    "refit": _of_teams,
 }
 
 
@@ -145,7 +140,7 @@ def share_of(
     walks = tried + sum(part.times * _walks(part) for part in divided) if cost.how == "streamed" else 1.0
     read = walks * shape.weights
     summed = sum(part.times * _looks(part) * _sent(part, shape) for part in parts) if machines > 1 else 0.0
-    dealt = sum(DEALT[part.kind](shape, part.text, machines) for part in parts if part.kind in DEALT)
+    dealt = sum(part.times * DEALT[part.kind](shape, part.text, machines) for part in parts if part.kind in DEALT)
     seconds = {"operations": operations, "reading": read, "exchange": 2.0 * summed * (machines - 1) / machines + dealt}
     seconds = {name: amount / RATES[name] for name, amount in seconds.items()}
     limit = max(seconds, key=lambda name: seconds[name])

@@ -251,7 +251,7 @@ def _written(levels: int, length: int) -> tuple[float, float]:
     a, b = torch.randn(1, length, _WIDE), torch.randn(1, length, _MANY)
     weight = _matrix(_MANY)
     delta = Int8Directions((_MANY, _WIDE), iter([[weight] * levels]))
-    directions = Apart(delta, Itself([weight]), [0.0] * levels)
+    directions = Apart(delta, Itself(lambda: [weight]), [0.0] * levels)
     between, by_token = (seconds_of(functools.partial(take, a, b)) for take in (directions.between, directions.by_token))
     return between / weight.numel(), by_token / weight.numel()
 

@@ -61,6 +61,7 @@ def test_the_tables_of_formats_have_every_format():
         "| `nvfp4` | e2m1, groups of 16 with a scale in e4m3, one number over all | 4.5 | multiples of 16 |" in floating_table()
     )
     assert "| `mxfp4` | e2m1, groups of 32 with a power of two in 8 bits (e8m0) | 4.25 | multiples of 32 |" in floating_table()
+    assert "| `mxfp8` | e4m3, groups of 32 with a power of two in 8 bits (e8m0) | 8.25 | multiples of 32 |" in floating_table()
     assert (
         "| `fp8` | e4m3, one row with a power of two in bfloat16 | 8 and 16 per row | any | Marlin FP8 | no |"
         in floating_table()

@@ -109,7 +109,8 @@ def numbers_of(form):
 
 def test_the_row_of_a_format_says_its_numbers():
     assert numbers_of(find_format("nvfp4")).tolist() == [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-    assert torch.equal(numbers_of(find_format("fp8")), torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float())
+    e4m3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    assert all(torch.equal(numbers_of(find_format(name)), e4m3) for name in ("fp8", "mxfp8"))
 
 
 @pytest.mark.parametrize("method", QUANTISERS.names())
@@ -147,17 +148,18 @@ def test_what_compressed_tensors_reads_of_floating_point_is_what_was_planned(met
     assert sum(t.nbytes for t in stored.values()) == form.bytes(96, 64)
 
 
-def test_powers_of_two_are_those_of_compressed_tensors():
+@pytest.mark.parametrize(("name", "largest"), [("mxfp4", 4), ("mxfp8", 256)])
+def test_powers_of_two_are_those_of_compressed_tensors(name, largest):
     """Over many magnitudes, and beside the place where the power changes."""
     from compressed_tensors.quantization.utils.helpers import calculate_qparams
 
-    form, w = find_format("mxfp4"), weight(96, 64)
+    form, w = find_format(name), weight(96, 64)
     w *= 2.0 ** torch.linspace(-100, 120, 96)[:, None]
     w[7, :32], w[8, :32] = torch.linspace(-1.75, 1.75, 32), torch.linspace(-1.7499999, 1.7499999, 32)
     groups = grouped(w, form)
     got, some = grid_of(groups, form, None).scale[..., 0], (groups != 0).any(-1)
     theirs, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme(form).weights)
-    assert torch.equal(got.float()[some], theirs.float()[some]) and got[7:9, 0].tolist() == [0.5, 0.25]
+    assert torch.equal(got.float()[some], theirs.float()[some]) and got[7:9, 0].tolist() == [2 / largest, 1 / largest]
 
 
 def test_a_grid_under_one_number_over_all_scales_is_made_for_a_magnitude():
@@ -206,6 +208,7 @@ def test_sixteen_bits_and_unseen_matrices():
 def test_vllm_has_fewer_integers_for_experts_and_says_its_least_version():
     vllm, experts, plain = find_runtime("vllm"), "layers.0.mlp.experts.down_proj", "layers.0.self_attn.q_proj"
     cases = {"w3-g32": True, "w3-channel": False, "w4-channel": False, "w8-g32": True, "w8-g32-asym": False, "fp8": False}
+    cases |= {"mxfp8": True}
     for name, fits in {**cases, "nvfp4": True, "bf16": True, "w7-g16-asym": True, "w4-channel-asym": True}.items():
         form = vllm.check(find_format(name))
         assert vllm.fits([plain], form) and vllm.fits([plain, experts], form) == fits, name
@@ -246,8 +249,8 @@ def test_formats_know_their_bytes_and_refuse_what_they_cannot_store():
     assert [f.name for f in vllm.formats([64], ["fp8", "w8-g32", "NVFP4"])] == ["nvfp4", "fp8", "w8-g32", "bf16"]
     assert [f.name for f in gguf.formats([64], ["nvfp4", "mxfp4"])] == ["MXFP4", "NVFP4", "F16"]  # the types of llama.cpp
     assert [find_format(n).family for n in ("MXFP4", "mxfp4", "NVFP4", "nvfp4")] == ["gguf", "compressed-tensors"] * 2
-    assert find_format("mxfp4").bytes(96, 64) == 96 * 64 // 32 * 17
-    with pytest.raises(InvalidInput, match="no kernel for w6-g6.*of 2 to 8 bits in groups of 16, .*mxfp4, nvfp4, fp8"):
+    assert find_format("mxfp4").bytes(96, 64) == 96 * 64 // 32 * 17 and find_format("mxfp8").bytes(96, 64) == 96 * 64 // 32 * 33
+    with pytest.raises(InvalidInput, match="no kernel for w6-g6.*of 2 to 8 bits in groups of 16, .*mxfp4, nvfp4, fp8, mxfp8"):
         vllm.formats([64], ["w6-g6"])
     assert find_format("nvfp4").bytes(64, 96) == 64 * 96 // 2 + 64 * 6 + 4 and find_format("fp8").bytes(64, 90) == 64 * 92
     with pytest.raises(InvalidInput, match="40 inputs, which nvfp4 cannot store"):

@@ -28,7 +28,7 @@ def hub(monkeypatch):
     return rows, asked
 
 
-def test_wikitext_is_one_text_with_its_empty_rows(hub, tokenizer):
+def test_wikitext_is_one_text_with_its_empty_rows(hub, tokenizer, caplog):
     """As GPTQ, SparseGPT and Wanda: two line breaks between rows, one tokenisation, whole windows in order."""
     whole = tokenizer("\n\n".join(LINES))["input_ids"]
     data = evaluation_set("wikitext2", tokenizer, length=32)
@@ -37,6 +37,7 @@ def test_wikitext_is_one_text_with_its_empty_rows(hub, tokenizer):
     drawn = calibration("wikitext2", tokenizer, samples=4, length=32)
     assert {tuple(row) for row in drawn.input_ids.tolist()} <= {tuple(row) for row in data.input_ids.tolist()}
     assert [split for _, _, split in hub[1]] == ["test", "test", "train"]
+    assert "The windows of wikitext2 do not begin with <s>, as in the code of the papers." in caplog.text
 
 
 def test_wikitext_as_rows_to_learn_has_no_empty_ones(hub, tokenizer):

@@ -1,3 +1,4 @@
+import copy
 import json
 import math
 
@@ -6,6 +7,7 @@ import pytest
 import torch
 import transformers
 from tests import zoo
+from tokenizers import processors
 
 from layerbudget.cost import shape_in_memory
 from layerbudget.data import stdlib
@@ -47,9 +49,33 @@ def test_windows_do_not_overlap(tokenizer):
     data = calibration([text], tokenizer, samples=6, length=32)
     stream = token_stream([text], tokenizer)
     starts = sorted(
-        next(s for s in range(0, len(stream), 32) if np.array_equal(stream[s : s + 32], row.numpy())) for row in data.input_ids
+        next(s for s in range(0, len(stream), 32) if np.array_equal(stream[s + 1 : s + 32], row[1:].numpy()))
+        for row in data.input_ids
     )
     assert starts == [0, 32, 64, 96, 128, 160]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_window_begins_as_the_tokenizer_begins_a_text(tokenizer, shuffle):
+    """In place of the token there, whose only use is to predict others; once where a document begins behind it."""
+    texts = ["ab" * 48, "c" * 26, "d" * 80]
+    stream = token_stream(texts, tokenizer)
+    data = calibration(texts, tokenizer, samples=None, length=16, shuffle=shuffle)
+    begin = tokenizer.bos_token_id
+    whole = stream[: len(stream) // 16 * 16].reshape(-1, 16)
+    behind = whole[:, 1] == begin
+    assert behind.sum() == 1 and whole[behind, 0] != begin
+    expected = [[row[0] if row[1] == begin else begin, *row[1:]] for row in whole.tolist()]
+    assert (sorted(data.input_ids.tolist()) == sorted(expected)) if shuffle else (data.input_ids.tolist() == expected)
+
+
+def test_windows_are_the_bare_text_where_the_tokenizer_adds_nothing(tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A")
+    data = evaluation_set("stdlib", tokenizer, length=16, windows=3)
+    assert (
+        data.input_ids.flatten().tolist() == token_stream(read_documents("stdlib", group="evaluation"), tokenizer)[:48].tolist()
+    )
 
 
 def test_local_files(tmp_path, tokenizer):

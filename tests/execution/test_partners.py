@@ -1,11 +1,13 @@
 """A process that ends tells the others why; one that dies is noticed by all, whatever they are doing."""
 
+import os
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+from tests.launching import free_port
 
 from layerbudget.cli.running import _take_slurms_words
 from layerbudget.execution import partners
@@ -104,6 +106,32 @@ def test_a_process_that_dies_ends_the_others_with_a_sentence(tmp_path):
         for rank in {0, 1, 2} - {kill}:
             assert codes[rank] == 1 and "--resume" in said[rank][1] and "A process of this run ended" in said[rank][1]
             assert "Traceback" not in said[rank][1]
+
+
+JOINING = """
+import os
+from layerbudget.errors import LostProcess
+from layerbudget.execution import processes
+
+if os.environ["RANK"] == "0":
+    processes.dist.init_process_group = lambda *words, **names: os._exit(9)
+try:
+    processes.join()
+except LostProcess as error:
+    print(error)
+"""
+
+
+def test_a_process_that_dies_while_they_join_ends_the_others(tmp_path):
+    """Before a command begins, and with the sentence that others have: torch's own error is pages long."""
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    both = [
+        subprocess.Popen([sys.executable, "-c", JOINING], stdout=subprocess.PIPE, text=True, env={**shared, "RANK": str(rank)})
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=240)[0] for process in both]
+    assert both[0].returncode == 9 and both[1].returncode == 0
+    assert said[1].startswith("A process of this run ended (number 0).")
 
 
 def test_a_refusal_of_one_is_that_of_all(tmp_path):

@@ -125,10 +125,30 @@ def test_experts_that_stay_are_chosen_from_files_with_both_ends_at_rest(tmp_path
     kinds = {p.dtype for p in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)}
     assert torch.bfloat16 in kinds and {p.dtype for p in model.model.layers[0].parameters()} == {torch.bfloat16}
     mapped(model).hold_ends()
-    assert model.get_input_embeddings().weight.dtype == model.get_output_embeddings().weight.dtype == torch.float32
+    ends = [end.weight for end in (model.get_input_embeddings(), model.get_output_embeddings())]
+    assert {end.dtype for end in ends} == {torch.float32} and sorted(spilled[len(stacks) :]) == [tuple(e.shape) for e in ends]
     monkeypatch.setattr("layerbudget.storage.writing.shutil.disk_usage", lambda where: type("Disk", (), {"free": 10})())
     with pytest.raises(InvalidInput, match="are free in"):
         load_model(str(tmp_path), stream=True)
+
+
+def test_moments_of_many_inputs_lie_among_temporary_files(tmp_path, monkeypatch):
+    from layerbudget.execution import inputs
+
+    x, places, zeros = torch.randn(30, 12), [], inputs.zeros_in_file
+    in_memory = inputs.InputMoments("gram")
+    in_memory.add(x)
+    monkeypatch.setattr(inputs, "EXACT", 8)
+    monkeypatch.setattr(inputs.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(inputs, "zeros_in_file", lambda n, at, kind: places.append(at) or zeros(n, at, kind))
+    wide, narrow = inputs.InputMoments("gram"), inputs.InputMoments("gram")
+    wide.add(x)
+    narrow.add(x[:, :8])
+    assert places == [tmp_path, None] and not list(tmp_path.iterdir())
+    assert torch.allclose(wide.value, in_memory.value, rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr("layerbudget.storage.writing.shutil.disk_usage", lambda where: type("Disk", (), {"free": 10})())
+    with pytest.raises(InvalidInput, match="are free in"):
+        inputs.InputMoments("gram").add(x)
 
 
 def test_what_needs_the_whole_graph_refuses_a_streamed_model(folders):

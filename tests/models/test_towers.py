@@ -123,7 +123,7 @@ def test_layers_of_the_language_model_are_pruned_and_all_else_is_saved_as_it_was
 @pytest.mark.parametrize("name", ["gemma3"])
 def test_layers_of_the_language_model_are_packed_and_all_else_stays_in_16_bits(name, tower):
     place = tower(name)
-    run("plan", "bits", place / "model", "--bits", 6, "--check", "0", *text(place), "-o", place / "b.json")
+    run("plan", "bits", place / "model", "--bits", 7, "--check", "0", *text(place), "-o", place / "b.json")
     run("apply", place / "model", place / "b.json", "-o", place / "out")
     planned = json.loads((place / "b.json").read_text())["blocks"]
     check_rest(place, "out", [m for b in planned for m in b["modules"]])

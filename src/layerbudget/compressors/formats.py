@@ -11,8 +11,8 @@ Every format stores groups of consecutive inputs of a row under scales of their 
   Integers lie on an even grid, ``base + d q`` with ``q = 0 .. levels - 1``.
 * **compressed-tensors**, floating point: ``mxfp4`` is e2m1 in groups of 32, each with a power of two in one byte (e8m0);
   ``nvfp4`` is e2m1 in groups of 16, each with a scale in e4m3, all under one number in float32; ``fp8`` is e4m3, one scale of
-  16 bits per row. Weights alone are rounded, inputs are not. All that is asked of such a format is one row of this file
-  (:class:`Floats`).
+  16 bits per row; ``mxfp8`` is e4m3 in groups of 32, each with a power of two in one byte. Weights alone are rounded, inputs
+  are not. All that is asked of such a format is one row of this file (:class:`Floats`).
 
 >>> find_format("Q4_0").bytes(64, 96), find_format("w3-g32").bytes(64, 96)
 (3456, 2704)
@@ -204,7 +204,8 @@ SLOW = {
     "slow-gpu": ("IQ1_M",),
 }
 TYPES = tuple(Format(name=name, family=GGUF, bits=bits, group=group, block_bytes=size) for name, bits, group, size in _GGUF)
-# As vLLM 0.32's source has it: these cards take a kernel of 4-bit weights and 4-bit inputs, whatever the file asks for.
+# As the sources of vLLM 0.32 (mxfp4) and 0.33 (mxfp8) have it: these cards take a kernel that rounds inputs too, whatever the
+# file asks for. At 9.0 Humming goes before Marlin; its rules leave the inputs of mxfp8 in 16 bits below 12.0.
 _BLACKWELL = "from compute capability 10 on one that rounds inputs too"
 _E2M1: dict[str, Any] = {"mantissa": 1, "least": 0, "top": 6}
 _E4M3: dict[str, Any] = {"mantissa": 3, "least": -6, "top": 448}
@@ -212,6 +213,7 @@ _FLOATS = (  # name, bits, group, and all else that is asked of a floating-point
     ("mxfp4", 4, 32, Floats(packing="mxfp4-pack-quantized", **_E2M1, scale="uint8", kernel=f"Marlin FP4; {_BLACKWELL}")),
     ("nvfp4", 4, 16, Floats(packing="nvfp4-pack-quantized", **_E2M1, scale="float8_e4m3fn", united=True, kernel="Marlin FP4")),
     ("fp8", 8, None, Floats(packing="float-quantized", **_E4M3, scale="bfloat16", experts=False, kernel="Marlin FP8")),
+    ("mxfp8", 8, 32, Floats(packing="mxfp8-quantized", **_E4M3, scale="uint8", kernel=f"Marlin FP8; {_BLACKWELL}")),
 )
 FLOATING = tuple(
     Format(name=name, family=PACKED, bits=bits, group=group, floats=floats) for name, bits, group, floats in _FLOATS

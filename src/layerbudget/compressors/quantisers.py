@@ -12,12 +12,12 @@ r"""Quantisers: round a matrix onto the grid of a format, plainly, for the input
 
 * **descent** begins with gptq, under ranges that are searched as those of weighted, and lowers the same form, column by
   column, with the scales solved again in between (:mod:`layerbudget.compressors.descent`). Lattices, MXFP4 and NVFP4 of
-  llama.cpp stay as gptq leaves them, and so do the scales of ``fp8``.
+  llama.cpp stay as gptq leaves them, and so do scales that are powers of two (``fp8``, ``mxfp4``, ``mxfp8``).
 
 The grid of a group of compressed-tensors is ``base + d q``, ``q`` an integer or a floating-point number of few bits, with ``d``
 and ``base`` exactly as the file holds them, so that a weight on the grid is what a runtime reads back. Scales of rows (``fp8``)
 and the number over all scales (``nvfp4``) are powers of two: a floating-point grid loses nothing by that, and every weight is
-then a number of bfloat16, in whatever order a runtime multiplies. Scales of ``mxfp4`` can be nothing else.
+then a number of bfloat16, in whatever order a runtime multiplies. Scales of ``mxfp4`` and ``mxfp8`` can be nothing else.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ def grid_of(groups: torch.Tensor, form: Format, peak: float | None, shrink: floa
 def _float_grid(high: torch.Tensor, floats: Floats, peak: float | None) -> QuantGrid:
     """The grid of groups of the largest magnitudes ``(..., 1)``.
 
-    Powers of two in one byte are those of compressed-tensors: the largest magnitude of e2m1 becomes 3.5 to 7, above 6 it is 6.
+    Powers of two in one byte are those of compressed-tensors: the largest magnitude of e2m1 becomes 3.5 to 7, above 6 it is 6;
+    that of e4m3 becomes 224 to 448.
     """
     top = floats.top
     codes: dict[str, Any] = {"base": 0.0, "top": top, "mantissa": floats.mantissa, "least": floats.least}

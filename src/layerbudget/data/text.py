@@ -2,9 +2,11 @@
 
 A source becomes one token stream: each document is tokenised as the tokenizer does by default (beginning-of-text
 token included), documents follow one another. Calibration draws non-overlapping windows of that stream at
-random, seeded; evaluation takes its windows in order. Rows of a fine-tuning format become one sample each.
-The names ``wikitext2`` and ``c4`` are read as the references of Wanda, SparseGPT and GPTQ read them, whose figures papers
-compare (:class:`Reference`).
+random, seeded; evaluation takes its windows in order. Where the tokenizer puts a token before every text, that
+token stands first in every window too, in place of the one there, as in llama.cpp: some models (Gemma) read no
+text well without it. Rows of a fine-tuning format become one sample each. The names ``wikitext2`` and ``c4`` are
+read as the references of Wanda, SparseGPT and GPTQ read them, whose figures papers compare, without that token
+(:class:`Reference`).
 """
 
 from __future__ import annotations
@@ -166,6 +168,12 @@ def token_stream(documents: Iterable[str], tokenizer: Any) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype=np.int64), *(np.asarray(ids, dtype=np.int64) for ids in encoded)])
 
 
+def beginning(tokenizer: Any) -> int | None:
+    """The token that the tokenizer puts before every text; None where it puts none."""
+    bos = getattr(tokenizer, "bos_token_id", None)
+    return bos if bos is not None and list(tokenizer("a")["input_ids"])[:1] == [bos] else None
+
+
 def calibration(
     source: str | Sequence[Row],
     tokenizer: Any,
@@ -226,6 +234,9 @@ def calibration(
         )
     stream = token_stream([text_of(row, where) for row, where in rows], tokenizer)
     ids = _windows(stream, samples, length, name, order if shuffle else None)
+    begin = beginning(tokenizer)
+    if begin is not None:
+        ids[ids[:, 1] != begin, 0] = begin  # once, also where a document begins behind the first token
     return CalibrationSet(input_ids=ids, source=name, seed=seed, text=text)
 
 
@@ -255,6 +266,11 @@ def _windows(
 def _of_reference(source: str, tokenizer: Any, samples: int | None, length: int, seed: int, group: str) -> CalibrationSet:
     """Windows of a text of the papers, cut as their code cuts it; see :class:`Reference`."""
     known, order = _REFERENCES[source], np.random.default_rng(seed)
+    if beginning(tokenizer) is not None:
+        say_once(
+            f"The windows of {source} do not begin with {tokenizer.bos_token}, as in the code of the papers. Models that "
+            "need it (Gemma) seem worse than they are. Give the text as a file to have it."
+        )
     if group == "evaluation":  # in order, as all evaluation
         texts = _texts(source, known.test, known.rows)
         stream = token_stream([known.joiner.join(texts)], tokenizer)

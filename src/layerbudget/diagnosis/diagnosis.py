@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..data.calibration import CalibrationSet
+from ..data.text import beginning
 from ..decisions.shapes import find_parts
 from ..errors import InvalidInput, LayerbudgetError, UnknownStructure
 from ..execution.loss import IGNORE, Batch, batches, head_of, logits_of, summed_loss
@@ -183,7 +184,7 @@ def tokens(model: nn.Module, tokenizer: Any, data: CalibrationSet | None) -> Rem
     if tokenizer is None:
         return
     bos, text = getattr(tokenizer, "bos_token_id", None), getattr(tokenizer, "bos_token", None)
-    adds = bos is not None and list(tokenizer("a b")["input_ids"])[:1] == [bos]
+    adds = beginning(tokenizer) is not None
     if adds and list(tokenizer(f"{text}a b")["input_ids"])[:2] == [bos, bos]:
         remedy = "Pass add_special_tokens=False for text from chat templates."
         yield "note", f"The tokenizer adds {text} also to text that begins with it.", remedy

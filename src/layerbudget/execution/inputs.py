@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -15,6 +16,7 @@ from ..errors import CoverageError
 from ..models.blocks import reader_of, transposed, weight_of
 from ..models.machine import zeros_in_file
 from ..records import Module
+from ..storage.writing import check_space
 from .loss import Batch
 from .modes import overflowed
 from .processes import ProcessGroup, process_group
@@ -35,7 +37,7 @@ class InputMoments:
     Attributes:
         kind: ``diagonal`` (sum of squares of each input) or ``gram`` (upper triangle of ``X' X``).
         rows: Tokens seen.
-        folder: Where a Gram matrix lies as a file; in memory by default.
+        folder: Where a Gram matrix lies as a file; by default in memory, of more than ``EXACT`` inputs among temporary files.
         sums: What :meth:`add` adds to: ``value``, in float64 where that is not too large.
     """
 
@@ -67,7 +69,11 @@ class InputMoments:
         shape = (width,) if self.kind == "diagonal" else (width, width)
         dtype = torch.float64 if width <= EXACT else torch.float32
         if self.kind == "gram" and device.type == "cpu":
-            return zeros_in_file(shape, self.folder, dtype)
+            folder = self.folder
+            if folder is None and width > EXACT:  # beside it two more as large are held where it is inverted
+                folder = Path(tempfile.gettempdir())
+                check_space({folder: width**2 * dtype.itemsize})
+            return zeros_in_file(shape, folder, dtype)
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def add(self, x: torch.Tensor) -> None:

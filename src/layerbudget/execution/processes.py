@@ -235,7 +235,8 @@ def join(device: str | None = None) -> ProcessGroup:
         partners.meet(rank, size, os.environ["MASTER_ADDR"], store, seconds)
         backend = "nccl" if accelerated else "gloo"
         group = dist.PrefixStore("group", store)
-        dist.init_process_group(backend, store=group, rank=rank, world_size=size, timeout=_PATIENCE)
+        with partners.working():  # one may die here too
+            dist.init_process_group(backend, store=group, rank=rank, world_size=size, timeout=_PATIENCE)
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # else transformers reads weights in process 0 alone
         atexit.register(shutdown)
     return process_group()

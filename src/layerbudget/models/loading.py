@@ -313,7 +313,7 @@ def unpacked(model: nn.Module) -> nn.Module:
     transformers makes the numbers at the first forward. They are made here, so that nothing depends on who runs it; those of
     floating point in 4 bits are in bfloat16 whatever was asked, in which they are exact.
     """
-    names = [name for name, module in model.named_modules() if _rounds_weights_alone(module)]
+    names = _packed(model)
     if not names:
         return model
     with torch.no_grad():
@@ -325,6 +325,11 @@ def unpacked(model: nn.Module) -> nn.Module:
         model.set_submodule(name, plain.train(packed.training))
     cast(Any, model).hf_quantizer.remove_quantization_config(model)
     return model
+
+
+def _packed(model: nn.Module) -> list[str]:
+    """Names of the modules of a model whose weights compressed-tensors holds."""
+    return [name for name, module in model.named_modules() if _rounds_weights_alone(module)]
 
 
 def _rounds_weights_alone(module: nn.Module) -> bool:
@@ -477,13 +482,7 @@ def load_model(
                 **nf4,
             )
             in_one_precision(model, config)
-    missing = sorted(k for k in report["missing_keys"] if "pooler" not in k)  # of the pooler nothing here depends
-    if missing:
-        raise BadModel(
-            f"The checkpoint of {name} lacks {len(missing)} tensors, first {missing[0]}.",
-            "transformers would fill them with random numbers.",
-            "Download or save the whole checkpoint.",
-        )
+    _need_all(name, report)
     model = pretrained(unpacked(model if four_bit or streamed else model.to(place)).eval())
     check_finite(model, once=bool(streamed))
     model.config._name_or_path = name
@@ -494,6 +493,41 @@ def load_model(
         if sentence:
             logger.warning("%s: %s", name, sentence)
     return model
+
+
+def _need_all(name: str, report: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint that lacks tensors, by what transformers reports of its loading."""
+    missing = sorted(k for k in report["missing_keys"] if "pooler" not in k)  # of the pooler nothing here depends
+    if missing:
+        raise BadModel(
+            f"The checkpoint of {name} lacks {len(missing)} tensors, first {missing[0]}.",
+            "transformers would fill them with random numbers.",
+            "Download or save the whole checkpoint.",
+        )
+
+
+@silent()
+def check_packed(folder: Path) -> None:
+    """Refuse a folder of packed matrices that :func:`load_model` does not load; one of them at a time is a matrix of numbers.
+
+    Raises:
+        BadModel: As of :func:`load_model`.
+    """
+    from compressed_tensors.compressors import decompress_module
+
+    name = str(folder)
+    checkpoint = find_checkpoint(name, revision=None, device="cpu", four_bit=False)
+    auto = class_for(checkpoint.auto, checkpoint.config)
+    with foreign(f"{name} could not be loaded", _MODEL_IS, ""):
+        model, report = auto.from_pretrained(checkpoint.where, dtype="auto", output_loading_info=True)
+    _need_all(name, report)
+    for matrix in map(model.get_submodule, _packed(model)):
+        with torch.no_grad():
+            decompress_module(matrix)
+        check_finite(matrix)
+        for parameter in matrix.parameters():  # what was looked at leaves the memory
+            parameter.data = parameter.new_empty(0)
+    check_finite(model)
 
 
 def load_tokenizer(name: str, *, revision: str | None = None) -> Any:

@@ -119,7 +119,10 @@ class Mapped:
         return [head]
 
     def hold_ends(self) -> None:
-        """Have embedding and head in the precision that layers compute in from now on, so that what is written there stays."""
+        """Have embedding and head in the precision that layers compute in from now on, so that what is written there stays.
+
+        On a CPU a copy in another precision lies in a file without a name.
+        """
         self.leave()
         heads = self._layer_names[len(self.layers) :]
         ends = {*self._resting, *(name for names in heads for name in names)}
@@ -127,7 +130,15 @@ class Mapped:
         del self._layer_names[len(self.layers) :]
         self._resting, self._inside = set(), self._inside - ends
         for name in ends:
-            self.parameters[name].data = self.computed(self.parameters[name])
+            self.parameters[name].data = self._aside(self.parameters[name])
+
+    def _aside(self, parameter: nn.Parameter) -> torch.Tensor:
+        """See :meth:`computed`, for a parameter that stays through a whole run and is read at its ends alone."""
+        if self.device.type != "cpu" or parameter.dtype == self.dtype or not parameter.is_floating_point():
+            return self.computed(parameter)
+        folder = tempfile.gettempdir()
+        check_space({folder: parameter.numel() * self.dtype.itemsize})
+        return zeros_in_file(parameter.shape, folder, self.dtype).copy_(parameter.data)
 
     def rest_ends(self) -> None:
         """Undo :meth:`hold_ends`: what lies outside the layers is as its files have it, and what was written there is gone."""

@@ -27,7 +27,7 @@ NAMES = {
     "qwen3-moe": ("mlp.experts", "gate_proj", "up_proj", "down_proj"),
     "glm4-moe": ("mlp.experts", "gate_proj", "up_proj", "down_proj"),
 }
-FLOATS = [f.name for f in FLOATING if f.floats.experts]
+FLOATS = [[f.name, "w4-g32" if f.bits == 8 else "w8-g32", "fp8"] for f in FLOATING if f.floats.experts]
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
@@ -45,13 +45,17 @@ def planned(model, bits, formats, **options):
 
 
 def read(tensors, name, form):
-    """A packed matrix by plain arithmetic: integers from the low end of words of 32 bits, or two codes of fp4 in a byte."""
+    """A packed matrix by arithmetic: integers from the low end of words of 32 bits, fp8, or two codes of fp4 in a byte."""
     form = find_format(form)
     if form.plain:
         return tensors[f"{name}.weight"].float()
-    packed, scale = tensors[f"{name}.weight_packed"], tensors[f"{name}.weight_scale"].float()
-    if form.floating:
-        scale = 2.0 ** (scale - 127) if form.floats.scale == "uint8" else scale  # e8m0: exponents of powers of two
+    packed = tensors[f"{name}.weight" if form.floating and form.bits == 8 else f"{name}.weight_packed"]
+    scale = tensors[f"{name}.weight_scale"].float()
+    if form.floating and form.floats.scale == "uint8":
+        scale = 2.0 ** (scale - 127)  # e8m0: exponents of powers of two
+    if form.floating and form.bits == 8:
+        numbers = packed.float()
+    elif form.floating:
         codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1).long()
         numbers = FP4[codes & 7] * (1 - 2 * (codes >> 3)) / tensors.get(f"{name}.weight_global_scale", 1.0)
     else:
@@ -80,7 +84,7 @@ def check(out, model, formats, name):
     ("name", "bits", "formats", "method"),
     [
         ("mixtral", 9.0, ["w4-g32"], "rtn"),
-        *(("qwen3-moe", 6.5, [name, "w8-g32", "fp8"], "gptq") for name in FLOATS),
+        *(("qwen3-moe", 6.5, formats, "gptq") for formats in FLOATS),
         ("glm4-moe", 9.0, ["w4-g32"], "weighted"),
     ],
 )

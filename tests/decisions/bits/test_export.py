@@ -96,7 +96,7 @@ def test_torchao_and_modelopt_name_modules_and_refuse_what_they_do_not_have():
     assert held["lm_head"]["_type"] == "Float8WeightOnlyConfig"
     with pytest.raises(InvalidInput, match="gate_up_proj is a stack of experts, which torchao.*--runtime vllm or llama.cpp"):
         text("torchao", MIXED)
-    for name in ("nvfp4", "mxfp4"):
+    for name in ("nvfp4", "mxfp4", "mxfp8"):
         with pytest.raises(InvalidInput, match=f"gets {name}"):
             text("torchao", {"a": name})
     rows = yaml.safe_load(text("modelopt", {"a.b": "nvfp4", "c": "bf16", "d": "fp8", "x.experts.down_proj": "w4-g32"}))[
@@ -106,8 +106,9 @@ def test_torchao_and_modelopt_name_modules_and_refuse_what_they_do_not_have():
     assert names == ["*", "a.b.weight_quantizer", "d.weight_quantizer", "x.experts.down_proj_weight_quantizer"]
     assert rows[0] == {"quantizer_name": "*", "enable": False} and rows[2]["cfg"] == {"num_bits": [4, 3], "axis": 0}
     assert rows[3]["cfg"] == {"num_bits": 4, "block_sizes": {-1: 32}}
-    blocks = [yaml.safe_load(text("modelopt", {"a": n}))["quant_cfg"][1]["cfg"]["block_sizes"] for n in ("nvfp4", "mxfp4")]
-    assert [(b[-1], b["scale_bits"]) for b in blocks] == [(16, [4, 3]), (32, [8, 0])]
+    grids = [yaml.safe_load(text("modelopt", {"a": n}))["quant_cfg"][1]["cfg"] for n in ("nvfp4", "mxfp4", "mxfp8")]
+    assert [g["num_bits"] for g in grids] == [[2, 1], [2, 1], [4, 3]]
+    assert [(b[-1], b["scale_bits"]) for b in (g["block_sizes"] for g in grids)] == [(16, [4, 3]), (32, [8, 0]), (32, [8, 0])]
     with pytest.raises(InvalidInput, match="w4-g64-asym, and ModelOpt's grids are symmetric"):
         text("modelopt", FORMS)
 

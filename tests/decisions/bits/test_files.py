@@ -146,16 +146,17 @@ def test_loading_draws_no_bar_and_reports_nothing_and_restores_both(tmp_path, ca
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq", "descent"])
+@pytest.mark.parametrize("eight", [f.name for f in FLOATING if f.bits == 8])
 @pytest.mark.parametrize("four", [f.name for f in FLOATING if f.bits == 4])
-def test_floating_point_and_integers_in_one_folder(tmp_path, four, method):
+def test_floating_point_and_integers_in_one_folder(tmp_path, four, eight, method):
     """transformers reads the planned weights to the bit; what vLLM fuses shares a format and a global scale."""
-    formats = [four, "fp8", "w4-g32"]
+    formats = [four, eight, "w4-g32"]
     model, plan, receipt = written(tmp_path / "out", "qwen2", "", 6.6, method, runtime="vllm", formats=formats)
     assert receipt.bytes == receipt.planned and receipt.tensors == plan.budget["tensors"] and not receipt.notes
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     packings = {name: find_format(name).packing for name in formats}
     used = set(plan.payload.formats.values()) - {"bf16"}
-    assert config["format"] == "mixed-precision" and {four, "fp8"} <= used
+    assert config["format"] == "mixed-precision" and {four, eight} <= used
     assert {g["format"] for g in config["config_groups"].values()} == {packings[f] for f in used}
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()  # transformers makes numbers at the first forward
     read, ids = lb.load_model(str(tmp_path / "out"), dtype="float32"), zoo.tokens(2, 14, vocabulary=96).input_ids
@@ -171,26 +172,26 @@ def test_floating_point_and_integers_in_one_folder(tmp_path, four, method):
         if name.endswith("global_scale"):
             scales.setdefault(find_runtime("vllm").together(name.removesuffix(".weight_global_scale")), set()).add(value.item())
     assert bool(scales) == find_format(four).united and all(len(s) == 1 for s in scales.values())
-    with pytest.raises(InvalidInput, match=f"gets fp8|gets {four}"):
+    with pytest.raises(InvalidInput, match=f"gets {eight}|gets {four}"):
         auto_round(plan)
     assert not (tmp_path / "out" / "autoround-layer_config.json").exists()
 
 
 def test_a_format_is_one_row(tmp_path, monkeypatch):
     """A row that the table does not have is planned, rounded by error feedback, written, counted, and read by transformers."""
-    floats = F.Floats(packing="mxfp8-quantized", mantissa=3, least=-6, top=448, scale="uint8", kernel="none of weights alone")
-    row = F.Format(name="mxfp8", family=F.PACKED, bits=8, group=32, floats=floats)
+    floats = F.Floats(packing="float-quantized", mantissa=3, least=-6, top=448, scale="bfloat16", kernel="none")
+    row = F.Format(name="fp8-g32", family=F.PACKED, bits=8, group=32, floats=floats)
     monkeypatch.setattr(F, "FLOATING", (*FLOATING, row))
     find_format.cache_clear()
     try:
-        formats = {"formats": ["w4-g32", "mxfp8"]}
+        formats = {"formats": ["w4-g32", "fp8-g32"]}
         model, plan, receipt = written(tmp_path / "out", "qwen2", "", 7.0, "gptq", runtime="vllm", **formats)
-        assert set(plan.payload.formats.values()) == {"w4-g32", "mxfp8"} and receipt.bytes == receipt.planned
+        assert set(plan.payload.formats.values()) == {"w4-g32", "fp8-g32"} and receipt.bytes == receipt.planned
         assert not any("Report this" in note for note in receipt.notes)
         back = lb.load_model(str(tmp_path / "out"), dtype="float32")
         for name, form in plan.payload.formats.items():
             assert torch.equal(back.get_submodule(name).weight, model.get_submodule(name).weight), (name, form)
-        assert "mxfp8" in F.spoken_formats()
+        assert "fp8-g32" in F.spoken_formats()
     finally:
         find_format.cache_clear()
 

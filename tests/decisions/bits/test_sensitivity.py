@@ -31,6 +31,7 @@ from layerbudget.execution import backward, memory
 from layerbudget.execution.inputs import InputMoments
 from layerbudget.execution.walk import Walk
 from layerbudget.models.blocks import describe, end_modules, weight_of
+from layerbudget.models.offload import mapped
 from layerbudget.reporting.verdict import comparison_table, passes_of, verdict
 from layerbudget.scores import Scores
 from layerbudget.sensitivity.directional.terms import quadratic_terms
@@ -228,6 +229,24 @@ def test_streamed_models_and_batches_of_any_size_give_the_same(tmp_path):
         off = np.abs(np.log(one / other))[np.isfinite(one)]
         assert off.max() < (0.1 if method == "weighted" else 0.3), "a code at a tie of two changes all behind it"
         assert np.median(off) < (0.01 if method == "weighted" else 0.02)
+
+
+def test_a_layer_is_not_held_while_its_errors_are_made_with_feedback(tmp_path, monkeypatch):
+    zoo.build("llama", hidden_size=64, intermediate_size=64).to(torch.bfloat16).save_pretrained(tmp_path)
+    found, at_hand, make = [], [], rounding.RoundingErrors._make
+    for stream in (False, True):
+        model = lb.load_model(tmp_path, dtype="float32", stream=stream)
+
+        def making(self, names, files=mapped(model)):
+            if names[0].startswith("model.layers."):
+                at_hand.extend(files is not None and files.at_hand(i) for i in range(3))
+            make(self, names)
+
+        monkeypatch.setattr(rounding.RoundingErrors, "_make", making)
+        options = {"family": "gguf", "formats": ["Q4_0", "Q5_1"], "draws": 2, "method": "gptq", "batch_size": 6}
+        found.append(FormatTable.of(rounding_damage(model, zoo.tokens(6, 12), **options)))
+    assert at_hand and not any(at_hand)
+    assert np.allclose(*(table.damage for table in found), rtol=1e-5)
 
 
 def test_runtimes_say_what_must_agree():

@@ -329,15 +329,15 @@ def test_a_matrix_is_a_direction_of_itself_and_joins_what_is_left_of_others():
     weight, delta = torch.randn(9, 40, generator=generator), torch.randn(9, 40, generator=generator)
     a, b = torch.randn(2, 7, 40, generator=generator), torch.randn(2, 7, 9, generator=generator)
     factors = [0.25, -0.5]
-    both, exact = Apart(Written([delta, 2 * delta]), Itself([weight]), factors), Written([delta, 2 * delta, weight])
+    both, exact = Apart(Written([delta, 2 * delta]), Itself(lambda: [weight]), factors), Written([delta, 2 * delta, weight])
     for found, whole in ((both.along(b.mT @ a), exact.along(b.mT @ a)), (both.between(a, b), exact.between(a, b))):
         assert torch.allclose(found[..., :3], whole, rtol=1e-4, atol=1e-4)
         assert torch.allclose(found[..., 3:], whole[..., :2] + torch.tensor(factors) * whole[..., 2:], rtol=1e-4, atol=1e-4)
-    itself, other = Itself([weight]), torch.randn(2, 7, 40, generator=generator)
+    itself, other = Itself(lambda: [weight]), torch.randn(2, 7, 40, generator=generator)
     for inputs in (a, a, other):
         assert torch.allclose(itself.by_token(inputs, b)[..., 0], ((inputs @ weight.T) * b).sum(-1), rtol=1e-4, atol=1e-4)
     places, g = torch.randint(9, (2, 7), generator=generator), torch.randn(2, 7, 40, generator=generator)
     assert torch.allclose(itself.looked_up(places, g)[:, 0, 0], (weight[places] * g).sum((1, 2)).double(), rtol=1e-4)
     copies = torch.randn(3, 18, 40, generator=generator)
-    stack = Itself([weight, delta]).along(copies)
+    stack = Itself(lambda: [weight, delta]).along(copies)
     assert torch.allclose(stack, Written([torch.cat((weight, delta))]).along(copies), rtol=1e-4, atol=1e-4)

@@ -128,7 +128,7 @@ def torchao(plan: Plan) -> str:
             what = f"{name} is a stack of experts, which torchao's configurations of integers do not take."
             ways = "Keep experts in 16 bits (--keep experts=bf16), or plan for another tool: --runtime vllm or llama.cpp."
             raise InvalidInput(what, "They take matrices.", ways)
-        if form.floating and form.bits == 4:
+        if form.floating and form.group is not None:
             what = f"{name} gets {form.name}, whose weights torchao rounds together with inputs."
             raise InvalidInput(what, "It has w1 to w8 and fp8.", "Plan with --formats w4-g32,fp8.")
         configs[name] = _torchao(form)
@@ -179,10 +179,10 @@ def _quantiser(name: str) -> str:
 
 def _modelopt(form: Format) -> dict[str, Any]:
     """Attributes of ModelOpt's quantiser for a format."""
-    if form.floating and form.bits == 4:
+    bits = form.bits if form.floats is None else [form.bits - 1 - form.floats.mantissa, form.floats.mantissa]
+    if form.floating and form.group is not None:
         scales = [4, 3] if form.united else [8, 0]
-        return {"num_bits": [2, 1], "block_sizes": {-1: form.group, "type": "dynamic", "scale_bits": scales}}
-    bits = [4, 3] if form.floating else form.bits
+        return {"num_bits": bits, "block_sizes": {-1: form.group, "type": "dynamic", "scale_bits": scales}}
     return {"num_bits": bits, "axis": 0} if form.group is None else {"num_bits": bits, "block_sizes": {-1: form.group}}
 
 

@@ -17,7 +17,7 @@ from ...compressors.quantisers import Rounded
 from ...compressors.treating import matrices
 from ...errors import BadModel, CorruptFile, CoverageError
 from ...models.blocks import config_of, layers, pretrained, weight_of
-from ...models.loading import load_model, silent
+from ...models.loading import check_packed, silent
 from ...models.machine import SHARE, free_bytes
 from ...storage.source import save_weights
 from .saved_names import CheckpointSlice, as_saved, experts_of, halved, names_of, pattern
@@ -210,7 +210,7 @@ def check_loads(folder: Path, runtime: str) -> list[str]:
         return [f"It was not loaded again: {size / 2**30:.3g} GiB of {free / 2**30:.3g} free are more than is risked."]
     try:
         with _alone():
-            load_model(str(folder), dtype="auto", quiet=True)
+            check_packed(folder)
     except BadModel as error:
         said = error.what.split(": ", 1)[-1].rstrip(".")
         if runtime == "vllm":

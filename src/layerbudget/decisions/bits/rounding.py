@@ -171,8 +171,11 @@ class RoundingErrors(Watch):
         if name not in self._directions:
             self._take()
             beside = self._beside.get(name, [name]) if process_group().size > 1 else [name]
+            ahead = self.ahead and name not in self.lookups | self.heads
+            if ahead and self.offloaded is not None and self.offloaded.device.type == "cpu":
+                self.offloaded.leave()  # until gradients come, its stored weights will do: a layer's copy is memory that counts
             self._make([n for n in beside if n not in self._directions])
-            if self.ahead and process_group().size == 1 and name not in self.lookups | self.heads:
+            if ahead:
                 self._keep([self._sample([name])])
                 self._forget(name)
         return self._apart(name, self._directions[name])
@@ -250,7 +253,7 @@ class RoundingErrors(Watch):
         """The rests of errors, the matrix itself, and both."""
         if self.whole:
             return directions
-        itself = Itself([view for view, _ in self._views(name)])
+        itself = Itself(lambda: [view for view, _ in self._views(name)])
         return Apart(directions, itself, self.factors[name][len(self.formats) :].tolist())
 
     def _measured(self, name: str) -> tuple[torch.Tensor | None, float]:

@@ -246,18 +246,19 @@ class Itself(Directions):
     Its derivative is that of the outputs without a bias, ``sum_t b_t' (W a_t)``: no gradient of the matrix is made.
 
     Args:
-        views: The copies of the matrix, ``(d_out, d_in)`` each.
+        views: Gives the copies of the matrix, ``(d_out, d_in)`` each, whenever a gradient comes: a layer that is not at hand
+            need not be held for it.
     """
 
     groups = levels = 1
 
-    def __init__(self, views: Sequence[torch.Tensor]) -> None:
-        self.views, self._products = list(views), _Last()
+    def __init__(self, views: Callable[[], Sequence[torch.Tensor]]) -> None:
+        self.views, self._products = views, _Last()
 
     def along(self, gradient: torch.Tensor) -> torch.Tensor:
         """See :meth:`Directions.along`."""
         derivatives, start = gradient.new_zeros(len(gradient), 1, 1, dtype=torch.float64), 0
-        for view in self.views:
+        for view in self.views():
             part = gradient[:, start : start + len(view)].flatten(1)
             derivatives[:, 0, 0] += (part @ view.to(part).flatten()).double()
             start += len(view)
@@ -269,7 +270,7 @@ class Itself(Directions):
 
     def looked_up(self, rows: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """See :meth:`Directions.looked_up`."""
-        return (self.views[0][rows].to(b) * b).sum(-1).double().sum(-1)[:, None, None]
+        return (self.views()[0][rows].to(b) * b).sum(-1).double().sum(-1)[:, None, None]
 
     def by_token(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """See :meth:`Directions.by_token`."""
@@ -278,7 +279,7 @@ class Itself(Directions):
     def _outputs(self, a: torch.Tensor) -> torch.Tensor:
         """Outputs of inputs ``(B, T, d_in)``; a matrix that is held in another precision is converted some rows at a time."""
         size = max(1, _PIECE // a.shape[2])
-        parts = [(view,) if view.dtype == a.dtype else view.split(size) for view in self.views]
+        parts = [(view,) if view.dtype == a.dtype else view.split(size) for view in self.views()]
         return torch.cat([a @ rows.to(a).T for each in parts for rows in each], -1)
 
 
