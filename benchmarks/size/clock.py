@@ -46,7 +46,7 @@ RUNS = {  # the words, and how many sequences of text there are; in this order: 
     "plan expert-pruning": ("plan expert-pruning MIXTURE TEXT --keep 0.75 -o experts.json", 48),
     "apply, sparsegpt": ("apply MODEL sparsity.json TEXT --method sparsegpt -o pruned", 96),
     "apply, gptq": ("apply MODEL gptq.json TEXT --method gptq -o rounded", 64),
-    "finetune": ("finetune MODEL ranks.json --data rows.jsonl --epochs 1 --batch 8 --quiet -o tuned", 48),
+    "finetune": ("finetune MODEL ranks.json --data rows.jsonl --epochs 4 --batch 8 --quiet -o tuned", 48),
     "evaluate": ("evaluate MODEL --windows SAMPLES --length 512 -o evaluated.json", 32),
 }
 
@@ -185,7 +185,7 @@ def main() -> None:
             except RuntimeError as error:  # the other commands are measured all the same
                 rows.append(f"| {name} | {str(error).replace('|', ' ')} |" + " |" * 11)
             sys.stderr.write(f"{rows[-1]}\n")
-            write_section("size", f"one process and two, by the clock: {Path(given.model).name}", [about, "", *rows])
+            write_section("size", f"one process and two, by the clock: {Path(given.model).name}, text x {given.scale:g}", [about, "", *rows])
 
 
 if __name__ == "__main__":
