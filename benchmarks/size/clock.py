@@ -42,7 +42,7 @@ RUNS = {  # the words, and how many sequences of text there are; in this order: 
     "plan bits --method descent": ("plan bits MODEL TEXT --check 8 --bits 4 --method descent -o descent.json", 16),
     "plan memory": ("plan memory MODEL TEXT --check 16 --memory 64MiB --context 512 -o memory.json", 20),
     "plan cache": ("plan cache MODEL TEXT --check 16 --bits 6 --context 2048 -o cache.json", 24),
-    "plan shapes": ("plan shapes FEW TEXT --save 10%flops --passes 19 -o shapes.json", 4),
+    "plan shapes": ("plan shapes FEW TEXT --save 10%flops --passes 32 -o shapes.json", 4),
     "plan expert-pruning": ("plan expert-pruning MIXTURE TEXT --keep 0.75 -o experts.json", 48),
     "apply, sparsegpt": ("apply MODEL sparsity.json TEXT --method sparsegpt -o pruned", 96),
     "apply, gptq": ("apply MODEL gptq.json TEXT --method gptq -o rounded", 64),
@@ -185,7 +185,11 @@ def main() -> None:
             except RuntimeError as error:  # the other commands are measured all the same
                 rows.append(f"| {name} | {str(error).replace('|', ' ')} |" + " |" * 11)
             sys.stderr.write(f"{rows[-1]}\n")
-            write_section("size", f"one process and two, by the clock: {Path(given.model).name}, text x {given.scale:g}", [about, "", *rows])
+            write_section(
+                "size",
+                f"one process and two, by the clock: {Path(given.model).name}, text x {given.scale:g}",
+                [about, "", *rows],
+            )
 
 
 if __name__ == "__main__":

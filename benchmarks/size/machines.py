@@ -71,7 +71,7 @@ RUNS = {
     "plan bits": "plan bits MODEL TEXT --check 4 --bits 5 -o bits.json",
     "plan bits --method gptq": "plan bits MODEL TEXT --check 4 --bits 5 --method gptq -o gptq.json",
     "plan cache": "plan cache MODEL TEXT --check 4 --bits 6 --context 512 -o cache.json",
-    "plan shapes": "plan shapes MODEL TEXT --save 10%flops --passes 19 -o shapes.json",
+    "plan shapes": "plan shapes MODEL TEXT --save 10%flops --passes 32 -o shapes.json",
     "apply, wanda": "apply MODEL sparsity.json TEXT -o wanda",
     "apply, sparsegpt": "apply MODEL sparsity.json TEXT --method sparsegpt -o sparsegpt",
     "evaluate": "evaluate MODEL --windows 8",
