@@ -190,10 +190,13 @@ class InnerProducts(Accumulator):
                 piece.kept.append(found)
 
     def share(self, names: Sequence[str], group: ProcessGroup) -> None:
-        """Give every process what it multiplies: its run of the coordinates, of all sequences."""
+        """Give every process what it multiplies: its run of the coordinates, of all sequences.
+
+        All is exchanged before anything is multiplied: a process that multiplies keeps no other one waiting.
+        """
         pieces = [piece for name in names for piece in self._active.get(name, ())]
         told = group.gather([[_Told.of(kept) for kept in piece.kept] for piece in pieces])
-        dealt = iter(_dealt([self.sides(p.module) for p in pieces if p.factors], group.size))
+        dealt, sides = iter(_dealt([self.sides(p.module) for p in pieces if p.factors], group.size)), list[int]()
         for i, piece in enumerate(pieces):
             height = (piece.rows.stop - piece.rows.start) * piece.module.copies
             side, runs = next(dealt) if piece.factors else _dealt([(height, 0)], group.size)[0]
@@ -204,6 +207,8 @@ class InnerProducts(Accumulator):
                 [_packed(cut, self.device) for cut in cuts], [sum(sum(t.counts) for t in each) for each in coming]
             )
             piece.kept = [kept for theirs, flat in zip(coming, came, strict=True) for kept in _unpacked(theirs, flat)]
+            sides.append(side)
+        for piece, side in zip(pieces, sides, strict=True):
             if piece.kept:
                 self._multiply(piece, side)
             piece.kept = []
