@@ -32,7 +32,7 @@ TWO = {
     ],
 }
 TOLERANCE = {"finetune": 2e-2}  # steps follow the gradient of another order of sums
-RUNS = {  # the words, and how many sequences of text there are; in this order: a plan is made before it is applied
+RUNS = {  # the words, and how many sequences of text there are; in this order: a plan of bits is made before it is applied
     "score --estimator fisher-gram": ("score MODEL TEXT --estimator fisher-gram -o gram.json", 48),
     "score --estimator rank-gain": ("score MODEL TEXT --estimator rank-gain -o gains.json", 16),
     "plan sparsity": ("plan sparsity MODEL TEXT --sparsity 0.5 -o sparsity.json", 16),
@@ -164,11 +164,10 @@ def main() -> None:
             check_starts_two(start, Path(made))
         for way in ("one", *TWO):
             (results / way).mkdir(parents=True)
+        trace = f"score {sound / 'model'} --samples 4 --length 64 --estimator fisher-trace -o trace.json"
         ready = {
-            "finetune": [
-                f"score {sound / 'model'} --samples 4 --length 64 --estimator fisher-trace -o trace.json",
-                "plan ranks trace.json --mean-rank 8 -o ranks.json",
-            ]
+            "finetune": [trace, "plan ranks trace.json --mean-rank 8 -o ranks.json"],
+            "apply, sparsegpt": [trace, "plan sparsity trace.json --sparsity 0.5 -o sparsity.json"],
         }
         for name in given.only:
             line, samples = RUNS[name]
