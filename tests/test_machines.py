@@ -132,6 +132,6 @@ def test_the_doctor_prices_a_configuration_for_several_cards(tmp_path, capsys):
         found[n] = {row["verb"]: row["share"] for row in json.loads(capsys.readouterr().out)["forecast"]}
     one, eight, many = (found[n]["score fisher-gram"] for n in found)
     assert one["sent"] == 0 and eight["operations"] == pytest.approx(one["operations"] / 8) and one["read"] % eight["read"] == 0
-    assert many["sent"] < eight["sent"] / 4 and found[64]["score kfac"]["limit"] == "exchange"
+    assert many["sent"] < eight["sent"] / 4 and found[8]["plan bits --method gptq"]["limit"] == "exchange"
     assert eight["sequences"] == 16 and found[64]["plan sparsity"]["limit"] == "text"
     assert found[8]["finetune"] is None  # torch's own sums

@@ -24,6 +24,7 @@ from .data.calibration import check_reads_text
 from .errors import UnknownStructure
 from .execution.inputs import EXACT
 from .execution.memory import HEAD
+from .execution.panels import count_numbers
 from .models.blocks import end_modules, layers, partition, text_config
 from .models.experts import find_experts
 from .models.machine import ROOM, SHARE, free_bytes
@@ -169,8 +170,8 @@ def _squares(shape: Shape, text: Text) -> float:
 
 
 def moments_bytes(shape: Shape, text: Text) -> float:
-    """Second moments of all inputs, of every pair of columns: in float64 up to a width."""
-    return shape.layers * sum((8.0 if d <= EXACT else 4.0) * copies * d**2 for d, copies in shape.sites)
+    """Second moments of all inputs, by panels: in float64 up to a width."""
+    return shape.layers * sum((8.0 if d <= EXACT else 4.0) * copies * count_numbers(d) for d, copies in shape.sites)
 
 
 def norms_bytes(shape: Shape, text: Text) -> float:
@@ -463,7 +464,7 @@ def shaping(text: Text, passes: float) -> list[WorkItem]:
         They are of what heads and MLPs give, in float32; two starts are looked at, heads one by one and in groups.
         """
         behind = [m for m in shape.matrices if m.d_out == shape.hidden and not m.name.rpartition(".")[2].startswith("q")]
-        each = 4.0 * min(4, text.samples) * shape.layers * sum(m.copies * m.d_in**2 for m in behind)
+        each = 4.0 * min(4, text.samples) * shape.layers * sum(m.copies * count_numbers(m.d_in) for m in behind)
         return each * (passes // 7.0 + 2.0) / (passes / 7.0)
 
     return [WorkItem("directional", text, passes, losses=2, job=job), WorkItem("refit", text, times=passes / 7.0, sent=sent)]

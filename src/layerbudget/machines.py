@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from .cost import WORK, Cost, Shape, Text, WorkItem, moments_bytes, norms_bytes, price
+from .execution.panels import count_numbers
 from .timing import Pace
 
 #: What a card of a data centre does in a second: operations in 16 bits, bytes read from a disk, bytes sent over the network.
@@ -59,7 +60,8 @@ def _factors(tables: float) -> Callable[[Shape, Text], float]:
     """Both factors of every matrix, and so many sums of its gradients."""
 
     def sent(shape: Shape, text: Text) -> float:
-        squares = sum(copies * d**2 for d, copies in shape.sites) + sum(m.copies * m.d_out**2 for m in shape.matrices)
+        squares = sum(copies * count_numbers(d) for d, copies in shape.sites)
+        squares += sum(m.copies * count_numbers(m.d_out) for m in shape.matrices)
         return 4.0 * shape.layers * (squares + tables * shape.numel)
 
     return sent
@@ -191,6 +193,6 @@ def _operations(part: WorkItem, shape: Shape) -> float:
     work, text = WORK[part.kind], part.text
     passes = work.forwards + work.each * shape.layers if part.forwards is None else part.forwards
     met = shape.layers * shape.met + shape.hidden * shape.vocabulary * work.head
-    each = ((copies * shape.routed if copies > 1 else 1.0) * d**2 for d, copies in shape.sites)
+    each = ((copies * shape.routed if copies > 1 else 1.0) * count_numbers(d) for d, copies in shape.sites)
     moments = sum(each) if part.kind == "gram" else 0.0
     return 2.0 * text.tokens * (passes * met + shape.layers * moments)

@@ -33,15 +33,17 @@ import json, sys
 sys.path.insert(0, {root!r})
 sys.modules["hqq"] = None  # transformers imports it where it is installed, and with it torch's compilers, for seconds
 from layerbudget.cli import main
-from layerbudget.execution.processes import join, shutdown
+from layerbudget.execution.processes import EXCHANGED, join, shutdown
 from tests.execution.test_processes import everything
 group = join("cpu")
-out, codes = everything(), []
+out, codes, sent = everything(), [], []
 for words in json.loads(sys.argv[1]):
+    before = EXCHANGED.bytes
     codes.append(main(words))
+    sent.append(EXCHANGED.bytes - before)
     join("cpu").barrier()  # the next command reads what the main process has written
 if group.is_main:
-    open(sys.argv[2], "w").write(json.dumps([out, codes]))
+    open(sys.argv[2], "w").write(json.dumps([out, codes, sent]))
 shutdown()
 """
 
@@ -127,7 +129,7 @@ def jobs_of(folder, shards):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A folder of what the commands left in one and in two processes, their numbers, exit codes and what the two said."""
+    """A folder of what the commands left in one and two processes, their numbers, codes, words, and bytes that they sent."""
     root = tmp_path_factory.mktemp("processes")
     shards = root / "model"
     tokenizer = lb.load_tokenizer("demo")
@@ -154,8 +156,8 @@ def runs(tmp_path_factory):
     jobs = json.dumps([*jobs_of(root / "two", str(shards))[0], *refused])
     done = launched([str(root / "work.py"), jobs, str(root / "found")])
     assert done.returncode == 0, done.stderr[-3000:]
-    found, codes = json.loads((root / "found").read_text())
-    return root, found, codes, done
+    found, codes, sent = json.loads((root / "found").read_text())
+    return root, found, codes, done, sent
 
 
 def test_two_processes_give_the_numbers_of_one(runs):
@@ -177,7 +179,7 @@ def test_two_processes_give_the_numbers_of_one(runs):
 
 
 def test_the_command_line_is_shared_by_torchrun(runs):
-    root, _, codes, _ = runs
+    root, _, codes, *_ = runs
     assert codes[:6] == [0] * 6
     records = [json.loads((root / way / "scores.json").read_text()) for way in ("one", "two")]
     assert np.allclose(records[0]["gain"], records[1]["gain"], rtol=1e-4)
@@ -213,8 +215,16 @@ def test_a_plan_is_that_of_one_process_to_the_bit(runs, name):
     assert one["extra"]["measured"] > 0
 
 
+def test_a_plan_of_shapes_exchanges_what_its_dry_run_says(runs, capsys):
+    """Moments of every part of the text, at every point."""
+    root, *_, sent = runs
+    job = [w for w in jobs_of(root / "dry", str(root / "model"))[0][4] if w != "--quiet"]
+    assert main([*job, "--dry-run", "--machines", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["share"]["sent"] == pytest.approx(sent[4], rel=0.35)
+
+
 def test_what_cannot_be_shared_refuses_in_a_sentence(runs):
-    root, _, codes, done = runs
+    root, _, codes, done, _ = runs
     assert set(codes[6:]) == {2} and "Traceback (most recent call last):\n  File" not in done.stdout
     assert "explain plan runs in one process" in done.stderr and "cannot be shared between 2 processes" in done.stderr
     assert not any((root / name).exists() for name in ("s.json", "c.json", "h.json", "e.json"))

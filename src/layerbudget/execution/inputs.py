@@ -19,12 +19,12 @@ from ..records import Module
 from ..storage.writing import check_space
 from .loss import Batch
 from .modes import overflowed
+from .panels import add_products, panels
 from .processes import ProcessGroup, process_group
 from .replay import StopForward
 from .sites import Site
 from .walk import Walk
 
-PANEL = 256
 EXACT = 1 << 13  # inputs of a matrix, at most, whose moments are summed in float64: those of more take too much memory
 
 
@@ -35,7 +35,7 @@ class InputMoments:
     sequences come, nor on how many processes add them up.
 
     Attributes:
-        kind: ``diagonal`` (sum of squares of each input) or ``gram`` (upper triangle of ``X' X``).
+        kind: ``diagonal`` (sum of squares of each input) or ``gram`` (panels of ``X' X``).
         rows: Tokens seen.
         folder: Where a Gram matrix lies as a file; by default in memory, of more than ``EXACT`` inputs among temporary files.
         sums: What :meth:`add` adds to: ``value``, in float64 where that is not too large.
@@ -87,12 +87,7 @@ class InputMoments:
             if self.kind == "diagonal":
                 value += torch.linalg.vector_norm(x, dim=0).square_()
             else:
-                for a in range(0, x.shape[1], PANEL):
-                    b = min(a + PANEL, x.shape[1])
-                    if value.dtype == x.dtype:
-                        value[a:b, a:].addmm_(x[:, a:b].T, x[:, a:])
-                    else:
-                        value[a:b, a:] += x[:, a:b].T @ x[:, a:]
+                add_products(value, x)
         if not bool(torch.isfinite(value if self.kind == "diagonal" else value.diagonal()).all()):
             raise overflowed("Inputs of a matrix", kind)
         self.rows += x.shape[0]
@@ -152,7 +147,7 @@ def _add_up(moments: Mapping[str, Sequence[InputMoments]], together: ProcessGrou
         if s.sums is None and width:
             s.sums = s.empty(width, together.device)
     for s in statistics:
-        together.reduce([] if s.sums is None else [s.sums])
+        together.reduce([] if s.sums is None else panels(s.sums) if s.kind == "gram" else [s.sums])
     rows = together.sum(np.array([s.rows for s in statistics], dtype=np.float64))
     for s, count in zip(statistics, rows.tolist(), strict=True):
         s.rows = int(count)

@@ -29,6 +29,7 @@ from ...execution.divergence import Reference
 from ...execution.inputs import InputMoments, InputStatistics, moments_of_sites, share_statistics
 from ...execution.loss import assign_folds, count_scored_tokens
 from ...execution.modes import inference
+from ...execution.panels import pack, unpack
 from ...execution.processes import Teams, among
 from ...models.blocks import is_conv1d, matrix_of, partition
 from ...progress import Progress
@@ -224,10 +225,11 @@ class ShapePoint:
         others = {fold: Grams() for fold in grams}
         for name in self.matrices:
             mine = {fold: torch.as_tensor(made[name].value) for fold, made in grams.items()}
-            values = self.teams.tensors(mine)
+            width = len(next(iter(mine.values())))
+            values = self.teams.tensors({fold: pack(value) for fold, value in mine.items()})
             for fold, made in others.items():
                 rest = [v for k, v in enumerate(values) if k != fold]
-                made[name] = InputMoments("gram", value=torch.stack(rest).sum(0))
+                made[name] = InputMoments("gram", value=unpack(torch.stack(rest).sum(0), width))
         return others
 
     def _evaluate(

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ...errors import InvalidInput, UnknownStructure
+from ...execution.panels import symmetric
 from ...models.blocks import layers, matrix_of, partition
 from ...records import Block, Module
 from .layouts import FIND, Attention, Where, find_attention, find_mlp, per_unit
@@ -222,7 +223,7 @@ def removal_order(weight: torch.Tensor, h: torch.Tensor, count: int) -> torch.Te
 
 def damped(upper: torch.Tensor, damping: float) -> torch.Tensor:
     """Second moments in full and in double precision, ``damping`` times the mean of their diagonal added to it."""
-    h = (upper.triu() + upper.triu(1).T).double()
+    h = symmetric(upper)
     h.diagonal().add_(damping * float(h.diagonal().mean()) + 1e-12)
     return h
 

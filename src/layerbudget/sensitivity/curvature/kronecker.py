@@ -22,14 +22,13 @@ from torch import nn
 from ...errors import CoverageError, InvalidInput
 from ...execution.backward import Accumulator, Loss, SampledLoss, data_loss
 from ...execution.loss import Batch, Data, token_count
+from ...execution.panels import add_products, panels, symmetric
 from ...execution.processes import ProcessGroup
 from ...execution.sites import Site, refuse_direct
 from ...models.machine import in_threads
 from ...records import Block, Module
 from ..stored import Finished
 from .common import real_type
-
-_PANEL = 128
 
 
 @dataclasses.dataclass(eq=False)
@@ -103,24 +102,10 @@ class _Output:
 
 
 def accumulate(sums: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
-    """Sums with ``rows' rows`` added: panels on and above the diagonal only, which is all that :func:`symmetric` reads."""
-    width = rows.shape[1]
-    sums = rows.new_zeros(width, width) if sums is None else sums
-    for low in range(0, width, _PANEL):
-        high = min(low + _PANEL, width)
-        sums[low:high, low:].addmm_(rows[:, low:high].T, rows[:, low:])
+    """Sums with ``rows' rows`` added, by panels."""
+    sums = rows.new_zeros(rows.shape[1], rows.shape[1]) if sums is None else sums
+    add_products(sums, rows)
     return sums
-
-
-def symmetric(panels: torch.Tensor) -> torch.Tensor:
-    """The whole matrix in float64; nothing else of its size is made beside it."""
-    whole = panels.to(torch.float64, copy=True)
-    for low in range(0, len(whole), _PANEL):
-        high = low + _PANEL
-        block = whole[low:high, low:high].triu()
-        whole[low:high, low:high] = block + block.triu(1).T
-        whole[high:, low:high] = whole[low:high, high:].T
-    return whole
 
 
 def real_positions(a: torch.Tensor, batch: Batch | None) -> tuple[torch.Tensor, float]:
@@ -261,8 +246,9 @@ class Factors(Accumulator):
         if group.gather(sorted(outputs)) != [sorted(outputs)] * group.size:
             raise CoverageError("Some matrices ran in some processes only.", "", "Use one process.")
         entries = {o.leader: self.inputs[o.leader] for o in outputs.values()}
-        group.reduce([t for o in outputs.values() for t in (o.sums, o.parts) if t is not None])
-        group.reduce([e.sums for e in entries.values() if e.sums is not None])
+        squares = [t for t in (*(o.sums for o in outputs.values()), *(e.sums for e in entries.values())) if t is not None]
+        group.reduce([panel for square in squares for panel in panels(square)])
+        group.reduce([o.parts for o in outputs.values() if o.parts is not None])
         for entry in entries.values():
             entry.positions = float(group.sum(np.array([entry.positions]))[0])
             if entry.rows:
