@@ -16,6 +16,8 @@ from layerbudget.llama_cpp import writer as written
 from layerbudget.models.loading import load_model, load_tokenizer
 from layerbudget.storage.checkpoint import gguf_of
 
+CACHE = ["--bits", "6", "--context", "64", "--check", "2"]
+SHAPES = ["--save", "15% params", "--passes", "15", "--by", "groups", "--strides", "1", "--draws", "1", "--even"]
 HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}
 READ = [
     ("llama", {}),  # Llama 3's frequencies, biases
@@ -130,11 +132,17 @@ def test_scores_and_plans_on_a_file_are_those_of_the_folder_it_was_converted_fro
     for name, model in (("folder", "half"), ("file", "alone/model-f16.gguf")):
         assert main(["score", model, *small, "-o", f"{name}-scores.json"]) == 0
         assert main(["plan", "bits", model, *types, *small, "-o", f"{name}.json"]) == 0
+        assert main(["plan", "sparsity", model, "--sparsity", "0.5", "--passes", "6", *small, "-o", f"{name}-zeros.json"]) == 0
+        assert main(["plan", "cache", model, *CACHE, *small, "-o", f"{name}-cache.json"]) == 0
+        assert main(["plan", "shapes", model, *SHAPES, *small, "-o", f"{name}-shapes.json"]) == 0
         capsys.readouterr()
         assert main(["evaluate", model, "--perplexity", str(text), "--length", "64", "--dtype", "float32", "--json"]) == 0
         shown = json.loads(capsys.readouterr().out)["perplexity"][str(text)]["nll"]
-        scores, plan = (json.loads(Path(f"{name}{end}.json").read_text()) for end in ("-scores", ""))
-        results.append((scores["gain"], scores["model"]["digest"], plan["blocks"], plan["model"]["digest"], shown))
+        scores, *plans = (
+            json.loads(Path(f"{name}{end}.json").read_text()) for end in ("-scores", "", "-zeros", "-cache", "-shapes")
+        )
+        decided = [(plan["blocks"], plan["model"]["digest"], plan["extra"]) for plan in plans]
+        results.append((scores["gain"], scores["model"]["digest"], decided, shown))
     assert results[0] == results[1]
     assert main(["doctor", "alone/model-f16.gguf"]) == 0
     for plan in ("folder.json", "file.json"):

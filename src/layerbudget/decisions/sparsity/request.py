@@ -73,7 +73,7 @@ class SparsityRequest(PlanRequest):
     @property
     def measures(self) -> bool:
         """Whether the source is a model, and no rule is named that needs its shapes alone."""
-        return not Path(self.source).is_file() and not self.source.endswith((".json", ".csv")) and self.rule is None
+        return super().measures and self.rule is None
 
     def check(self) -> None:
         """Refuse options of the other source.
