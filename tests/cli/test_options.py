@@ -12,7 +12,7 @@ import torch
 from tests.cli.helpers import command_result
 
 from layerbudget.cli.commands import requests_of_all
-from layerbudget.cli.parser import WrongCommand
+from layerbudget.cli.parser import WrongCommand, parse
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.decisions.rules import OPTIONS, rules_of
 from layerbudget.errors import InfeasibleBudget, InvalidInput
@@ -472,3 +472,19 @@ def test_flags_of_score_are_heard_or_refused(flag_table, capsys):
     text = {"--data", "--samples", "--length", "--seed", "validation"}
     assert refused["spectral-tail"] == local | text | own
     assert refused["--import"] == local | text | {"--resume", "--dtype"}
+
+
+@pytest.mark.parametrize("command", sorted(requests_of_all()))
+def test_what_is_not_typed_is_named_with_what_it_is(command):
+    """Option after option, as each is missed, until the command has all that it needs."""
+    request, words, missed = requests_of_all()[command], [], []
+    needed = {name: field for name, field in request.options().items() if field.default is dataclasses.MISSING}
+    while len(missed) < len(needed):
+        with pytest.raises(WrongCommand, match=" is missing: ") as error:
+            parse(request, words, "")
+        missed.append(str(error.value).split(" is missing: ")[0].split()[0])
+        name = next(
+            n for n, f in needed.items() if missed[-1] in (f.metadata["metavar"], flag_of(request, n), f.metadata["short"])
+        )
+        words += ["4"] if positional(name, needed[name]) else [flag_of(request, name), "4"]
+    assert len(set(missed)) == len(needed)

@@ -7,6 +7,7 @@ that those of a rule are flags once the rule is named), and help is drawn in pan
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import types
 import typing
@@ -51,7 +52,7 @@ def parse(request: type[Request], words: Sequence[str], summary: str) -> Request
     try:
         command, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False, help_on_error=False)
     except cyclopts.CycloptsError as error:
-        raise WrongCommand(f"{error}{_instead(request, typed)}") from error
+        raise WrongCommand(_missing(request, error) or f"{error}{_instead(request, typed)}") from error
     if getattr(command, "__name__", "") != "command":
         command(*bound.args, **bound.kwargs)
         return None
@@ -61,6 +62,24 @@ def parse(request: type[Request], words: Sequence[str], summary: str) -> Request
     return request(
         **values, more={n: more[n].read(more[n].listed(_json(v)), f"{request.command}") for n, v in more_values.items()}
     )
+
+
+def _missing(request: type[Request], error: cyclopts.CycloptsError) -> str:
+    """Return a sentence on what was not typed and has no default, with what it is; nothing for other errors."""
+    argument = error.argument
+    if not isinstance(error, cyclopts.MissingArgumentError) or argument is None or error.keyword or error.unused_tokens:
+        return ""
+    field = request.options().get(argument.field_info.name)
+    if field is None:
+        return ""
+    value = "" if positional(field.name, field) else f" {field.metadata['metavar'] or ''}".rstrip()
+    return f"{argument.name}{value} is missing: {_help(field).rstrip('.')}."
+
+
+def _help(field: dataclasses.Field[Any]) -> str:
+    """What an option does."""
+    said = field.metadata["help"]
+    return str(said() if callable(said) else said)
 
 
 def _instead(request: type[Request], typed: Mapping[str, str]) -> str:
@@ -124,9 +143,8 @@ def _parameter(request: type[Request], name: str, *, everything: bool, optional:
     field, declared = request.options()[name], kind_of(request, name)
     known, place = field.metadata, positional(name, field)
     kind = _without_none(declared)
-    said = known["help"]() if callable(known["help"]) else known["help"]
     words: dict[str, Any] = {
-        "help": said,
+        "help": _help(field),
         "show_default": False,
         "negative": "" if declared is bool and field.default is not True else None,
     }
