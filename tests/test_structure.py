@@ -126,6 +126,7 @@ ROOMS = (
     "cost",
     "machines",
     "decisions/files",
+    "decisions/written",
     "decisions/describe",
     "decisions/charts",
     "decisions/rules",
