@@ -108,6 +108,7 @@ ROOMS = (
     "records",
     "registry",
     "requests",
+    "session",
     "decision",
     "plan",
     "scores",

@@ -6,8 +6,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from ..decision import Session
 from ..plan import Plan
+from ..session import Session
 
 _DENSE, _KEPT = "model-f16.gguf", "--kl-divergence-base base.kld"
 

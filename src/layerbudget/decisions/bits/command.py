@@ -22,7 +22,7 @@ from .terms import whole_bytes
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ...decision import Session
+    from ...session import Session
     from .request import BitsRequest, BitsWrite
 
 _MEASURED = ("formats", "by", "group", "method", "draws", "rows", "whole", "imatrix", "unwritten")  # of a model

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...decision import Session, Summary
+from ...decision import Summary
 from ...errors import InvalidInput
 from ...plan import Plan, payload_of
 from ...records import Receipt
 from ...scores import Scores
+from ...session import Session
 from ..formats.base import FormatsDecision
 from ..formats.reasons import reasons
 from . import command

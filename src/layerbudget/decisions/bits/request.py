@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from ...compressors.base import QUANTISERS
 from ...compressors.formats import FAMILIES, GGUF, PACKED, RUNTIMES
-from ...decision import PlanRequest, WriteRequest
 from ...registry import Option, options_of
 from ...requests import ADVANCED, TEXT, option
+from ...session import PlanRequest, WriteRequest
 from ..formats.program import RULES, Limits
 from ..formats.request import FormatsRequest
 

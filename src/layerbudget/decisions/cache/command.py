@@ -8,7 +8,7 @@ from ...plan import Plan
 from ..formats.request import on_check
 
 if TYPE_CHECKING:
-    from ...decision import Session
+    from ...session import Session
     from .request import CacheRequest
 
 _EXPORTS = {"vllm": ("--to", "vllm-cache"), "llama.cpp": ("--to", "llama-cache")}  # where a plan goes, by runtime

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...decision import Session, Summary, check_no_text
+from ...decision import Summary, check_no_text
 from ...plan import Plan, payload_of
 from ...records import Receipt
 from ...scores import Scores
+from ...session import Session
 from ..formats.base import FormatsDecision
 from . import command
 from .export import EXPORTS

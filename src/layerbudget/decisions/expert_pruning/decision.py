@@ -6,11 +6,12 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...decision import Decision, Session, Summary, Table, check_no_text
+from ...decision import Decision, Summary, Table, check_no_text
 from ...plan import Plan, payload_of
 from ...records import Receipt
 from ...requests import PLACING, READING
 from ...scores import Scores
+from ...session import Session
 from ...storage.checkpoint import GGUF_FILE
 from ...verdicts import named, plus_minus
 from ..describe import (

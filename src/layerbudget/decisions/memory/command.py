@@ -16,7 +16,7 @@ from .parts import parts_of
 from .program import MemoryLimits, measured_for, share_of
 
 if TYPE_CHECKING:
-    from ...decision import Session
+    from ...session import Session
     from .request import MemoryRequest
 
 _MEASURED = (  # of a model

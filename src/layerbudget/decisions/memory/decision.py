@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...decision import Session, Summary
+from ...decision import Summary
 from ...errors import CorruptFile
 from ...plan import Plan, payload_of
 from ...records import Receipt
 from ...scores import Scores
+from ...session import Session
 from ..bits import BitsWrite
 from ..formats.base import FormatsDecision
 from . import command

@@ -7,11 +7,12 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 from ...compressors.formats import GGUF, NEMOTRON
-from ...decision import Decision, Session, Summary
+from ...decision import Decision, Summary
 from ...errors import InvalidInput, LayerbudgetError
 from ...plan import Plan, payload_of
 from ...records import Receipt
 from ...scores import Scores
+from ...session import Session
 from ...solvers.inputs import spoken_amount
 from ...storage.checkpoint import GGUF_FILE
 from ..describe import (

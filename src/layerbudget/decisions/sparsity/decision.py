@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ...decision import Decision, Session, Summary
+from ...decision import Decision, Summary
 from ...errors import InvalidInput
 from ...plan import Plan, PlanBlock, payload_of
 from ...records import Receipt, check_fraction
 from ...registry import options_of
 from ...requests import READING
 from ...scores import Scores
+from ...session import Session
 from ...verdicts import less_than
 from ..describe import (
     check_shares,
