@@ -27,7 +27,9 @@ import torch
 from benchmarks.stamp import RESULTS, write_section
 
 import layerbudget as lb
-from layerbudget.cost import Text, WorkItem, pace_of_shape, price, shape_of_config
+from layerbudget.cost.price import pace_of_shape, price
+from layerbudget.cost.sizes import Text, shape_of_config
+from layerbudget.cost.work import WorkItem
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.decisions.bits.rounding import RoundingErrors
 from layerbudget.execution.backward import Accumulator, feed

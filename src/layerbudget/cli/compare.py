@@ -175,7 +175,8 @@ def _show(session: Session, result: ScoreComparison, *, again: bool) -> dict[str
 def _expect(session: Session, bench: Any, scores: Sequence[str], rules: Sequence[str]) -> None:
     """Say what the cells of a comparison on text will cost; trainings are said by the number of plans alone."""
     from ..comparison.names import ALIASES, is_file
-    from ..cost import Text, comparing
+    from ..cost.sizes import Text
+    from ..cost.verbs import comparing
 
     request: CompareRequest = session.request
     budgets, seeds = len(request.budgets), len(request.seeds)

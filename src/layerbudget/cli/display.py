@@ -16,8 +16,8 @@ from rich.console import Console
 from ..errors import LayerbudgetError
 
 if TYPE_CHECKING:
-    from ..cost import WorkItem
-    from ..machines import Share
+    from ..cost.machines import Share
+    from ..cost.work import WorkItem
     from .session import Session
 
 ROWS = 400  # of a table: drawing a million takes minutes
@@ -195,7 +195,7 @@ def end_dry_run(a: Session) -> None:
     files += getattr(a, "perplexity", None) or []
     known, cost = expectation["expected"], "its cost is not known"
     if known is not None:
-        from ..cost import HOWS, duration
+        from ..cost.price import HOWS, duration
 
         memory = f"{known['memory'] / 2**30:.2g} GiB{'' if known['fits'] else ', more than is free here'}"
         passes = f"{known['forwards']:.3g} forward equivalents, about {duration(known['seconds'])}"
@@ -216,7 +216,7 @@ def end_dry_run(a: Session) -> None:
 
 def of_each(part: Share) -> str:
     """Return what one of several processes holds and does, and what takes longest, in a sentence."""
-    from ..cost import duration
+    from ..cost.price import duration
 
     longest = f"{part.limit}, {duration(part.seconds)}" if part.seconds else part.limit
     return (
@@ -260,11 +260,11 @@ def expect(a: Session, what: str, model: Any = None, parts: Sequence[WorkItem] =
         a: Arguments of the command; estimate and clock are left on it for :func:`conclude`.
         what: What will be done, and on which text.
         model: As it was loaded; None where each part of the work loads its own.
-        parts: What the command does, of :mod:`layerbudget.cost`; none where nobody knows what it costs.
+        parts: What the command does, of :mod:`layerbudget.cost.work`; none where nobody knows what it costs.
     """
-    from ..cost import HOWS, duration, place_of, price
+    from ..cost.machines import share_of
+    from ..cost.price import HOWS, duration, place_of, price
     from ..errors import UnknownStructure
-    from ..machines import share_of
     from ..models.loading import describe_place
 
     if a.quiet and not a.json and not a.dry_run:
@@ -294,7 +294,7 @@ def conclude(a: Session, result: dict[str, Any]) -> dict[str, Any]:
     """Say how long it took beside what was expected, and return the result with both as fields."""
     if a.began is None:
         return result
-    from ..cost import duration
+    from ..cost.price import duration
 
     seconds, processor, expected = time.perf_counter() - a.began, time.process_time() - a.processor, a.expected
     comparison = "" if expected is None else f"; expected {duration(expected.seconds)}"

@@ -334,7 +334,7 @@ def run_transfer(session: Session) -> dict[str, Any]:
 
 def run_certify(session: Session) -> dict[str, Any]:
     """Take each block's Newton step, compare, certify, and say what was certified."""
-    from ..cost import certifying
+    from ..cost.verbs import certifying
     from ..models.blocks import describe, partition
     from ..records import check_output, dumps, write_text
     from ..sensitivity.certificate import DAMPINGS, certify_ranking, direct_check

@@ -161,7 +161,7 @@ def _imported(session: Session) -> Any:
 
 
 def _measured(session: Session) -> Any:
-    from ..cost import scoring
+    from ..cost.work import scoring
     from ..data.text import calibration
     from ..models.blocks import partition
     from ..sensitivity.gain import score

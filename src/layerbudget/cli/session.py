@@ -210,7 +210,7 @@ class Session:
 
     def size(self, data: Any) -> Any:
         """Return how much text is read, as :mod:`layerbudget.cost` counts it: one token of none."""
-        from ..cost import Text
+        from ..cost.sizes import Text
 
         if data is None:
             return Text(samples=1, length=1, batch=1)

@@ -44,8 +44,8 @@ def _from_scores(session: Session) -> Plan:
 
 
 def _by_damage(session: Session) -> Plan:
-    from ...cost import choosing
     from .blocks import narrow_rows
+    from .forecast import choosing
     from .plan import plan_bits
 
     request: BitsRequest = session.request
@@ -68,7 +68,7 @@ def _by_damage(session: Session) -> Plan:
 
 
 def counted_of(request: Any, runtime: Any) -> dict[str, Any]:
-    """Return what a measurement of formats rounds, as ``cost.choosing`` takes it."""
+    """Return what a measurement of formats rounds, as :func:`~layerbudget.decisions.bits.forecast.choosing` takes it."""
     from .rounding import anchors_of
 
     method = request.method or "rtn"
@@ -169,7 +169,7 @@ def write(
 
 def _quantise(session: Session, plan: Plan, weights: Plan, text_files: Mapping[str, str] | None) -> Any:
     """Write the model's own file."""
-    from ...cost import treating
+    from ...cost.work import treating
     from ...execution.processes import is_main
     from ...execution.sharing import together
     from ...storage.writing import check_space
@@ -209,7 +209,7 @@ def _quantise(session: Session, plan: Plan, weights: Plan, text_files: Mapping[s
 
 def _requantise(session: Session, plan: Plan, weights: Plan) -> Any:
     """Give a GGUF file the types of a plan; with the inputs of its model, where that is named."""
-    from ...cost import treating
+    from ...cost.work import treating
     from ...execution.processes import one_process
     from .forecast import rounded_of
     from .requantise import requantise

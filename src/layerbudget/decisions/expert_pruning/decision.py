@@ -51,7 +51,7 @@ class ExpertPruning(Decision):
 
     def plan(self, session: Session) -> Plan:
         """Plan by the damage of masked experts to a model."""
-        from ...cost import removing
+        from .forecast import removing
         from .plan import plan_expert_pruning
 
         request: ExpertPruningRequest = session.request

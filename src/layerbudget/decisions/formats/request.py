@@ -141,7 +141,7 @@ def need_samples(session: Session) -> None:
         return
     import torch
 
-    from ...cost import shape_of_config
+    from ...cost.sizes import shape_of_config
 
     columns = 0
     with contextlib.suppress(LayerbudgetError):  # what cannot be loaded is refused when it is

@@ -40,7 +40,8 @@ def _from_scores(session: Session) -> Plan:
 
 
 def _by_damage(session: Session) -> Plan:
-    from ...cost import WorkItem, choosing
+    from ...cost.work import WorkItem
+    from ..bits import choosing
     from .plan import plan_memory
 
     request: MemoryRequest = session.request

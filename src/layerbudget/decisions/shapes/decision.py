@@ -58,7 +58,7 @@ class Shapes(Decision):
 
     def plan(self, session: Session) -> Plan:
         """Plan by the damage of smaller shapes to a model."""
-        from ...cost import shaping
+        from .forecast import shaping
         from .plan import plan_shapes
 
         request: ShapesRequest = session.request
@@ -154,7 +154,7 @@ def _written_as(model: Any, plan: Plan) -> str | None:
 
 
 def _write(session: Session, plan: Plan) -> dict[str, Any]:
-    from ...cost import WorkItem, treating
+    from ...cost.work import WorkItem, treating
     from ...execution.processes import is_main
     from ..sparsity import check_room
     from .apply import apply_shapes

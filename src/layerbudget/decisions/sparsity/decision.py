@@ -139,9 +139,9 @@ DECISION = Sparsity()
 
 def _by_damage(session: Session) -> Plan:
     from ...compressors.base import TREATMENTS
-    from ...cost import searching
     from ...models.blocks import partition
     from .directional import plan_by_damage
+    from .forecast import searching
 
     request: SparsityRequest = session.request
     check_fraction(request.sparsity, "sparsity")
@@ -180,7 +180,7 @@ def _by_scores(session: Session) -> Plan:
 
 def _write(session: Session, plan: Plan) -> dict[str, Any]:
     from ...compressors.base import TREATMENTS
-    from ...cost import treating
+    from ...cost.work import treating
     from ...execution.processes import is_main
     from .apply import method_of, other_pruner, prune
     from .save import check_room, save_pruned

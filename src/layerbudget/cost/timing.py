@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from .compressors.base import Level, Treatment
-from .compressors.formats import find_format
-from .compressors.sparsegpt import inverse_factor
-from .errors import LayerbudgetError
-from .execution.inputs import InputMoments
-from .execution.modes import inference, prepared
-from .execution.replay import Replay
-from .sensitivity.directional.directions import Apart, Int8Directions, Itself, Nested
+from ..compressors.base import Level, Treatment
+from ..compressors.formats import find_format
+from ..compressors.sparsegpt import inverse_factor
+from ..errors import LayerbudgetError
+from ..execution.inputs import InputMoments
+from ..execution.modes import inference, prepared
+from ..execution.replay import Replay
+from ..sensitivity.directional.directions import Apart, Int8Directions, Itself, Nested
 
 _WIDE = 512  # columns of a matrix that is timed: every format fits
 _FEW, _MANY = 16, 256  # rows of it
