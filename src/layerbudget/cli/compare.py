@@ -11,7 +11,6 @@ from ..errors import AlreadyExists, InvalidInput
 from ..registry import Option
 from ..requests import ADVANCED, PLACE, Request, model_option, names, option, out_option, share
 from ..storage import reading
-from .display import show_table
 from .session import Session
 
 if TYPE_CHECKING:
@@ -155,7 +154,7 @@ def _show(session: Session, result: ScoreComparison, *, again: bool) -> dict[str
 
     request = session.request
     for sheet in contest_sheets(result):
-        show_table(session, sheet.title, sheet.header, sheet.rows)
+        session.show(sheet.title, sheet.header, sheet.rows)
     if again:
         files = {end: str(Path(request.out, f"comparison.{end}")) for end in ("json", "csv")}
     else:

@@ -90,7 +90,7 @@ def _validated_base(session: Session, plan: Plan) -> Any:
     from ..models.blocks import describe
 
     base = session.load_model(four_bit=False)  # a cast keeps the digest
-    plan.validate(describe(base, session.model))
+    plan.validate(describe(base, session.request.model))
     return base
 
 
