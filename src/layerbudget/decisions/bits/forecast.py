@@ -25,9 +25,9 @@ from ...cost.work import WorkItem, collecting_seconds, derivatives_bytes, moment
 from ...gguf.names import need_gguf
 from ...plan import Plan, payload_of
 from ..formats.program import formats_of_plan
-from .apply import quantiser_of
 from .packed import _pack, _unpack
 from .payload import BitsPayload
+from .pieces import quantiser_of
 
 _LABELS = 30.0  # different ones, over the root of those that are drawn
 _ROWS, _COLUMNS = 2048, 1024  # of the matrix that is timed: every format fits, and no cache holds it

@@ -35,10 +35,11 @@ from ...progress import Progress
 from ...records import write_text
 from ..formats.program import formats_of_plan
 from ..formats.table import signature_at
-from .apply import quantiser_of, round_matrices
+from .apply import round_matrices
 from .card import model_card
 from .export import llama_cpp
 from .payload import BitsPayload
+from .pieces import quantiser_of
 from .placed import PlacedRows
 from .receipt import QuantisationReceipt
 from .terms import whole_bytes
