@@ -17,7 +17,7 @@ from ...solvers.choices import Choice
 from ...solvers.steps import Proposal, descend
 from ...storage.parts import Parts
 from ..describe import EvenUneven
-from .point import Evaluation, Moments, ShapePoint
+from .point import LazyMoments, ShapeEvaluation, ShapePoint
 from .program import GONE, PASSES, ShapeSpace
 
 if TYPE_CHECKING:
@@ -84,15 +84,15 @@ class ShapePath:
     def __init__(self, point: ShapePoint, search: Search, tick: Steps, parts: Parts, name: str) -> None:
         self.point, self.space, self.search, self.tick, self.parts, self.name = point, point.space, search, tick, parts, name
         self.tried, self.log, self.spent_elsewhere = 0, list[dict[str, Any]](), tick.done  # what other paths spent
-        self.here = self._evaluate(self.space.start(), 1.0, Moments(lambda: point.dense))
+        self.here = self._evaluate(self.space.start(), 1.0, LazyMoments(lambda: point.dense))
 
-    def _evaluate(self, state: np.ndarray, trust: float, before: Moments) -> Evaluation:
+    def _evaluate(self, state: np.ndarray, trust: float, before: LazyMoments) -> ShapeEvaluation:
         """Measure at a state, by the moments of the one before, or find what was measured there.
 
         Second moments are too large to be kept. Those of a state that was found are made again if something has to be
         measured behind it: one forward for every state on the way there.
         """
-        around, measured = self.space.around(state, trust, LEVELS), list[Evaluation]()
+        around, measured = self.space.around(state, trust, LEVELS), list[ShapeEvaluation]()
 
         def measure() -> dict[str, Any]:
             seed = self.search.seed + self.tried
@@ -107,8 +107,8 @@ class ShapePath:
         else:
             forms = QuadraticTerms(**{**kept, **{name: np.array(kept[name]) for name in ("first", "second", "rest")}})
             self.point.passes += forms.passes
-            evaluation = Evaluation(
-                state=state, around=around, forms=forms, moments=Moments(lambda: self.point.look(state, before()))
+            evaluation = ShapeEvaluation(
+                state=state, around=around, forms=forms, moments=LazyMoments(lambda: self.point.look(state, before()))
             )
         self._spent(self.point.passes)
         return evaluation
@@ -135,9 +135,9 @@ class ShapePath:
             damages["even" if even else "uneven"] = float(damage)
         return EvenUneven(**damages)
 
-    def run(self, passes: float) -> tuple[Evaluation, Choice]:
+    def run(self, passes: float) -> tuple[ShapeEvaluation, Choice]:
         """Reach the budget, a part of it at a time, and go on down while that can be paid; the end, and the program there."""
-        here, moments = self.here, Moments(lambda: self.point.dense)
+        here, moments = self.here, LazyMoments(lambda: self.point.dense)
         for number in range(1, self.search.strides + 1):
             share = number / self.search.strides
             state, solution = self.space.step(*every_width(self.space, here.around, here.forms.total), share)
@@ -146,7 +146,7 @@ class ShapePath:
             moments = here.moments
             self._note(here, step=0, share=share, predicted=predicted)
 
-        def evaluate(last: Evaluation, proposal: Proposal) -> Evaluation:
+        def evaluate(last: ShapeEvaluation, proposal: Proposal) -> ShapeEvaluation:
             return self._evaluate(proposal.state[0], proposal.trust, last.moments)
 
         def affords() -> bool:
@@ -159,11 +159,11 @@ class ShapePath:
             self._note(here, step=len(self.log), **fields)
         return here, solution
 
-    def _note(self, here: Evaluation, **fields: float) -> None:
+    def _note(self, here: ShapeEvaluation, **fields: float) -> None:
         values = [gone / part.parameters for gone, part in zip(self.space.removed(here.state), self.space.parts, strict=True)]
         self.log.append({"divergence": here.divergence, "passes": self.point.passes, **fields, "values": values})
 
-    def _proposals(self, settled: np.ndarray, here: Evaluation, trust: float) -> Iterator[Proposal]:
+    def _proposals(self, settled: np.ndarray, here: ShapeEvaluation, trust: float) -> Iterator[Proposal]:
         """The best plans within reach; a layer whose going or coming back has not gained is settled from then on."""
         state, around = here.state, here.around
         while trust * self.space.units.max() >= 1:
