@@ -180,7 +180,7 @@ def plan_from_table(scores: Scores, limits: Limits, rule: str = "exact") -> Plan
     return plan.with_payload(curve=curve(limits.restrict(table)))
 
 
-def curve(table: FormatTable, count: int = CURVE) -> list[dict[str, Any]]:
+def curve(table: FormatTable) -> list[dict[str, Any]]:
     """Return the best plans from the smallest to the largest, evenly in the ratio of bytes; none of more than 400 blocks.
 
     Each has its mean ``bits`` per weight, the ``predicted`` damage, and the bits per weight of every block as ``values``.
@@ -189,7 +189,7 @@ def curve(table: FormatTable, count: int = CURVE) -> list[dict[str, Any]]:
         return []
     low, high = int(table.smallest.sum()), int(np.where(table.has, table.size, 0).max(axis=1).sum())
     rows = []
-    for limit in np.geomspace(low, high, count).round():
+    for limit in np.geomspace(low, high, CURVE).round():
         chosen = choose(table.damage, table.size, int(limit)).chosen
         totals, values = table.totals(chosen), bits_of(table, chosen)
         rows.append({"bits": 8 * totals["spent"] / table.numel, "predicted": totals["predicted"], "values": values})

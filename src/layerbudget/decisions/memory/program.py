@@ -308,13 +308,13 @@ def fit_of(scores: Scores, terms: MemoryLimits) -> Fit:
     return Fit.of(FormatTable.of(scores), space, terms, damage, rest)
 
 
-def curve(fit: Fit, count: int = CURVE) -> list[dict[str, Any]]:
+def curve(fit: Fit) -> list[dict[str, Any]]:
     """Return the best plans of several memories, from the smallest to 16 bits for everything, evenly in ratio.
 
     The ``price`` of a row is what a GiB saves on the way to the next row, in nats per token; zero in the last row.
     """
     low, high = fit.least - fit.beside, int(np.where(fit.table.has, fit.table.size, 0).max(axis=1).sum())
-    rows = [point(fit, int(limit) + fit.beside) for limit in np.geomspace(low, high, count).round()]
+    rows = [point(fit, int(limit) + fit.beside) for limit in np.geomspace(low, high, CURVE).round()]
     for row, after in itertools.pairwise([*rows, rows[-1]]):
         room = after["memory"] - row["memory"]
         row["price"] = (row["predicted"] - after["predicted"]) / room * GIB if room else 0.0
