@@ -186,15 +186,7 @@ class Session(Display):
     def end(
         self, plan: Plan, *sentences: str, more: Sequence[str] = (), options: Sequence[str] = (), other: str = ""
     ) -> dict[str, Any]:
-        """Say what an applied plan is expected to cost and the command that measures it; return both as fields.
-
-        Args:
-            plan: The plan.
-            sentences: What is said before.
-            more: What is said between both.
-            options: Further options of the command ``evaluate``.
-            other: A command of another program in its place.
-        """
+        """See :meth:`layerbudget.session.Session.end`."""
         from ..reporting.verdict import expected as expected_of
 
         request: Any = self.request
