@@ -6,8 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ..budget import parse_bytes
 from ..decisions.files import refuse_long
-from ..decisions.formats.program import read_bytes
 from ..errors import InvalidInput
 from ..models.memory import read_context
 from ..records import unit_of
@@ -134,7 +134,7 @@ def _unloaded(session: Session) -> dict[str, Any]:
     dtype = DTYPES.get(request.dtype or "auto") or quick_dtype(held_dtype(config), device)
     machine, where = free_bytes(device), "this machine"
     if request.card:
-        machine, where = read_bytes(request.card, "A card", "24 GiB"), request.card
+        machine, where = parse_bytes(request.card, "A card", "24 GiB"), request.card
     shape = shape_of_config(config, dtype)
     more = {"fits": _fits(session, config, machine, shape.experts)} if request.context else {}
     title = f"in {where}, {str(dtype).removeprefix('torch.')}, as fast as this machine's {device.type}; no weights were read"

@@ -22,7 +22,7 @@ from layerbudget.decisions.bits.apply import apply_bits, round_matrices
 from layerbudget.decisions.bits.blocks import blocks_of, formats_table, in_formats
 from layerbudget.decisions.bits.plan import check_plan, check_record, plan_bits
 from layerbudget.decisions.bits.sensitivity import DenseOutput, rounding_damage
-from layerbudget.decisions.formats.program import PEER
+from layerbudget.decisions.formats.baselines import PEER
 from layerbudget.decisions.formats.table import FormatTable
 from layerbudget.decisions.memory.plan import plan_memory
 from layerbudget.errors import InvalidInput

@@ -12,8 +12,9 @@ from ...plan import Plan, payload_of
 from ...requests import READING
 from ...storage.checkpoint import GGUF_FILE
 from ..files import need_scores, text_of_plan
+from ..formats.limits import Limits
 from ..formats.payload import FormatsPayload
-from ..formats.program import Limits, formats_of_plan, plan_from_table
+from ..formats.program import formats_of_plan, plan_from_table
 from ..formats.request import need_samples, on_check
 from ..written import end_of_gguf
 from .payload import BitsPayload

@@ -8,6 +8,7 @@ from ...compressors.formats import GGUF
 from ...decision import Summary
 from ...plan import Plan, payload_of
 from ..charts import curved_grid, even_water
+from ..formats.baselines import PEER
 from ..formats.charts import forecast_of
 from ..formats.describe import (
     comparison_of,
@@ -26,7 +27,6 @@ from ..formats.describe import (
     on_unwritten,
     verdict,
 )
-from ..formats.program import PEER
 from .payload import BitsPayload
 from .terms import whole_bytes
 

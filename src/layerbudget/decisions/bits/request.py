@@ -11,7 +11,8 @@ from ...compressors.formats import FAMILIES, GGUF, PACKED, RUNTIMES
 from ...registry import Option, options_of
 from ...requests import ADVANCED, TEXT, option
 from ...session import PlanRequest, WriteRequest
-from ..formats.program import RULES, Limits
+from ..formats.baselines import RULES
+from ..formats.limits import Limits
 from ..formats.request import FormatsRequest
 
 

@@ -28,7 +28,9 @@ from ...models.offload import mapped
 from ...plan import Plan
 from ...progress import Progress, say
 from ..bits import DenseOutput, check_record
-from ..formats.program import BASELINES, FormatDecision, Limits, plan_blocks
+from ..formats.baselines import BASELINES
+from ..formats.limits import Limits
+from ..formats.program import FormatDecision, plan_blocks
 from .cache import caching, kept, rounding
 from .formats import RULES
 from .payload import CachePayload

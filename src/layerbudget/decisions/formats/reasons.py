@@ -9,8 +9,8 @@ import numpy as np
 from ...errors import CorruptFile, ModelMismatch
 from ...plan import Plan, payload_of
 from ...scores import Scores
+from .limits import Limits
 from .payload import FormatsPayload
-from .program import Limits
 from .table import FormatTable
 
 

@@ -21,20 +21,16 @@ from typing import Any
 
 import numpy as np
 
+from ...budget import parse_bytes
 from ...errors import InfeasibleBudget, InvalidInput
 from ...models.memory import MemoryModel, check_positions, read_context
 from ...records import rounded_up, unit_of
 from ...scores import Scores
 from ...solvers.choices import Choice, choose
 from ..cache import CacheSpace, find_cache
-from ..formats.program import (
-    CURVE,
-    SHOWN,
-    Limits,
-    bits_of,
-    mix_of,
-    read_bytes,
-)
+from ..formats.baselines import mix_of
+from ..formats.limits import Limits
+from ..formats.program import CURVE, SHOWN, bits_of
 from ..formats.table import FormatTable
 from .payload import More
 
@@ -54,7 +50,7 @@ class MemoryLimits:
         memory: Bytes in all, such as ``"8 GiB"``; None where there are two memories.
         gpu, ram: Bytes of a card, and of the processor's memory; see :mod:`layerbudget.decisions.memory.placement`.
         batch: Sequences at a time.
-        forbid, keep: Formats of the weights; see :class:`~layerbudget.decisions.formats.program.Limits`.
+        forbid, keep: Formats of the weights; see :class:`~layerbudget.decisions.formats.limits.Limits`.
         cache: Formats of the cache to choose among, besides 16 bits; all that were measured where it is None.
         utilization: Share of the memory that the runtime takes.
     """
@@ -93,12 +89,12 @@ class MemoryLimits:
     @property
     def bytes(self) -> int:
         """Bytes of the memory that the runtime takes; of two memories those of the card."""
-        return int(read_bytes(str(self.gpu or self.memory), "A memory", "8 GiB") * self.utilization)
+        return int(parse_bytes(str(self.gpu or self.memory), "A memory", "8 GiB") * self.utilization)
 
     @property
     def beside(self) -> int:
         """Bytes of the processor's memory; zero where there is one memory."""
-        return 0 if self.ram is None else read_bytes(self.ram, "A memory", "32 GiB")
+        return 0 if self.ram is None else parse_bytes(self.ram, "A memory", "32 GiB")
 
     def check(self, rule: str) -> None:
         """Refuse what no model can make possible."""
