@@ -14,12 +14,13 @@ import json
 import torch
 
 import layerbudget as lb
-from layerbudget.decision import DECISIONS, Decision, Export, PlanRequest, Summary
+from layerbudget.decision import DECISIONS, Decision, Export, Summary
 from layerbudget.errors import InvalidInput
 from layerbudget.models.blocks import describe, weight_of
 from layerbudget.plan import PlanBlock, payload_of
 from layerbudget.records import Receipt
 from layerbudget.requests import option
+from layerbudget.session import PlanRequest
 
 
 @dataclasses.dataclass(kw_only=True)

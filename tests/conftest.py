@@ -80,7 +80,7 @@ def short_corpus(request):
 @pytest.fixture(scope="session", autouse=True)
 def quick_prices():
     """Prices take lattices of two bits for ``IQ3_S``: ggml prepares them for seconds in every process."""
-    from layerbudget import timing
+    from layerbudget.cost import timing
 
     timed = timing.treating_seconds
     with pytest.MonkeyPatch.context() as patch:

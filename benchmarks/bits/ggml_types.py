@@ -34,10 +34,10 @@ from layerbudget.compressors.base import Level
 from layerbudget.compressors.formats import find_format
 from layerbudget.compressors.treating import LayerCompressor, matrices
 from layerbudget.data.calibration import CalibrationSet
-from layerbudget.decisions.bits.apply import quantiser_of
 from layerbudget.decisions.bits.blocks import formats_table
+from layerbudget.decisions.bits.pieces import quantiser_of
 from layerbudget.decisions.bits.sensitivity import rounding_damage
-from layerbudget.decisions.formats.program import uniform
+from layerbudget.decisions.formats.baselines import uniform
 from layerbudget.decisions.formats.table import FormatTable
 from layerbudget.execution.inputs import InputStatistics
 from layerbudget.execution.modes import inference

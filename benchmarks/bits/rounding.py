@@ -31,7 +31,7 @@ from layerbudget.compressors.feedback import Factors
 from layerbudget.compressors.formats import Format, find_format
 from layerbudget.compressors.quantisers import Descent, Rounded, Weighted
 from layerbudget.compressors.treating import matrices
-from layerbudget.decisions.bits.apply import quantiser_of
+from layerbudget.decisions.bits.pieces import quantiser_of
 from layerbudget.decisions.bits.sensitivity import DenseOutput
 from layerbudget.execution.inputs import InputStatistics
 from layerbudget.models.blocks import partition, weight_of

@@ -26,7 +26,7 @@ from layerbudget.compressors.base import Level
 from layerbudget.compressors.formats import find_format
 from layerbudget.compressors.treating import matrices
 from layerbudget.data.calibration import CalibrationSet
-from layerbudget.decisions.bits.apply import quantiser_of
+from layerbudget.decisions.bits.pieces import quantiser_of
 from layerbudget.decisions.bits.sensitivity import DenseOutput
 from layerbudget.execution.inputs import InputStatistics
 from layerbudget.models.blocks import partition, weight_of

@@ -32,7 +32,7 @@ from layerbudget.decisions.cache.cache import PlannedCache, caching, read_back, 
 from layerbudget.decisions.cache.plan import cache_space
 from layerbudget.decisions.cache.sensitivity import cache_damage
 from layerbudget.decisions.cache.space import CacheSpace
-from layerbudget.decisions.formats.program import BASELINES
+from layerbudget.decisions.formats.baselines import BASELINES
 from layerbudget.decisions.formats.table import FormatTable
 from layerbudget.models.blocks import layers
 from layerbudget.sensitivity.sequences import per_token

@@ -32,9 +32,10 @@ from benchmarks.stamp import RESULTS, write_section
 
 import layerbudget as lb
 from layerbudget.decisions.bits.sensitivity import rounding_damage
-from layerbudget.decisions.shapes import plan as search
 from layerbudget.decisions.shapes.compensation import ways_of
 from layerbudget.decisions.shapes.layouts import find_attention, find_mlp
+from layerbudget.decisions.shapes.path import LEVELS, every_width
+from layerbudget.decisions.shapes.plan import _spaces
 from layerbudget.decisions.shapes.point import ShapePoint
 from layerbudget.decisions.shapes.program import DAMPING, KINDS, ShapeSpace
 from layerbudget.decisions.shapes.save import save_gguf
@@ -85,18 +86,18 @@ def one_look(a: argparse.Namespace, model: Any, data: Any, *, even: bool) -> tup
         spaces = dict[str, ShapeSpace]()
         for budget in budgets:
             with contextlib.suppress(InfeasibleBudget):
-                spaces[budget] = search._spaces(model, word, a.multiple, None, budget=budget, **own)[0]
+                spaces[budget] = _spaces(model, word, a.multiple, None, budget=budget, **own)[0]
         if not spaces:
             continue
         first = next(iter(spaces.values()))
         point, start = ShapePoint(model, data, first, DAMPING, 8), first.start()
-        around = first.around(start, 1.0, search._LEVELS)
+        around = first.around(start, 1.0, LEVELS)
         try:
             seen = point.evaluate(start, around, point.dense, draws=2, seed=0).forms.total
         finally:
             point.restore()
         passes += point.passes
-        alternatives, damage = search._every_width(first, around, seen)
+        alternatives, damage = every_width(first, around, seen)
         for budget, space in spaces.items():
             with contextlib.suppress(InfeasibleBudget):
                 state, choice = space.step(alternatives, damage)

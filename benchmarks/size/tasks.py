@@ -27,7 +27,9 @@ import torch
 from benchmarks.stamp import RESULTS, write_section
 
 import layerbudget as lb
-from layerbudget.cost import Text, WorkItem, pace_of_shape, price, shape_of_config
+from layerbudget.cost.price import pace_of_shape, price
+from layerbudget.cost.sizes import Text, shape_of_config
+from layerbudget.cost.work import WorkItem
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.decisions.bits.rounding import RoundingErrors
 from layerbudget.execution.backward import Accumulator, feed
@@ -194,7 +196,8 @@ def bits_task(name: str, model: Any, data: CalibrationSet, batch_size: int, fold
     """``plan bits --stream`` with two draws, or ``quantize --stream`` of a plan without a measurement."""
     from layerbudget.decisions.bits.blocks import formats_table
     from layerbudget.decisions.bits.payload import BitsPayload
-    from layerbudget.decisions.formats.program import of_weights, plan_blocks, uniform
+    from layerbudget.decisions.formats.baselines import uniform
+    from layerbudget.decisions.formats.program import of_weights, plan_blocks
 
     if name == "plan-bits":
         return lambda: lb.plan_bits(model, data, bits=4.5, group=32, draws=2, batch_size=batch_size)

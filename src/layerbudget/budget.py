@@ -7,6 +7,7 @@ Attention scores, norms, embeddings and the head are not counted.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
@@ -149,3 +150,17 @@ def base_amount(blocks: Sequence[Block], unit: str, *, bytes_per_parameter: floa
 def amount_of(budget: Budget, blocks: Sequence[Block], **options: Any) -> float:
     """Return a budget as an absolute amount for these blocks."""
     return budget.amount * base_amount(blocks, budget.unit, **options) if budget.relative else budget.amount
+
+
+def parse_bytes(text: str, what: str, example: str) -> int:
+    """Return bytes that a user wrote, such as ``"1.2 GiB"``.
+
+    Raises:
+        UnknownUnit: Another unit than bytes, or a share.
+    """
+    with contextlib.suppress(UnknownUnit):
+        wanted = parse_budget(text, default="bytes")
+        if wanted.unit == "bytes" and not wanted.relative:
+            return int(wanted.amount)
+    units = "Units: bytes, kB, MB, GB, TB, KiB, MiB, GiB, TiB."
+    raise UnknownUnit(f"{what} of {text} is not in bytes.", units, f"Write '{example}'.")

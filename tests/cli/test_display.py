@@ -69,7 +69,7 @@ SLOW = [pytest.param(LINES, w, marks=pytest.mark.slow) for w in (["--json"], [],
 def test_the_display_changes_no_result(tmp_path, monkeypatch, capsys, lines, shown):
     assert {line.split()[0] for line in LINES} == set(VERBS) - {"demo"}  # which is the verbs above, one after the other
     undo, found = shrink(), {}
-    monkeypatch.setattr(display, "conclude", lambda arguments, result: found.setdefault("last", result))  # times left out
+    monkeypatch.setattr(display.Display, "conclude", lambda self, result: found.setdefault("last", result))  # times left out
     results, files = {}, {}
     try:
         for name, more in (("quiet", ["--quiet"]), ("shown", shown)):

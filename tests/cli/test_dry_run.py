@@ -6,8 +6,8 @@ import pytest
 import torch
 from tests import zoo
 
-from layerbudget import timing
 from layerbudget.cli import main
+from layerbudget.cost import timing
 
 TEXT = ["--data", "text.txt", "--samples", "4", "--length", "16"]
 BITS = ["--group", "16", "--draws", "1", "--check", "0"]

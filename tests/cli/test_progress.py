@@ -11,7 +11,7 @@ from rich.console import Console
 from tests import zoo
 
 from layerbudget.cli import display, main
-from layerbudget.cli.display import Progress, progress_bar
+from layerbudget.cli.display import Display, Progress
 from layerbudget.progress import Steps, say
 from layerbudget.sensitivity.estimators import ESTIMATORS
 
@@ -125,7 +125,8 @@ def test_a_pipe_gets_a_line_now_and_then_and_quiet_gets_none(monkeypatch, capsys
     assert [line.partition(",")[0] for line in said] == [f"score by kfac: {n}/10" for n in (3, 6, 9)]
     assert said[0].endswith(" s left")
     for quiet in (True, False):
-        with progress_bar(argparse.Namespace(quiet=quiet), "x") as bar:
+        request = argparse.Namespace(command="plan", json=False, dry_run=False, quiet=quiet)
+        with Display(request).progress("x") as bar:
             assert (bar is None) == quiet
     assert "x" not in capsys.readouterr().err
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from tests import zoo
 
 from layerbudget.cli import main
-from layerbudget.cli.display import show_table
+from layerbudget.cli.display import Display
 from layerbudget.reporting.tables import plan_grid
 
 
@@ -42,9 +42,10 @@ def test_a_narrow_table_cuts_nothing():
     head = ("plan", "nats per token", "against uniform", "interval", "Holm p", "places", "first")
     row = ("mdl(fisher-gram, permuted)", "13.7487", "+0.1451", "[-0.1028, +0.2425]", "0.109", "10-11", "92%")
     for width in (40, 80, 200):
-        console = Console(file=io.StringIO(), width=width, soft_wrap=True)
-        show_table(argparse.Namespace(json=False, console=console), "sparsity 0.5", head, [row])
-        said = console.file.getvalue()
+        shown = Display(argparse.Namespace(command="compare", json=False, table=False))
+        shown.console = Console(file=io.StringIO(), width=width, soft_wrap=True)
+        shown.show("sparsity 0.5", head, [row])
+        said = shown.console.file.getvalue()
         assert "\u2026" not in said
         for word in " ".join((*head, *row)).split():
             assert word in said, (width, word)

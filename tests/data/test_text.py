@@ -9,7 +9,7 @@ import transformers
 from tests import zoo
 from tokenizers import processors
 
-from layerbudget.cost import shape_in_memory
+from layerbudget.cost.sizes import shape_in_memory
 from layerbudget.data import stdlib
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.data.text import calibration, column_rows, read_documents, token_stream

@@ -9,7 +9,7 @@ import pytest
 from tests import zoo
 
 from layerbudget.cli import main
-from layerbudget.decision import DECISIONS, Decision, ScoresRequest
+from layerbudget.decision import DECISIONS, Decision
 from layerbudget.decisions.joint.payload import JointPayload
 from layerbudget.decisions.joint.plan import plan_joint
 from layerbudget.decisions.lora_experts.plan import plan_lora_experts
@@ -17,6 +17,7 @@ from layerbudget.decisions.ranks.payload import RanksPayload, SmallerReserve
 from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.errors import CorruptFile, InvalidInput
 from layerbudget.plan import Plan, payload_of
+from layerbudget.session import ScoresRequest
 
 PLANNERS = {"ranks": plan_ranks, "lora-experts": plan_lora_experts, "joint": plan_joint}
 BUDGETS = {"ranks": ("--mean-rank", "4"), "lora-experts": ("--total", "9"), "joint": ("--budget=-4KiB",)}

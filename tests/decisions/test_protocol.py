@@ -106,7 +106,7 @@ def test_what_is_not_applied_by_one_call_and_text_that_is_not_read_are_refused()
 NAMED = {
     "decision": "the table of the decisions that this package brings",
     "budget": "units and prices of ranks and experts, which budgets are written in",
-    "machines": "the word memory: a limit of a process, not the decision",
+    "cost/machines": "the word memory: a limit of a process, not the decision",
     "plan": "Plan.pruner, which tools of others read",
     "records": "an error names the verb that plans from scores",
     "cli/compare": "its flags are the budgets of the kinds that it compares: --sparsity, --ranks, --lora-experts",

@@ -7,7 +7,7 @@ import torch
 from tests import zoo
 
 from layerbudget.cli import main
-from layerbudget.cost import shape_of, shape_of_config
+from layerbudget.cost.sizes import shape_of, shape_of_config
 from layerbudget.errors import InvalidInput
 from layerbudget.finetuning.adapters import classifier_loader
 from layerbudget.models.blocks import partition

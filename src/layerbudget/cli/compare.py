@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import AlreadyExists, InvalidInput
 from ..registry import Option
-from ..requests import ADVANCED, PLACE, Request, model_option, option, out_option, share
+from ..requests import ADVANCED, PLACE, Request, model_option, names, option, out_option, share
 from ..storage import reading
-from .display import show_table
 from .session import Session
 
 if TYPE_CHECKING:
@@ -21,11 +20,6 @@ _KINDS = {"sparsity": "sparsity", "ranks": "ranks", "experts": "lora-experts"}  
 _ON_TEXT, _ON_TASK = "sparsity, measured on text", "ranks and experts, trained on a task"
 _TEXT = ("data", "evaluate", "windows", "length", "method", "device")
 _TASK = ("task", "data_dir", "epochs", "lr", "train_rows", "test_rows", "split")
-
-
-def _words(text: str) -> list[str]:
-    """Names between commas."""
-    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -100,7 +94,7 @@ class CompareRequest(Request):
 
         kind = next((kind for name, kind in _KINDS.items() if name in typed), "sparsity")
         known = {name: Option(name=name, type=float, help="bound of every block in every plan") for name in BOUNDS}
-        for rule in _words(typed.get("rules", "mdl")):
+        for rule in names(typed.get("rules", "mdl")):
             known |= find_rule(kind, rule).options
         return {name: option for name, option in known.items() if name not in cls.options()}
 
@@ -130,15 +124,15 @@ def run(session: Session) -> dict[str, Any]:
     finished = Path(request.out, "comparison.json")
     again = finished.exists() and not request.overwrite
     bench = _text_bench(session) if kind == "sparsity" else _task_bench(session)
-    names, rules, options = _words(request.scores), _words(request.rules or "mdl"), dict(request.more)
-    check_all(bench, kind, by_name(names), rules, budgets, options)  # before the cost is said
+    scores, rules, options = names(request.scores), names(request.rules or "mdl"), dict(request.more)
+    check_all(bench, kind, by_name(scores), rules, budgets, options)  # before the cost is said
     if not again:
-        _expect(session, bench, names, rules)
+        _expect(session, bench, scores, rules)
     with session.progress("compare") as progress:
         asked: dict[str, Any] = {"kind": kind, "seeds": request.seeds, "controls": request.controls, "options": options}
         asked |= {"folder": request.out, "part": part}
         try:
-            result = compare_scores(bench, names, rules, budgets, progress=progress, again=again, **asked)
+            result = compare_scores(bench, scores, rules, budgets, progress=progress, again=again, **asked)
             if again and not holds(result, reading.read(finished, "comparison")):
                 raise AlreadyExists("")
         except AlreadyExists:
@@ -160,7 +154,7 @@ def _show(session: Session, result: ScoreComparison, *, again: bool) -> dict[str
 
     request = session.request
     for sheet in contest_sheets(result):
-        show_table(session, sheet.title, sheet.header, sheet.rows)
+        session.show(sheet.title, sheet.header, sheet.rows)
     if again:
         files = {end: str(Path(request.out, f"comparison.{end}")) for end in ("json", "csv")}
     else:
@@ -177,24 +171,25 @@ def _show(session: Session, result: ScoreComparison, *, again: bool) -> dict[str
     return files
 
 
-def _expect(session: Session, bench: Any, names: Sequence[str], rules: Sequence[str]) -> None:
+def _expect(session: Session, bench: Any, scores: Sequence[str], rules: Sequence[str]) -> None:
     """Say what the cells of a comparison on text will cost; trainings are said by the number of plans alone."""
     from ..comparison.names import ALIASES, is_file
-    from ..cost import Text, comparing
+    from ..cost.sizes import Text
+    from ..cost.verbs import comparing
 
     request: CompareRequest = session.request
     budgets, seeds = len(request.budgets), len(request.seeds)
     count = budgets * seeds
     size = f"{budgets} budget{'s' * (budgets > 1)} x {seeds} seed{'s' * (seeds > 1)}"
-    what = f"{request.kind} by {', '.join(names)} under {', '.join(rules)}, {size}"
+    what = f"{request.kind} by {', '.join(scores)} under {', '.join(rules)}, {size}"
     if request.sparsity is None:
         session.expect(f"{what}, {len(bench.task.train)} rows to train on each", None, ())
         return
     text = Text(samples=bench.samples, length=bench.length, batch=bench.batch_size)
     held_out = Text(samples=bench.windows.samples, length=bench.windows.length, batch=bench.batch_size)
-    plans = count * (1 + len(names) * len(rules) * (2 if request.controls else 1))  # uniform and controls too
-    scores = [ALIASES.get(name, name) for name in names if not is_file(name)]
-    cost = comparing(text, held_out, scores, bench.method, seeds=seeds, plans=plans)
+    plans = count * (1 + len(scores) * len(rules) * (2 if request.controls else 1))  # uniform and controls too
+    measured = [ALIASES.get(name, name) for name in scores if not is_file(name)]
+    cost = comparing(text, held_out, measured, bench.method, seeds=seeds, plans=plans)
     session.expect(f"{what}{session.on_text(bench)}", bench.model, cost)
 
 

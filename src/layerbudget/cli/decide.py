@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..decision import DECISIONS, Decision, WriteRequest, check_kind, decision_of
+from ..decision import DECISIONS, Decision, check_kind, decision_of
 from ..errors import InvalidInput
 from ..plan import Plan
 from ..records import check_output, to_jsonable
 from ..registry import Option
 from ..requests import Request
+from ..session import WriteRequest
 from ..storage.folders import check_folder
 from ..storage.parts import clear
 from .display import ending

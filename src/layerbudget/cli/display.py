@@ -16,9 +16,9 @@ from rich.console import Console
 from ..errors import LayerbudgetError
 
 if TYPE_CHECKING:
-    from ..cost import WorkItem
-    from ..machines import Share
-    from .session import Session
+    from ..cost.machines import Share
+    from ..cost.price import Cost
+    from ..cost.work import WorkItem
 
 ROWS = 400  # of a table: drawing a million takes minutes
 FEW = 15  # of a table that was not asked for
@@ -30,59 +30,9 @@ def terminal(*, stderr: bool = True) -> Console:
     return Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
 
 
-def say(a: Session, *sentences: str) -> None:
-    """Print sentences, one a line."""
-    for sentence in sentences:
-        a.console.print(sentence)
-
-
-def announce(a: Session, sentence: str) -> None:
-    """Print on stderr what is about to run, unless ``--quiet``."""
-    if not a.quiet:
-        terminal().print(sentence, style="dim")
-
-
-def say_next(a: Session, *words: str) -> str:
-    """Print the command that follows, the last line of a verb, and return it."""
-    command = shlex.join(["layerbudget", *map(str, words)])
-    say(a, f"Next: {command}")
-    return command
-
-
 def ending(verdict: str, follows: str | None) -> dict[str, Any]:
     """Return the last two lines of a verb as fields of what it prints."""
     return {"verdict": verdict.removeprefix("Verdict: "), "next": follows}
-
-
-def most_rows(a: Session) -> int:
-    """Return how many rows of a table are shown: few, or with ``--table`` as many as can be drawn."""
-    return ROWS if getattr(a, "table", False) else FEW
-
-
-def show_table(
-    a: Session, title: str, head: Sequence[str], rows: Iterable[Any], cells: Callable[[Any], Sequence[Any]] = tuple
-) -> None:
-    """Print a table that a person may read; a long one loses its middle, and ``--table`` shows it."""
-    if a.json and not a.console.is_terminal:
-        return
-    from rich.table import Table
-
-    rows = rows if isinstance(rows, Sequence) else list(rows)
-    most = most_rows(a)
-    left_out = len(rows) - most
-    shown = [cells(row) for row in (rows if left_out <= 0 else [*rows[: most // 2], *rows[-(most // 2) :]])]
-    if left_out > 0:
-        left_out = len(rows) - len(shown)
-        note = f"... {left_out:,} more" + ("" if most == ROWS else ": --table")
-        shown.insert(most // 2, (note, *[""] * (len(head) - 1)))
-    texts = [[f"{v:.4g}" if isinstance(v, float) else f"{v:,}" if isinstance(v, int) else str(v) for v in row] for row in shown]
-    columns = [(name, *(row[place] for row in texts)) for place, name in enumerate(head)]
-    table = Table(title=title, title_justify="left")
-    for name, width in zip(head, _widths(columns, a.console.width - 3 * len(head) - 1), strict=True):
-        table.add_column(name, min_width=width, max_width=width)
-    for row in texts:
-        table.add_row(*row)
-    a.console.print(table)
 
 
 def _widths(columns: Sequence[Sequence[str]], room: int) -> list[int]:
@@ -94,23 +44,6 @@ def _widths(columns: Sequence[Sequence[str]], room: int) -> list[int]:
         more = min(spare, whole[place] - least[place])
         widths[place], spare = widths[place] + more, spare - more
     return widths
-
-
-def say_share(a: Session, model: Any, blocks: Sequence[Any]) -> None:
-    """Say which share of the matrices the blocks hold, where that is not nearly all."""
-    from ..models.blocks import ENOUGH, left_out, share_held
-
-    share = share_held(model, blocks)
-    if share < ENOUGH:
-        rest = left_out(model, blocks)
-        say(
-            a,
-            f"The blocks hold {share:.1%} of the matrices' weights (embeddings and output head aside). Left as they are: "
-            f"{len(rest)} tensors, first {next(iter(rest))}.",
-        )
-
-
-# --- progress ---------------------------------------------------------------------------------------------------------------
 
 
 def progress_console() -> Console:
@@ -164,59 +97,9 @@ class DryRun(Exception):
         self.result = result
 
 
-@contextlib.contextmanager
-def nothing_written(a: Session) -> Iterator[None]:
-    """Remove what a dry run has begun to write, and empty folders of a run that was refused: both are made before the work."""
-    paths = [Path(path) for name in ("out", "resume") if (path := getattr(a, name, None))]
-    new = [path for path in paths if not path.exists()]
-    try:
-        yield
-    except LayerbudgetError:
-        for path in new:
-            for folder in [*sorted((p for p in path.rglob("*") if p.is_dir()), reverse=True), path]:
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
-        raise
-    finally:
-        for path in new if a.dry_run else ():
-            if path.is_dir():
-                shutil.rmtree(path)
-
-
-def end_dry_run(a: Session) -> None:
-    """End the command where ``--dry-run`` was given: say what would be read, run and written."""
-    if not a.dry_run:
-        return
-    expectation = a.expectation or {"model": a.model, "runs": a.verb, "expected": None}
-    writes = [path for name in ("out", "save_scores", "resume") if (path := getattr(a, name, None))]
-    names = ("plan", "scores", "adapter", "held_out", "against")
-    files = [path for name in names if isinstance(path := getattr(a, name, None), str)]
-    files += [text] if (text := expectation.get("data") or getattr(a, "data", None)) else []
-    files += getattr(a, "perplexity", None) or []
-    known, cost = expectation["expected"], "its cost is not known"
-    if known is not None:
-        from ..cost import HOWS, duration
-
-        memory = f"{known['memory'] / 2**30:.2g} GiB{'' if known['fits'] else ', more than is free here'}"
-        passes = f"{known['forwards']:.3g} forward equivalents, about {duration(known['seconds'])}"
-        cost = f"{passes} and {memory}, {HOWS[known['how']]} (expect a factor of two)"
-    say(
-        a,
-        f"Would read: {', '.join([expectation['model'], *files])}.",
-        f"Would run: {expectation['runs']}: {cost}.",
-        *([of_each(a.each)] if a.each is not None else []),
-        f"Would write: {', '.join(writes) or 'nothing'}.",
-        "Nothing was run or written: the same command without --dry-run does it.",
-    )
-    result = {"reads": [expectation["model"], *files], "runs": expectation["runs"], "writes": writes, "expected": known}
-    if a.each is not None:
-        result["share"] = dataclasses.asdict(a.each)
-    raise DryRun({"dry_run": True, **result})
-
-
 def of_each(part: Share) -> str:
     """Return what one of several processes holds and does, and what takes longest, in a sentence."""
-    from ..cost import duration
+    from ..cost.price import duration
 
     longest = f"{part.limit}, {duration(part.seconds)}" if part.seconds else part.limit
     return (
@@ -226,88 +109,209 @@ def of_each(part: Share) -> str:
     )
 
 
-@contextlib.contextmanager
-def progress_bar(a: Session, text: str) -> Iterator[Callable[..., None] | None]:
-    """Yield a callback ``(done, total, phase)`` that shows how far a command is, or nothing with ``--quiet``.
-
-    It is told of zero steps when everything was checked and the work begins: there ``--dry-run`` ends.
-    """
-    if getattr(a, "dry_run", False):
-        yield lambda *_: end_dry_run(a)
-        return
-    if a.quiet:
-        yield None
-        return
-    shown = Progress(text)
-    with shown.bar:
-        yield shown
-
-
-# --- cost -------------------------------------------------------------------------------------------------------------------
-
-
 def named_text(source: str, flag: str = "--data") -> str:
     """Return the name of a text, and what it is where nobody named another."""
     return f"stdlib (Python's standard library; {flag} names another text)" if source == "stdlib" else source
 
 
-def expect(a: Session, what: str, model: Any = None, parts: Sequence[WorkItem] = ()) -> None:
-    """Say model, device, precision, expected time and memory in one line on stderr, and begin the clock.
+class Display:
+    """Output of one command, by the options of its request: what it says, and what it takes.
 
-    Called once the model is loaded, before the work. A second call (another model of the same run) says only what was loaded.
-
-    Args:
-        a: Arguments of the command; estimate and clock are left on it for :func:`conclude`.
-        what: What will be done, and on which text.
-        model: As it was loaded; None where each part of the work loads its own.
-        parts: What the command does, of :mod:`layerbudget.cost`; none where nobody knows what it costs.
+    Attributes:
+        request: Options of the command.
+        verb: Its first word.
+        console: Where sentences and tables go.
+        expected: What it is expected to cost; None where nobody knows it.
+        each: What each of several processes would do of it, where that is asked.
+        expectation: What a dry run says.
     """
-    from ..cost import HOWS, duration, place_of, price
-    from ..errors import UnknownStructure
-    from ..machines import share_of
-    from ..models.loading import describe_place
 
-    if a.quiet and not a.json and not a.dry_run:
-        return
-    place = a.model if model is None else f"{a.model}: {describe_place(model)}."
-    if a.began is not None:
-        announce(a, place)
-        return
-    a.expected, said = None, ""
-    with contextlib.suppress(UnknownStructure):  # no layers that could be counted
-        if parts:
-            text = max((p.text for p in parts), key=lambda t: t.batch)
-            where = place_of(model, text)
-            a.expected = price(a.verb, parts, *where)
-            if a.machines is not None:
-                a.each = share_of(a.verb, parts, where[0], where[1], where[2], a.machines, where[3])
-            said = f": about {duration(a.expected.seconds)} and {a.expected.memory / 2**30:.2g} GiB"
-            said += f"{'' if a.expected.fits else ', more than is free here'}, {HOWS[a.expected.how]}"
-    a.began, a.processor, a.loaded = time.perf_counter(), time.process_time(), model is not None
-    if a.dry_run:
-        a.expectation = {"model": place.removesuffix("."), "runs": what, "expected": expected_record(a)}
-    else:
-        announce(a, f"{place} {what}{said}.")
+    def __init__(self, request: Any) -> None:
+        self.request = request
+        self.verb: str = request.command.split()[0]
+        self.console = terminal(stderr=request.json)
+        self.expected: Cost | None = None
+        self.each: Share | None = None
+        self.expectation: dict[str, Any] | None = None
+        self._began: float | None = None  # when the work began
+        self._processor = 0.0  # seconds of the processor until then
+        self._loaded = False  # whether the expected cost is without the loading of a model
 
+    def say(self, *sentences: str) -> None:
+        """Print sentences, one a line."""
+        for sentence in sentences:
+            self.console.print(sentence)
 
-def conclude(a: Session, result: dict[str, Any]) -> dict[str, Any]:
-    """Say how long it took beside what was expected, and return the result with both as fields."""
-    if a.began is None:
-        return result
-    from ..cost import duration
+    def announce(self, sentence: str) -> None:
+        """Print on stderr what is about to run, unless ``--quiet``."""
+        if not self.request.quiet:
+            terminal().print(sentence, style="dim")
 
-    seconds, processor, expected = time.perf_counter() - a.began, time.process_time() - a.processor, a.expected
-    comparison = "" if expected is None else f"; expected {duration(expected.seconds)}"
-    loaded = " and the loading of the model" if a.loaded else ""
-    announce(a, f"took {duration(seconds)} without the start of the program{loaded}{comparison}.")
-    before = expected_record(a)
-    before = before and {name: value for name, value in before.items() if name != "fits"}
-    from ..execution.processes import EXCHANGED
+    def follow(self, *words: str) -> str:
+        """Print the command that follows, the last line of a verb, and return it; what this one ran first, that one has too."""
+        plugins = [word for file in self.request.plugin for word in ("--plugin", file)]
+        command = shlex.join(["layerbudget", *map(str, words), *plugins])
+        self.say(f"Next: {command}")
+        return command
 
-    return {**result, "expected": before, "took": {"seconds": seconds, "processor": processor, "sent": EXCHANGED.bytes}}
+    def show(self, title: str, head: Sequence[str], rows: Iterable[Any], cells: Callable[[Any], Sequence[Any]] = tuple) -> None:
+        """Print a table that a person may read; a long one loses its middle, and ``--table`` shows it."""
+        if self.request.json and not self.console.is_terminal:
+            return
+        from rich.table import Table
 
+        rows = rows if isinstance(rows, Sequence) else list(rows)
+        most = ROWS if self.request.table else FEW
+        left_out = len(rows) - most
+        shown = [cells(row) for row in (rows if left_out <= 0 else [*rows[: most // 2], *rows[-(most // 2) :]])]
+        if left_out > 0:
+            left_out = len(rows) - len(shown)
+            note = f"... {left_out:,} more" + ("" if most == ROWS else ": --table")
+            shown.insert(most // 2, (note, *[""] * (len(head) - 1)))
+        texts = [
+            [f"{v:.4g}" if isinstance(v, float) else f"{v:,}" if isinstance(v, int) else str(v) for v in row] for row in shown
+        ]
+        columns = [(name, *(row[place] for row in texts)) for place, name in enumerate(head)]
+        table = Table(title=title, title_justify="left")
+        for name, width in zip(head, _widths(columns, self.console.width - 3 * len(head) - 1), strict=True):
+            table.add_column(name, min_width=width, max_width=width)
+        for row in texts:
+            table.add_row(*row)
+        self.console.print(table)
 
-def expected_record(a: Session) -> dict[str, Any] | None:
-    """Return the expected cost as fields; None where nobody knows it."""
-    names = ("seconds", "memory", "how", "forwards", "fits")
-    return None if a.expected is None else {name: getattr(a.expected, name) for name in names}
+    def share(self, model: Any, blocks: Sequence[Any]) -> None:
+        """Say which share of the matrices the blocks hold, where that is not nearly all."""
+        from ..models.blocks import ENOUGH, left_out, share_held
+
+        share = share_held(model, blocks)
+        if share < ENOUGH:
+            rest = left_out(model, blocks)
+            self.say(
+                f"The blocks hold {share:.1%} of the matrices' weights (embeddings and output head aside). Left as they are: "
+                f"{len(rest)} tensors, first {next(iter(rest))}.",
+            )
+
+    @contextlib.contextmanager
+    def progress(self, text: str) -> Iterator[Callable[..., None] | None]:
+        """Yield a callback ``(done, total, phase)`` that shows how far a command is, or nothing with ``--quiet``.
+
+        It is told of zero steps when everything was checked and the work begins: there ``--dry-run`` ends.
+        """
+        if self.request.dry_run:
+            yield lambda *_: self._end_dry_run()
+            return
+        if self.request.quiet:
+            yield None
+            return
+        shown = Progress(text)
+        with shown.bar:
+            yield shown
+
+    # --- what it takes ---
+
+    def expect(self, what: str, model: Any = None, parts: Sequence[WorkItem] = ()) -> None:
+        """Say model, device, precision, expected time and memory in one line on stderr, and begin the clock.
+
+        Called once the model is loaded, before the work. A second call (another model of the same run) says only what was
+        loaded.
+
+        Args:
+            what: What will be done, and on which text.
+            model: As it was loaded; None where each part of the work loads its own.
+            parts: What the command does, of :mod:`layerbudget.cost.work`; none where nobody knows what it costs.
+        """
+        from ..cost.machines import share_of
+        from ..cost.price import HOWS, duration, place_of, price
+        from ..errors import UnknownStructure
+        from ..models.loading import describe_place
+
+        request = self.request
+        if request.quiet and not request.json and not request.dry_run:
+            return
+        place = request.model if model is None else f"{request.model}: {describe_place(model)}."
+        if self._began is not None:
+            self.announce(place)
+            return
+        said = ""
+        with contextlib.suppress(UnknownStructure):  # no layers that could be counted
+            if parts:
+                text = max((p.text for p in parts), key=lambda t: t.batch)
+                where = place_of(model, text)
+                self.expected = price(self.verb, parts, *where)
+                if request.machines is not None:
+                    self.each = share_of(self.verb, parts, where[0], where[1], where[2], request.machines, where[3])
+                said = f": about {duration(self.expected.seconds)} and {self.expected.memory / 2**30:.2g} GiB"
+                said += f"{'' if self.expected.fits else ', more than is free here'}, {HOWS[self.expected.how]}"
+        self._began, self._processor, self._loaded = time.perf_counter(), time.process_time(), model is not None
+        if request.dry_run:
+            self.expectation = {"model": place.removesuffix("."), "runs": what, "expected": self._expected_record()}
+        else:
+            self.announce(f"{place} {what}{said}.")
+
+    def conclude(self, result: dict[str, Any]) -> dict[str, Any]:
+        """Say how long it took beside what was expected, and return the result with both as fields."""
+        if self._began is None:
+            return result
+        from ..cost.price import duration
+        from ..execution.processes import EXCHANGED
+
+        seconds, processor = time.perf_counter() - self._began, time.process_time() - self._processor
+        comparison = "" if self.expected is None else f"; expected {duration(self.expected.seconds)}"
+        loaded = " and the loading of the model" if self._loaded else ""
+        self.announce(f"took {duration(seconds)} without the start of the program{loaded}{comparison}.")
+        before = self._expected_record()
+        before = before and {name: value for name, value in before.items() if name != "fits"}
+        return {**result, "expected": before, "took": {"seconds": seconds, "processor": processor, "sent": EXCHANGED.bytes}}
+
+    def _expected_record(self) -> dict[str, Any] | None:
+        """The expected cost as fields; None where nobody knows it."""
+        names = ("seconds", "memory", "how", "forwards", "fits")
+        return None if self.expected is None else {name: getattr(self.expected, name) for name in names}
+
+    # --- a dry run ---
+
+    def _end_dry_run(self) -> None:
+        """End the command: say what would be read, run and written."""
+        request = self.request
+        expectation = self.expectation or {"model": request.model, "runs": self.verb, "expected": None}
+        writes = [path for name in ("out", "save_scores", "resume") if (path := getattr(request, name, None))]
+        names = ("plan", "scores", "adapter", "held_out", "against")
+        files = [path for name in names if isinstance(path := getattr(request, name, None), str)]
+        files += [text] if (text := getattr(request, "data", None)) else []
+        files += getattr(request, "perplexity", None) or []
+        known, cost = expectation["expected"], "its cost is not known"
+        if known is not None:
+            from ..cost.price import HOWS, duration
+
+            memory = f"{known['memory'] / 2**30:.2g} GiB{'' if known['fits'] else ', more than is free here'}"
+            passes = f"{known['forwards']:.3g} forward equivalents, about {duration(known['seconds'])}"
+            cost = f"{passes} and {memory}, {HOWS[known['how']]} (expect a factor of two)"
+        self.say(
+            f"Would read: {', '.join([expectation['model'], *files])}.",
+            f"Would run: {expectation['runs']}: {cost}.",
+            *([of_each(self.each)] if self.each is not None else []),
+            f"Would write: {', '.join(writes) or 'nothing'}.",
+            "Nothing was run or written: the same command without --dry-run does it.",
+        )
+        result = {"reads": [expectation["model"], *files], "runs": expectation["runs"], "writes": writes, "expected": known}
+        if self.each is not None:
+            result["share"] = dataclasses.asdict(self.each)
+        raise DryRun({"dry_run": True, **result})
+
+    @contextlib.contextmanager
+    def nothing_written(self) -> Iterator[None]:
+        """Remove what a dry run has begun to write, and empty folders of a refused run: both are made before the work."""
+        paths = [Path(path) for name in ("out", "resume") if (path := getattr(self.request, name, None))]
+        new = [path for path in paths if not path.exists()]
+        try:
+            yield
+        except LayerbudgetError:
+            for path in new:
+                for folder in [*sorted((p for p in path.rglob("*") if p.is_dir()), reverse=True), path]:
+                    with contextlib.suppress(OSError):
+                        folder.rmdir()
+            raise
+        finally:
+            for path in new if self.request.dry_run else ():
+                if path.is_dir():
+                    shutil.rmtree(path)

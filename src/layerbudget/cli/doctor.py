@@ -6,8 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ..budget import parse_bytes
 from ..decisions.files import refuse_long
-from ..decisions.formats.program import read_bytes
 from ..errors import InvalidInput
 from ..models.memory import read_context
 from ..records import unit_of
@@ -58,7 +58,8 @@ def run(session: Session) -> dict[str, Any]:
     from rich.table import Table
     from rich.text import Text as Words
 
-    from ..cost import Text, place_of
+    from ..cost.price import place_of
+    from ..cost.sizes import Text
     from ..diagnosis import diagnose
     from ..diagnosis.diagnosis import refusals
     from ..errors import UnknownStructure
@@ -122,7 +123,8 @@ def _has_weights(name: str) -> bool:
 
 def _unloaded(session: Session) -> dict[str, Any]:
     """Prices from a configuration, on a machine that may be another one: as fast as this one."""
-    from ..cost import pace_of_shape, shape_of_config
+    from ..cost.price import pace_of_shape
+    from ..cost.sizes import shape_of_config
     from ..models.loading import DTYPES, find_device, held_dtype, quick_dtype, read_configuration
     from ..models.machine import free_bytes
 
@@ -132,7 +134,7 @@ def _unloaded(session: Session) -> dict[str, Any]:
     dtype = DTYPES.get(request.dtype or "auto") or quick_dtype(held_dtype(config), device)
     machine, where = free_bytes(device), "this machine"
     if request.card:
-        machine, where = read_bytes(request.card, "A card", "24 GiB"), request.card
+        machine, where = parse_bytes(request.card, "A card", "24 GiB"), request.card
     shape = shape_of_config(config, dtype)
     more = {"fits": _fits(session, config, machine, shape.experts)} if request.context else {}
     title = f"in {where}, {str(dtype).removeprefix('torch.')}, as fast as this machine's {device.type}; no weights were read"
@@ -182,7 +184,8 @@ def _priced(session: Session, place: tuple[Any, ...], title: str, refused: dict[
     from rich.table import Table
     from rich.text import Text
 
-    from ..cost import duration, long_verbs, price
+    from ..cost.price import duration, price
+    from ..diagnosis.verbs import long_verbs
 
     request: DoctorRequest = session.request
     sizes: dict[str, Any] = {"samples": request.samples, "length": request.length or 256, "batch": request.batch_size or 8}
@@ -209,8 +212,8 @@ def _priced(session: Session, place: tuple[Any, ...], title: str, refused: dict[
 
 def _shared(session: Session, verbs: dict[str, Any], place: tuple[Any, ...], machines: int) -> dict[str, dict[str, Any]]:
     """Show what each of several processes holds and does of every verb that shares its work; return it by verb."""
-    from ..cost import duration
-    from ..machines import share_of
+    from ..cost.machines import share_of
+    from ..cost.price import duration
 
     rows, shares = [], {}
     for verb, parts in verbs.items():

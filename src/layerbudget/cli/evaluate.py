@@ -157,7 +157,8 @@ def _read(path: str) -> dict[str, Any]:
 
 def _measured(session: Session, models: float = 1.0) -> tuple[dict[str, Any], list[str]]:
     """Evaluate one model, of so many; also which texts hold the rows that trained its adapter."""
-    from ..cost import Text, WorkItem
+    from ..cost.sizes import Text
+    from ..cost.work import WorkItem
     from ..evaluation.perplexity import evaluation_set, perplexity
     from ..models.loading import precision_of
 

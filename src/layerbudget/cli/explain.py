@@ -101,7 +101,7 @@ class SweepQuestion(Request):
     )
     kind: str = option("sparsity", choices=_swept, help="of the plans (default: sparsity)")
     exponents: tuple[float, ...] | None = option(None, help="exponents of the weights (default: the rule's)")
-    rule: str | None = option(None, help="a rule of that kind of plan, such as by-rank (default: mdl; of bits: choices)")
+    rule: str | None = option(None, help="a rule of that kind of plan, such as by-rank (default: mdl; of bits: exact)")
 
     @classmethod
     def more_options(cls, typed: Mapping[str, str]) -> dict[str, Option]:
@@ -334,7 +334,7 @@ def run_transfer(session: Session) -> dict[str, Any]:
 
 def run_certify(session: Session) -> dict[str, Any]:
     """Take each block's Newton step, compare, certify, and say what was certified."""
-    from ..cost import certifying
+    from ..cost.verbs import certifying
     from ..models.blocks import describe, partition
     from ..records import check_output, dumps, write_text
     from ..sensitivity.certificate import DAMPINGS, certify_ranking, direct_check

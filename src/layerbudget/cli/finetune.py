@@ -90,7 +90,7 @@ def _validated_base(session: Session, plan: Plan) -> Any:
     from ..models.blocks import describe
 
     base = session.load_model(four_bit=False)  # a cast keeps the digest
-    plan.validate(describe(base, session.model))
+    plan.validate(describe(base, session.request.model))
     return base
 
 
@@ -104,7 +104,8 @@ def _protocol(request: FinetuneRequest, base: Any) -> Protocol:
 
 def _expect(session: Session, base: Any, plan: Plan, task: Any, protocol: Protocol) -> None:
     """Say what will be trained on, and what it will cost; rows of a labelled task count a quarter of the longest allowed."""
-    from ..cost import Text, training
+    from ..cost.sizes import Text
+    from ..cost.verbs import training
 
     request: FinetuneRequest = session.request  # type: ignore[assignment]  # it is the one of this command
     decision, splits = decision_of(plan), (("to train on", task.train), *task.evaluation.items())

@@ -70,8 +70,8 @@ class ReportRequest(Request):
 
 def run_demo(session: Session) -> dict[str, Any]:
     """Run the main job and say where the results are."""
-    from ..cost import demonstrating
     from ..demo import run
+    from ..diagnosis.verbs import demonstrating
     from ..models.loading import load_model
     from ..models.machine import keep_freed
     from ..reporting.tables import demo_table

@@ -8,9 +8,12 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInput, LayerbudgetError, LostProcess
+
+if TYPE_CHECKING:
+    from .display import Display
 
 PROCESSES = (  # these can run in several
     "score",
@@ -26,7 +29,7 @@ PROCESSES = (  # these can run in several
 )
 
 
-def carried(asked: Any, run: Callable[[], dict[str, Any]], line: Callable[[], str]) -> int:
+def carried(session: Display, run: Callable[[], dict[str, Any]], line: Callable[[], str]) -> int:
     """Run a command, turn what ends it early into a sentence, and return the exit code.
 
     What ends it in one process of several ends it in all of them, with the same sentence and code.
@@ -35,7 +38,7 @@ def carried(asked: Any, run: Callable[[], dict[str, Any]], line: Callable[[], st
     from .display import terminal
 
     try:
-        return _run(asked, run, line)
+        return _run(session, run, line)
     except EndedElsewhere as error:
         code, said = error.code, str(error)
     except LostProcess as error:
@@ -61,44 +64,44 @@ def carried(asked: Any, run: Callable[[], dict[str, Any]], line: Callable[[], st
     return code
 
 
-def _run(asked: Any, run: Callable[[], dict[str, Any]], line: Callable[[], str]) -> int:
+def _run(session: Display, run: Callable[[], dict[str, Any]], line: Callable[[], str]) -> int:
     """Run a command that nothing ends early, print its result where that is asked for, and return the exit code."""
     from ..execution.partners import working
     from ..records import dumps, running
-    from .display import DryRun, conclude, nothing_written
+    from .display import DryRun
 
     try:
-        writes = _join(asked)
-        with working(), running(line), nothing_written(asked):
-            result = conclude(asked, run())
+        writes = _join(session)
+        with working(), running(line), session.nothing_written():
+            result = session.conclude(run())
     except DryRun as dry_run:
         result, writes = dry_run.result, True
     finally:
         if (machine := sys.modules.get("layerbudget.models.machine")) is not None:  # a command that loaded a model
             machine.usual_products()
-    if asked.json and writes:
+    if session.request.json and writes:
         sys.stdout.write(dumps(result))
     return int(result.get("exit_code", 0))
 
 
-def _join(arguments: Any) -> bool:
+def _join(session: Display) -> bool:
     """Join the processes of a launcher, and return whether this one writes and prints."""
     _take_slurms_words()
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return True
     from ..execution.processes import join
 
-    words = arguments.request.command if hasattr(arguments, "request") else arguments.verb
-    words = f"plan {arguments.kind}" if words == "plan" else words
+    request = session.request
+    words = request.command
     if words not in PROCESSES:
         raise InvalidInput(
             f"{words} runs in one process, and the launcher started {os.environ['WORLD_SIZE']}.",
             f"Work is shared by {', '.join(PROCESSES)}.",
             "Start it without torchrun.",
         )
-    if join(getattr(arguments, "device", None)).is_main:
+    if join(getattr(request, "device", None)).is_main:
         return True
-    arguments.quiet = arguments.console.quiet = True
+    request.quiet = session.console.quiet = True
     return False
 
 

@@ -13,7 +13,6 @@ from ..registry import Option, options_of
 from ..requests import READING, TextRequest, four_bit_option, line_of, model_option, option, out_option, resume_option
 from ..scores import Scores
 from ..sensitivity.estimators import ESTIMATORS, Estimator
-from .display import show_table
 from .session import Session
 
 _FILLED = ("batch_size", "seed", "model", "estimator")  # options of estimators that have flags, or are filled in
@@ -127,7 +126,7 @@ def _show(session: Session, scores: Scores) -> None:
     if grid is not None:
         session.console.print(grid)
     else:
-        show_table(session, sheet.title, sheet.header, sheet.rows, lambda row: [cell(value) for value in row])
+        session.show(sheet.title, sheet.header, sheet.rows, lambda row: [cell(value) for value in row])
 
 
 def _sentences(scores: Scores) -> list[str]:
@@ -161,7 +160,7 @@ def _imported(session: Session) -> Any:
 
 
 def _measured(session: Session) -> Any:
-    from ..cost import scoring
+    from ..cost.work import scoring
     from ..data.text import calibration
     from ..models.blocks import partition
     from ..sensitivity.gain import score

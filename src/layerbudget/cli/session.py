@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from ..data.files import is_local
 from ..decisions.files import text_of_plan
 from ..errors import BadModel, InvalidInput
 from ..plan import Plan
-from . import display
+from .display import Display, ending, named_text
 
 #: What a default text costs: SmolLM2 in 3 bits, benchmarks/results/texts.md.
 ON_DEFAULT_TEXT = (
@@ -20,30 +19,18 @@ ON_DEFAULT_TEXT = (
 )
 
 
-class Session:
-    """One command: its request, and what every command does.
+class Session(Display):
+    """One command: its request, what is loaded for it, and how every command ends.
 
-    Options of the request are also attributes of the session, which is how the functions of :mod:`.display` read them.
+    Attributes:
+        facts: What planning learns of the model, and the command that follows depends on.
+        usual: Text and its size where none is named; a plan's own text may stand there.
     """
 
     def __init__(self, request: Any) -> None:
-        self.request = request
-        self.verb = request.command.split()[0]
-        self.console = display.terminal(stderr=request.json)
+        super().__init__(request)
         self.facts: dict[str, Any] = {}
-        self.expected: Any = None  # what the command is expected to cost
-        self.each: Any = None  # what each of several processes would do of it
-        self.began: float | None = None  # when the work began
-        self.processor = 0.0  # seconds of the processor until then
-        self.loaded = False  # whether the expected cost is without the loading of a model
-        self.expectation: dict[str, Any] | None = None  # what a dry run says
-        #: Text and its size where none is named; a plan's own text may stand there.
         self.usual: dict[str, Any] = dict(getattr(request, "usual", {}))
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "request":  # before it is set
-            raise AttributeError(name)
-        return getattr(self.request, name)
 
     # --- what is loaded ------------------------------------------------------------------------------------------------------
 
@@ -180,29 +167,9 @@ class Session:
 
     # --- what is said --------------------------------------------------------------------------------------------------------
 
-    def expect(self, what: str, model: Any, parts: Sequence[Any]) -> None:
-        """Say what will be done, for how long and in how much memory; the clock begins."""
-        display.expect(self, what, model, parts)
-
-    def progress(self, text: str) -> AbstractContextManager[Any]:
-        """Return a context that gives a callback of progress; ``--dry-run`` ends where it is first called."""
-        return display.progress_bar(self, text)
-
-    def say(self, *sentences: str) -> None:
-        """Print sentences, one a line."""
-        display.say(self, *sentences)
-
-    def announce(self, sentence: str) -> None:
-        """Print on stderr what is about to run."""
-        display.announce(self, sentence)
-
-    def show(self, title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Print a table."""
-        display.show_table(self, title, head, rows)
-
     def text(self, data: Any) -> str:
         """Return a text in words: ``16 samples of 256 tokens of stdlib``."""
-        return f"{data.samples} samples of {data.length} tokens of {display.named_text(data.source)}"
+        return f"{data.samples} samples of {data.length} tokens of {named_text(data.source)}"
 
     def on_text(self, data: Any) -> str:
         """Return the same as it follows what is done; empty without a text."""
@@ -210,28 +177,16 @@ class Session:
 
     def size(self, data: Any) -> Any:
         """Return how much text is read, as :mod:`layerbudget.cost` counts it: one token of none."""
-        from ..cost import Text
+        from ..cost.sizes import Text
 
         if data is None:
             return Text(samples=1, length=1, batch=1)
         return Text(samples=data.samples, length=data.length, batch=min(self.batch(), data.samples))
 
-    def share(self, model: Any, blocks: Sequence[Any]) -> None:
-        """Say which share of the weights the blocks hold, where that is not nearly all."""
-        display.say_share(self, model, blocks)
-
     def end(
         self, plan: Plan, *sentences: str, more: Sequence[str] = (), options: Sequence[str] = (), other: str = ""
     ) -> dict[str, Any]:
-        """Say what an applied plan is expected to cost and the command that measures it; return both as fields.
-
-        Args:
-            plan: The plan.
-            sentences: What is said before.
-            more: What is said between both.
-            options: Further options of the command ``evaluate``.
-            other: A command of another program in its place.
-        """
+        """See :meth:`layerbudget.session.Session.end`."""
         from ..reporting.verdict import expected as expected_of
 
         request: Any = self.request
@@ -239,15 +194,10 @@ class Session:
         self.say(*sentences, expected, *more)
         if other:
             self.say(f"Next: {other}")
-            return display.ending(expected, other)
+            return ending(expected, other)
         name = request.data or text_of_plan(plan).get("data", "stdlib")
         text = [] if name == "stdlib" else ["--perplexity", "TEXT"]
-        return display.ending(expected, self.follow("evaluate", request.out, "--against", request.model, *options, *text))
-
-    def follow(self, *words: str) -> str:
-        """Print the command that follows, and return it; what this command had to run first, that one has too."""
-        plugins = [word for file in self.request.plugin for word in ("--plugin", file)]
-        return display.say_next(self, *words, *plugins)
+        return ending(expected, self.follow("evaluate", request.out, "--against", request.model, *options, *text))
 
 
 def split_revision(name: str) -> tuple[str, str | None]:

@@ -22,7 +22,7 @@ BOUNDS = ("max_sparsity", "min_sparsity", "max_rank", "min_rank", "multiple", "m
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry:
+class GridEntry:
     """One plan of a comparison, at one budget and seed.
 
     Its name is ``rule(score)``, ``rule(score, permuted)``, or the rule alone where it ignores the score, which is None then. A
@@ -49,7 +49,7 @@ class PlanGrid:
     ``ignoring`` are rules that make the same plan whatever the score says, ``impossible`` is ``{entry: reason}``.
     """
 
-    entries: Sequence[Entry]
+    entries: Sequence[GridEntry]
     ignoring: Sequence[str]
     impossible: Mapping[str, str]
 
@@ -169,12 +169,12 @@ def make_grid(
     check_request(kind, blocks, rules, [budget], options)
     chosen, options = [find_rule(kind, r) for r in rules], dict(options or {})
     uniform = planned(kind, blocks, UNIFORM, budget, options)
-    entries = {UNIFORM: Entry(name=UNIFORM, rule=UNIFORM, score=None, control=UNIFORM, plan=uniform)}
+    entries = {UNIFORM: GridEntry(name=UNIFORM, rule=UNIFORM, score=None, control=UNIFORM, plan=uniform)}
     impossible: dict[str, str] = {}
     ignoring: list[str] = []
 
     def add(name: str, score: str | None, plan: Plan, control: str = "") -> None:
-        entries.setdefault(name, Entry(name=name, rule=rule.name, score=score, control=control, plan=plan))
+        entries.setdefault(name, GridEntry(name=name, rule=rule.name, score=score, control=control, plan=plan))
 
     for named_rule, rule in zip(rules, chosen, strict=True):
         for score, record in scores.items():
@@ -199,7 +199,7 @@ def make_grid(
         if problem := misfit(plan, uniform):
             impossible[name] = problem
         else:
-            entries[name] = Entry(name=name, rule=plan.rule, score=None, control="", plan=plan)
+            entries[name] = GridEntry(name=name, rule=plan.rule, score=None, control="", plan=plan)
     if len(entries) == 1 and impossible and not plans:
         raise InvalidInput(f"No score makes a plan under any rule: {next(iter(impossible.values()))}", "", "Choose others.")
     return PlanGrid(entries=tuple(entries.values()), ignoring=tuple(ignoring), impossible=impossible)

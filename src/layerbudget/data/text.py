@@ -63,12 +63,12 @@ _REFERENCES = {
 _HELD_OUT = 0.1
 
 
-def read_documents(source: str, *, group: str = "calibration", limit: int | None = None) -> list[str]:
+def read_documents(source: str, *, group: str = "calibration") -> list[str]:
     """The texts of a source; empty ones are left out.
 
     A source is ``stdlib`` (or ``stdlib:training`` and so on), ``c4``, ``wikitext2``, one or more local files or folders
     (:mod:`layerbudget.data.files`, :mod:`layerbudget.data.folders`) separated by commas, or a hub dataset
-    ``name[:config[:split[:column]]]`` (at most ``limit`` rows of it). The group, ``calibration`` or ``evaluation``, is one of
+    ``name[:config[:split[:column]]]``. The group, ``calibration`` or ``evaluation``, is one of
     the standard library, or a split.
 
     Raises:
@@ -76,7 +76,7 @@ def read_documents(source: str, *, group: str = "calibration", limit: int | None
         InvalidInput: A file without text, or of an unknown kind.
         MissingDependency: ``datasets`` or ``pyarrow`` is needed and not installed.
     """
-    return [text_of(row, where) for row, where in _written_rows(_read_rows(source, group, limit), source)]
+    return [text_of(row, where) for row, where in _written_rows(_read_rows(source, group), source)]
 
 
 def _written_rows(rows: Sequence[tuple[Row, str]], source: str) -> list[tuple[Row, str]]:

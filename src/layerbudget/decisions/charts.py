@@ -25,7 +25,7 @@ def counted_water(plan: Plan, even: float | None = None) -> dict[str, Any]:
 
 
 def even_water(plan: Plan) -> dict[str, Any]:
-    """Return ``{cap, uniform, share}`` of the water level: no caps, and the mean over the parameters."""
+    """Return ``{cap, uniform, share}`` of a plan without caps: uniform is the mean over the parameters."""
     numel = plan.numel.astype(np.float64)
     return {"cap": None, "uniform": float(np.array(values_of(plan)) @ numel / numel.sum()), "share": None}
 

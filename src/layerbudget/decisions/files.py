@@ -130,9 +130,3 @@ def text_of_plan(plan: Plan) -> dict[str, Any]:
     options: dict[str, Any] = {name: value if name == "data" else int(value) for name, value in typed.items()}
     kept = {n: plan.data[n] for n in ("samples", "length", "seed") if n in plan.data}
     return {**({"data": plan.data["source"]} if "source" in plan.data else {}), **options, **kept}
-
-
-def on_text(a: Any, plan: Plan) -> list[str]:
-    """Return the option of ``evaluate`` that names a text, for a plan that was made or applied on a text of the user's."""
-    text = a.data or text_of_plan(plan).get("data", "stdlib")
-    return [] if text == "stdlib" else ["--perplexity", "TEXT"]

@@ -30,6 +30,7 @@ from ..sensitivity.estimators import ESTIMATORS
 SEVERITIES = ("ok", "note", "warning", "problem")
 Remarks = Iterator[tuple[str, str, str]]
 _FAILURES = (LayerbudgetError, ArithmeticError, LookupError, RuntimeError, ValueError, TypeError, AttributeError)
+_SHORT = 8  # tokens of the sample that is tried first
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
@@ -364,15 +365,15 @@ def _learned_first(data: CalibrationSet) -> CalibrationSet:
     return data.select(slice(int(rows[0]), None)) if len(rows) else data
 
 
-def _shorten(data: CalibrationSet, length: int = 8) -> CalibrationSet:
+def _shorten(data: CalibrationSet) -> CalibrationSet:
     """A few tokens of the first sample; where only answers are learned, up to the first learned token."""
-    end, labels = length, data.labels
+    end, labels = _SHORT, data.labels
     if labels is not None and labels.ndim == 2:
-        end = max(length, 1 + int((labels[0] != IGNORE).int().argmax()))
-        labels = labels[:1, end - length : end]
+        end = max(_SHORT, 1 + int((labels[0] != IGNORE).int().argmax()))
+        labels = labels[:1, end - _SHORT : end]
     elif labels is not None:
         labels = labels[:1]
-    return dataclasses.replace(data, input_ids=data.input_ids[:1, end - length : end], attention_mask=None, labels=labels)
+    return dataclasses.replace(data, input_ids=data.input_ids[:1, end - _SHORT : end], attention_mask=None, labels=labels)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------------

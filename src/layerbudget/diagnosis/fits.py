@@ -9,7 +9,7 @@ import torch
 
 from ..compressors.formats import GGUF, PACKED, find_format
 from ..decisions.bits import formats_table
-from ..decisions.formats.program import mix_of
+from ..decisions.formats.baselines import mix_of
 from ..decisions.formats.table import FormatTable
 from ..decisions.memory import share_of
 from ..errors import InvalidInput

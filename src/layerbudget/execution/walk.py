@@ -101,13 +101,6 @@ class Walk:
             self.store.put(batch, self._output(self.position, batch))
         self.position += 1
 
-    def tail(self, index: int, batch: int, hidden: torch.Tensor | None = None) -> Any:
-        """The model's own output for one batch, with the forward begun at layer ``index`` (its length: at the head)."""
-        hidden = self.store.get(batch) if hidden is None else hidden
-        self.forwards += len(self.layers) - index
-        with self.replay.begin(index, hidden), self._precision():
-            return self.model(**self.inputs(batch))
-
     def meet_head(self, batch: int, hidden: torch.Tensor) -> None:
         """Give the head what it reads of one batch, for those who listen, and end the forward in front of it."""
         with self.replay.begin(len(self.layers), hidden), self.replay.end_at_head(), self._precision():

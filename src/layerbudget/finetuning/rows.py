@@ -29,7 +29,9 @@ def is_causal(model: nn.Module) -> bool:
 
 
 class _Batches:
-    """Rows of one tokenizer as padded batches, and their sorted evaluation."""
+    """Rows of one tokenizer as padded batches, and their sorted evaluation, so many rows ``together``."""
+
+    together = 32
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.pad = tokenizer, pad_of(tokenizer)
@@ -46,15 +48,13 @@ class _Batches:
         return {name: torch.tensor([filled(name, r[name]) for r in rows]) for name in rows[0]}
 
     @torch.no_grad()
-    def evaluated(
-        self, model: nn.Module, rows: Sequence[Row], measure: Callable[[Tensor, Tensor], Tensor], batch: int
-    ) -> np.ndarray:
+    def evaluated(self, model: nn.Module, rows: Sequence[Row], measure: Callable[[Tensor, Tensor], Tensor]) -> np.ndarray:
         """Return ``measure(logits, labels)`` of every row, shape ``(n,)``; processes share the batches, and all call it."""
         model.eval()
         device, measures = next(model.parameters()).device, np.zeros(len(rows))
         order = np.argsort([len(r["input_ids"]) for r in rows], kind="stable")
-        for start, counts in rounds(range(0, len(order), batch)):
-            part = order[start : start + batch]
+        for start, counts in rounds(range(0, len(order), self.together)):
+            part = order[start : start + self.together]
             inputs = {k: v.to(device) for k, v in self.collate([rows[i] for i in part]).items()}
             labels = inputs.pop("labels")
             values = measure(model(**inputs).logits, labels)
@@ -115,7 +115,7 @@ class Rows(_Batches):
             predictions[split] = predicted.tolist()
         return {"metrics": metrics, "predictions": predictions}
 
-    def predict(self, model: nn.Module, examples: Sequence[Example], batch: int = 32) -> np.ndarray:
+    def predict(self, model: nn.Module, examples: Sequence[Example]) -> np.ndarray:
         """Return the predicted label of every example, shape ``(n,)``.
 
         A head's largest logit; for a causal LM the possible answer with the largest likelihood given the prompt (summed
@@ -123,11 +123,11 @@ class Rows(_Batches):
         """
         if not self.causal:
             rows = self.encoded(examples)
-            return self.evaluated(model, rows, lambda logits, _: logits.float().argmax(-1), batch).astype(np.int64)
+            return self.evaluated(model, rows, lambda logits, _: logits.float().argmax(-1)).astype(np.int64)
         owners = [(i, answer) for i, e in enumerate(examples) for answer in range(e.choices)]
         rows = [self._answered(examples[i], answer, False) for i, answer in owners]
         losses = np.full((len(examples), len(self.task.answers)), np.inf)
-        for owner, loss in zip(owners, self.evaluated(model, rows, _sums, batch), strict=True):
+        for owner, loss in zip(owners, self.evaluated(model, rows, _sums), strict=True):
             losses[owner] = loss
         return losses.argmin(-1)
 
@@ -140,7 +140,7 @@ class Rows(_Batches):
 class TextRows(_Batches):
     """Rows of text for one language model and its tokenizer."""
 
-    causal = True
+    causal, together = True, 16
 
     def __init__(self, task: Texts, tokenizer: Any) -> None:
         super().__init__(tokenizer)
@@ -150,9 +150,9 @@ class TextRows(_Batches):
         """Return one entry per row."""
         return [{"input_ids": r.input_ids, "labels": r.labels} for r in examples]
 
-    def losses(self, model: nn.Module, examples: Sequence[Encoded], batch: int = 16) -> np.ndarray:
+    def losses(self, model: nn.Module, examples: Sequence[Encoded]) -> np.ndarray:
         """Return the loss of every row, nats per learned token, shape ``(n,)``."""
-        return self.evaluated(model, self.encoded(examples), _sums, batch) / self.kept(examples)
+        return self.evaluated(model, self.encoded(examples), _sums) / self.kept(examples)
 
     def judge(self, model: nn.Module) -> dict[str, Any]:
         """Return the held-out loss with the adapter and, where it can be put aside, without it; losses by row too."""

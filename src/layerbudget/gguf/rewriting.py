@@ -1,17 +1,28 @@
-"""A GGUF file that is written again: its head with other types, shapes or numbers, all else byte for byte. No torch."""
+"""A GGUF file that is written again: its head with other types, shapes or numbers, all else byte for byte. No torch.
+
+The new one is a file by itself (``planned.gguf``), or lies in a folder with what belongs to it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from ..errors import CorruptFile, InvalidInput, NotFound
+from ..progress import Progress, Steps
+from ..storage.checkpoint import GGUF_FILE
+from ..storage.folders import check_folder, new_folder
+from ..storage.writing import check_apart, check_output, check_space, new_file, whole
 from .architectures import CONVERT
 from .names import need_gguf
+
+R = TypeVar("R")
 
 _UINT32 = 4  # GGUF's number for a value of 32 bits
 
@@ -100,8 +111,71 @@ class GgufSource:
         """Return the bytes that a part of so many bytes takes in the file."""
         return -(-size // int(self.reader.alignment)) * int(self.reader.alignment)
 
+    def write(self, file: Path, head: bytes, content: Callable[[Any], Iterable[np.ndarray]], progress: Progress | None) -> None:
+        """Write a head, and behind it every tensor as ``content`` gives it, part by part; with the padding between them."""
+        tick = Steps(progress, len(self.reader.tensors))
+        with file.open("wb") as out:
+            out.write(head)
+            for tensor in self.reader.tensors:
+                start = out.tell()
+                for part in content(tensor):
+                    out.write(np.ascontiguousarray(part).data)
+                size = out.tell() - start
+                out.write(b"\0" * (self.padded(size) - size))
+                tick()
+
 
 def tensor_bytes(shape: Sequence[int], kind: Any) -> int:
     """Return the bytes of a tensor in a type, without padding."""
     per, size = need_gguf().GGML_QUANT_SIZES[kind]
     return math.prod(int(n) for n in shape) // per * size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GgufOutput:
+    """The place of a GGUF file that is written again: the file itself where its name ends in ``.gguf``, else a folder."""
+
+    out: Path
+    overwrite: bool
+
+    @classmethod
+    def checked(cls, out: Path | str, size: float, sources: Iterable[Path | str], *, overwrite: bool) -> GgufOutput:
+        """Return it where it can be written; the folder around it is made.
+
+        Args:
+            out: The file, or the folder.
+            size: Bytes that are written there.
+            sources: Files that are read.
+            overwrite: Replace what an earlier call wrote.
+
+        Raises:
+            InvalidInput: One of the sources is the output, no place to write to, or too little room on the disk.
+            AlreadyExists: Something is there.
+        """
+        output = cls(out=Path(out), overwrite=overwrite)
+        check_apart(out if output.single else output.out / GGUF_FILE, *sources)
+        check_space({out: size})
+        (check_output if output.single else check_folder)(out, overwrite=overwrite)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        return output
+
+    @property
+    def single(self) -> bool:
+        """Whether the file stands alone."""
+        return self.out.suffix == ".gguf"
+
+    @property
+    def parent(self) -> Path:
+        """The folder in which the output is made."""
+        return self.out.absolute().parent
+
+    def write(self, file: Callable[[Path], R], others: Callable[[Path, R], None]) -> R:
+        """Return what ``file`` says of the GGUF file that it wrote; in a folder ``others`` writes what lies beside it."""
+        place = self.out.absolute()
+        if self.single:
+            with whole(place), new_file(self.parent, self.out.name, lambda _: place) as temporary:
+                return file(temporary)
+        with new_folder(self.out, overwrite=self.overwrite) as folder:
+            receipt = file(folder / GGUF_FILE)
+            others(folder, receipt)
+        return receipt

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from ..decision import DECISIONS, decision_of
+from ..decisions.charts import values_of
 from ..plan import Plan
 from .records import FolderResults
 from .tables import grid_of
@@ -25,7 +26,7 @@ def charts_of(results: FolderResults) -> dict[str, Any]:
         data["network"] = {"rows": grid.rows, "columns": grid.columns, "cells": cells}
         data["network"] |= {"names": [b.name for b in blocks], "numel": [b.numel for b in blocks]}
         data["word"] = DECISIONS.find(source.kind).decides if isinstance(source, Plan) else source.unit
-        data["value"] = None if plan is None else _values(plan)
+        data["value"] = None if plan is None else values_of(plan, whole=decision_of(plan).whole)
         why = [] if plan is None else decision_of(plan).matrices(plan)
         data["formats"] = [row["format"] for row in why] or None
         data["damage"] = [row["damage"] for row in why] if why and "damage" in why[0] else None
@@ -46,10 +47,6 @@ def charts_of(results: FolderResults) -> dict[str, Any]:
         if charts.get("grid"):
             data.setdefault("water", {"cap": None, "uniform": None})
     return data
-
-
-def _values(plan: Plan) -> list[float]:
-    return [float(f"{v:.6g}") for v in (plan.counts if decision_of(plan).whole else plan.values)]
 
 
 def _results(results: FolderResults) -> dict[str, Any] | None:

@@ -71,19 +71,12 @@ def score_adapter(
     One damping serves all blocks (``median``): relative to each block's own curvature, adapter gains come out nearly equal and
     plans from them nearly uniform.
 
-    Args:
-        model: The model.
-        data: The calibration set.
-        blocks: Blocks of the model.
-        damping: tau, one or several, in ``damping_unit``; None for the default sweep.
-        damping_unit: ``max``, ``mean``, ``median`` or ``absolute``: what the damping is relative to.
-        batch_size: Sequences per pass.
-        seed: Of A and of the bootstrap.
-        progress: Called with sequences done and in total.
-        rank: r of the adapters.
-        scaling: LoRA's ``alpha/r``, which matters with absolute damping only.
-        replicates: Of the bootstrap.
-        walk: ``whole``, ``layers`` or ``auto``, as in :func:`layerbudget.execution.backward.feed`.
+    Arguments are those of :func:`~layerbudget.sensitivity.gain.score`; its own are:
+
+    - ``seed``: of A and of the bootstrap.
+    - ``rank``: r of the adapters.
+    - ``scaling``: LoRA's ``alpha/r``, which matters with absolute damping only.
+    - ``replicates``: of the bootstrap.
 
     Returns:
         As :func:`layerbudget.sensitivity.curvature.fisher.score_gram`, with ``estimator='adapter'``.

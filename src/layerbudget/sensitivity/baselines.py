@@ -44,13 +44,9 @@ def outlier_ratio(
     ``A = |W| * sqrt(sum over tokens x^2)``; the matrices of a block are pooled, the comparison is strict. A common factor of
     the activation statistic (the number of sequences) cancels. More outliers: protect more (orientation ``gain``).
 
-    Args:
-        model: The model.
-        data: The calibration set.
-        blocks: Blocks of the model.
-        multiple: ``M`` of the source, which uses 3 by default and recommends 5 for LLaMA-7B (the default here).
-        batch_size: Sequences per pass.
-        progress: Called with sequences done and in total.
+    Arguments are those of :func:`~layerbudget.sensitivity.gain.score`; its own are:
+
+    - ``multiple``: ``M`` of the source, which uses 3 by default and recommends 5 for LLaMA-7B (the default here).
     """
     if not multiple > 0 or not np.isfinite(multiple):
         raise InvalidInput(f"multiple is {multiple}.", "It must be positive.", "Use 3, 5 or 7, the values of the source.")

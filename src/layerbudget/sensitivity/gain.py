@@ -61,7 +61,8 @@ def score(
         resume: Folder in which finished records are kept and found again, also the gradients of sequences (``fisher-gram``) and
             finished blocks (``kfac``, ``ekfac`` and ``rank-gain``, not with dampings that wait for the last block, nor in
             several processes). Processes on several machines need one folder that all of them see.
-        **options: Of the estimator (``sketch``, ``draws``, ``steps``, ...).
+        **options: Of the estimator (``sketch``, ``draws``, ``steps``, ...). Those that take gradients also have ``walk``:
+            ``whole``, ``layers`` or ``auto``, as in :func:`layerbudget.execution.backward.feed`.
 
     Returns:
         A record with one row per damping: gains, standard errors, noise floors, status, provenance.

@@ -144,15 +144,10 @@ def score_layerif(
 ) -> Scores:
     """Aggregated training-to-validation influence of every block; orientation ``gain``.
 
-    Args:
-        model: The model.
-        data: Training samples.
-        blocks: Blocks of the model.
-        validation: Validation samples; without them the last seventh of the data is held out (the paper's 300 : 50).
-        aggregation: ``all`` or ``positive``, see :func:`aggregate`.
-        batch_size: Sequences per pass.
-        walk: ``whole``, ``layers`` or ``auto``, as in :func:`layerbudget.execution.backward.feed`.
-        progress: Called with sequences done and in total.
+    Arguments are those of :func:`~layerbudget.sensitivity.gain.score`; its own are:
+
+    - ``validation``: validation samples; without them the last seventh of the data is held out (the paper's 300 : 50).
+    - ``aggregation``: ``all`` or ``positive``, see :func:`aggregate`.
 
     Returns:
         A record; the standard error (for ``all``) is that of a sum over independent validation samples, the training

@@ -74,17 +74,12 @@ def score_rank_gain(
 
     By layers, one layer's factors exist at a time.
 
-    Args:
-        model: The model.
-        data: The calibration set.
-        blocks: Blocks of the model.
-        damping: a and s in units of :func:`damping_scale`, 1 by default.
-        batch_size: Sequences per pass.
-        seed: Of the sampled labels.
-        progress: Called with sequences done and in total.
-        largest: Ranks per matrix that are kept.
-        walk: ``whole``, ``layers`` or ``auto``, as in :func:`layerbudget.execution.backward.feed`.
-        finished: Blocks that an earlier run has finished.
+    Arguments are those of :func:`~layerbudget.sensitivity.gain.score`; its own are:
+
+    - ``damping``: a and s in units of :func:`damping_scale`, 1 by default.
+    - ``seed``: of the sampled labels.
+    - ``largest``: ranks per matrix that are kept.
+    - ``finished``: blocks that an earlier run has finished.
 
     Returns:
         ``gain`` sums all ranks; ``extra['increments']`` has, per damping and block, the gain of the first, second, ... rank;

@@ -4,7 +4,7 @@ from .choices import Choice, choose, near_ties
 from .counted import choose_few
 from .joint import JointSolution, solve_joint
 from .programs import allocate, sparsify
-from .rounding import Rounded, allocate_increments, few_levels, round_capacity, round_parameters
+from .rounding import RoundedCapacity, allocate_increments, few_levels, round_capacity, round_parameters
 from .separable import Solution
 from .transfer import Transfer, transfer_allocation, transfer_sparsity
 from .utilities import CalibratedPenalty
@@ -13,7 +13,7 @@ __all__ = [
     "CalibratedPenalty",
     "Choice",
     "JointSolution",
-    "Rounded",
+    "RoundedCapacity",
     "Solution",
     "Transfer",
     "allocate",

@@ -27,7 +27,7 @@ METHODS = ("auto", "floor")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Rounded:
+class RoundedCapacity:
     """Integer decision: ``counts``, shape ``(K,)``, with their utility ``value`` and what they ``spent`` of the ``budget``.
 
     No integer decision is better than ``bound``; ``optimum`` is that of the continuous program. ``gap`` is
@@ -54,7 +54,7 @@ class Rounded:
         return {name: value for name, value in self.__dict__.items() if name != "counts" and (name, value) != ("price", None)}
 
 
-def round_capacity(solution: Solution, *, method: str = "auto", multiple: int = 1) -> Rounded:
+def round_capacity(solution: Solution, *, method: str = "auto", multiple: int = 1) -> RoundedCapacity:
     """Turn what :func:`layerbudget.solvers.allocate` returned into multiples of a number that never exceed the budget.
 
     ``method`` is ``auto`` (the best integers) or ``floor`` (the paper's rule).
@@ -101,7 +101,7 @@ def round_capacity(solution: Solution, *, method: str = "auto", multiple: int = 
         method = "greedy" if problem.equal else "exact"
     value, optimum = problem.utility(counts), problem.utility(solution.value)
     bound = value if exact else max(min(bound, max(optimum, value)), value)
-    return Rounded(
+    return RoundedCapacity(
         counts=np.round(counts).astype(np.int64),
         value=value,
         bound=bound,
@@ -182,7 +182,7 @@ def allocate_increments(
     lower: ArrayLike = 0,
     upper: ArrayLike | None = None,
     multiple: int = 1,
-) -> Rounded:
+) -> RoundedCapacity:
     r"""Divide a budget over blocks whose every unit has a worth of its own (ranks by their own gains).
 
         maximise   sum_k  sum_{i <= r_k} m_ki      subject to  sum_k c_k r_k <= B,   l_k <= r_k <= u_k,   r_k whole,
@@ -241,7 +241,7 @@ def allocate_increments(
     owner = np.repeat(np.arange(size), list(map(len, offered)))
     optimum = paid + _relaxed(np.concatenate(offered), c[owner], max(total - float(c @ low), 0.0))
     bound = value if exact else max(min(paid + bound, optimum), value)
-    return Rounded(
+    return RoundedCapacity(
         counts=units * step,
         value=value,
         bound=bound,

@@ -158,7 +158,7 @@ def test_a_model_inside_a_model_initialises_its_own_modules():
 def test_a_plan_for_another_tool_is_refused_before_anything_is_rounded(monkeypatch, tmp_path, make, said):
     model, data = make(), zoo.tokens(2, 8, vocabulary=96)
     plan = plan_bits(rounding_damage(model, data, group=32, unwritten="plan"), bits=6.0)
-    monkeypatch.setattr("layerbudget.decisions.bits.apply._Rounding.run", lambda *a, **k: pytest.fail("it was rounded"))
+    monkeypatch.setattr("layerbudget.decisions.bits.pieces.ModelRounding.run", lambda *a, **k: pytest.fail("it was rounded"))
     with pytest.raises(InvalidInput, match=said):
         write_bits(model, plan, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -15,15 +15,14 @@ import layerbudget as lb
 from layerbudget.compressors import quantisers
 from layerbudget.compressors.base import Level, find_quantiser
 from layerbudget.compressors.formats import BY_MOMENTS, RUNTIMES
-from layerbudget.decisions.bits import apply as writing
+from layerbudget.decisions.bits import pieces, rounding
 from layerbudget.decisions.bits import plan as planning
-from layerbudget.decisions.bits import rounding
 from layerbudget.decisions.bits import sensitivity as R
 from layerbudget.decisions.bits.apply import apply_bits, round_matrices
 from layerbudget.decisions.bits.blocks import blocks_of, formats_table, in_formats
 from layerbudget.decisions.bits.plan import check_plan, check_record, plan_bits
 from layerbudget.decisions.bits.sensitivity import DenseOutput, rounding_damage
-from layerbudget.decisions.formats.program import PEER
+from layerbudget.decisions.formats.baselines import PEER
 from layerbudget.decisions.formats.table import FormatTable
 from layerbudget.decisions.memory.plan import plan_memory
 from layerbudget.errors import InvalidInput
@@ -441,7 +440,7 @@ def test_a_matrix_is_rounded_some_rows_at_a_time_to_the_same_weights(method, for
         pytest.importorskip("compressed_tensors")
     data, found, sizes = None if method == "rtn" else zoo.tokens(4, 16), [], []
     for piece in (1 << 20, 64 * 8):
-        monkeypatch.setattr(writing, "_PIECE", piece)
+        monkeypatch.setattr(pieces, "_PIECE", piece)
         monkeypatch.setattr(quantisers, "_FED_BACK", piece)
         model = zoo.build("llama", hidden_size=64, intermediate_size=64)
         quantise = type(find_quantiser(method)).quantise

@@ -9,7 +9,7 @@ from tests.decisions.formats.test_program import gguf_record
 
 from layerbudget.decision import decision_of
 from layerbudget.decisions.bits.plan import plan_bits
-from layerbudget.decisions.memory.parts import split_fit
+from layerbudget.decisions.memory.parts import parts_of
 from layerbudget.decisions.memory.plan import plan_memory
 from layerbudget.errors import CorruptFile
 from layerbudget.models.card import model_card
@@ -23,7 +23,7 @@ from layerbudget.reporting.verdict import comparison_table, expected, verdict
 def plans():
     """A plan of memory, its two parts, and a plan of bits for a GGUF file."""
     memory = plan_memory(zoo.fit_scores(3), memory=f"{zoo.buffers() + 30000} bytes", context=64)
-    weights, cache = split_fit(memory)
+    weights, cache = parts_of(memory).values()
     return {"memory": memory, "weights": weights, "cache": cache, "bits": plan_bits(gguf_record(), like="Q4_K_M")}
 
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from layerbudget.compressors.formats import find_format
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.decisions.bits.plan import plan_bits
-from layerbudget.decisions.formats.program import BASELINES, is_allowed, other_plan
+from layerbudget.decisions.formats.baselines import BASELINES
+from layerbudget.decisions.formats.program import is_allowed, other_plan
 from layerbudget.decisions.formats.table import FormatTable
 from layerbudget.errors import CorruptFile, InfeasibleBudget, InvalidInput, UnknownUnit
 from layerbudget.llama_cpp.mixes import MIXES, LlamaModel, Tensor, types_of

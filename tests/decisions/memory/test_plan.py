@@ -24,7 +24,7 @@ from layerbudget.decisions.bits.sensitivity import DenseOutput
 from layerbudget.decisions.cache.cache import caching, layer_formats, rounding
 from layerbudget.decisions.cache.export import vllm_options
 from layerbudget.decisions.memory.fitted import Fitted
-from layerbudget.decisions.memory.parts import parts_of, split_fit
+from layerbudget.decisions.memory.parts import parts_of
 from layerbudget.decisions.memory.plan import apply_memory, joint_rows, plan_memory, settled, write_memory
 from layerbudget.decisions.memory.program import GIB, MIX, RULES, UNIFORM, MemoryLimits, fit_of
 from layerbudget.errors import CorruptFile, CoverageError, InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
@@ -114,7 +114,7 @@ def test_a_plan_is_the_program_and_its_parts_stand_alone():
     found = Fitted.of(scores, terms)
     for rule in RULES:
         plan = found.plan(rule)
-        weights, cache = split_fit(plan)
+        weights, cache = parts_of(plan).values()
         assert (weights.kind, cache.kind) == ("bits", "cache")
         assert weights.payload.bits == pytest.approx(8 * weights.budget["spent"] / weights.numel.sum())
         assert weights.budget["spent"] + cache.budget["spent"] == plan.counts.sum()
@@ -129,13 +129,13 @@ def test_a_plan_is_the_program_and_its_parts_stand_alone():
     sixteen = plan_memory(scores, memory=terms.memory, context=64, cache=[])
     assert set(sixteen.payload.cache_formats.values()) == {"bf16"}
     with pytest.raises(InvalidInput, match="kind bits decides no memory"):
-        split_fit(split_fit(plan)[0])
+        parts_of(parts_of(plan)["bits"])
 
 
 @pytest.mark.parametrize("name", ["formats", "context", "parts", "part_errors", "cache_formats", "named", "more", "curve"])
 def test_a_damaged_plan_is_refused_where_it_is_read(tmp_path, name):
     plan = plan_memory(zoo.fit_scores(3), memory=f"{BUFFERS + 30000} bytes", context=64)
-    for part in (plan, *split_fit(plan)):
+    for part in (plan, *parts_of(plan).values()):
         assert Plan.load(part.save(tmp_path / f"{part.kind}.json")).payload == part.payload
     plan.with_payload(**{name: [None]}).save(tmp_path / "other.json")
     with pytest.raises(CorruptFile, match=f"extra of this plan does not read.*{name}"):
@@ -145,7 +145,7 @@ def test_a_damaged_plan_is_refused_where_it_is_read(tmp_path, name):
 def test_a_fit_is_exported_as_the_types_of_its_weights_where_no_format_is_named(tmp_path):
     """The default was a table of blocks, which no runtime reads."""
     plan = plan_memory(zoo.fit_scores(3), memory=f"{BUFFERS + 30000} bytes", context=64)
-    weights, cache = split_fit(plan)
+    weights, cache = parts_of(plan).values()
     assert format_for(plan) == format_for(weights) and "bits" in EXPORTS.find(format_for(plan)).kinds
     assert format_for(cache) in {e.name for e in EXPORTS.all().values() if "cache" in e.kinds}
 
@@ -183,7 +183,7 @@ def test_bytes_are_those_of_the_file_and_of_the_cache(measured, tmp_path):
     assert parts["buffers"]["bytes"] == zoo.buffers(batch=2, inner=48) == cache_of(model.config).buffers(64, 2)
     assert plan.budget["spent"] == file + parts["cache"]["bytes"] + zoo.buffers(batch=2, inner=48) <= plan.budget["limit"]
     cache = Plan.load(tmp_path / "out" / "cache.json")
-    assert cache.kind == "cache" and cache == split_fit(plan)[1]
+    assert cache.kind == "cache" and cache == parts_of(plan)["cache"]
     words = (tmp_path / "out" / "cache.txt").read_text()
     assert "$(cat cache.txt)" in (tmp_path / "out" / "README.md").read_text()
     bits, cost = gather(tmp_path / "out").plan, plan.payload.check.rows[plan.rule].kl
@@ -197,7 +197,7 @@ def test_bytes_are_those_of_the_file_and_of_the_cache(measured, tmp_path):
 def test_the_check_rounds_both_at_once(measured):
     """The KL of the record is that of a model whose weights were rounded, run with the cache of the plan."""
     model, _, held, own, plan, _ = measured
-    weights, cache = split_fit(plan)
+    weights, cache = parts_of(plan).values()
     dense, other = DenseOutput(model, held), zoo.build("llama", **WIDE)
     apply_bits(other, weights)
     with caching(other, rounding(layer_formats(model, cache))):
@@ -435,7 +435,7 @@ def test_bad_input_is_one_sentence_before_anything_is_measured(monkeypatch):
     for other in (zoo.build("bert"), _mamba()):
         with pytest.raises(InvalidInput, match="keeps no keys and values"):
             plan_memory(other, data, memory="1 GiB", context=8)
-    monkeypatch.setattr("layerbudget.decisions.memory.plan.mapped", lambda model: object())
+    monkeypatch.setattr("layerbudget.decisions.cache.plan.mapped", lambda model: object())
     with pytest.raises(CoverageError, match="streamed"):
         plan_memory(model, data, memory="1 GiB", context=8)
 

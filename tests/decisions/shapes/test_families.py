@@ -108,7 +108,7 @@ def test_a_width_that_routed_experts_have_too_is_refused_and_heads_are_written(n
     """Their shared expert became narrower, and the checkpoint did not load: experts of that width were looked for."""
     model, data = build(name, **changes), zoo.tokens(4, 12)
     with monkeypatch.context() as patched:
-        patched.setattr("layerbudget.decisions.shapes.plan.ShapePoint", lambda *a, **k: pytest.fail("it was measured"))
+        patched.setattr("layerbudget.decisions.shapes.path.ShapePoint", lambda *a, **k: pytest.fail("it was measured"))
         with pytest.raises(UnknownStructure, match="cannot say width .* without another shape of .*experts.*--parts heads"):
             evenly(model, data)
     plan = evenly(model, data, kinds=("heads", "mlp"), compensate="refit")
@@ -155,7 +155,7 @@ def test_layers_that_are_others_without_one_are_refused_before_anything_is_measu
 def test_layers_that_differ_are_refused_before_anything_is_measured_and_the_remedy_works(monkeypatch, tmp_path):
     model, data = build("llama4"), zoo.tokens(4, 12)
     with monkeypatch.context() as patched:
-        patched.setattr("layerbudget.decisions.shapes.plan.ShapePoint", lambda *a, **k: pytest.fail("it was measured"))
+        patched.setattr("layerbudget.decisions.shapes.path.ShapePoint", lambda *a, **k: pytest.fail("it was measured"))
         with pytest.raises(InvalidInput, match="layers differ in their MLPs.*Remove heads .--parts heads"):
             plan_shapes(model, data, "2% params", even=True)
     plan = evenly(model, data, kinds=("heads",), compensate="refit")

@@ -137,7 +137,7 @@ def test_groups_of_key_value_heads_may_differ_where_query_heads_do_not(tmp_path)
 
 def test_what_a_runtime_does_not_compute_is_refused_by_name_before_anything_is_measured(monkeypatch, tmp_path):
     data = zoo.tokens(4, 12)
-    monkeypatch.setattr("layerbudget.decisions.shapes.plan.ShapePoint", lambda *a, **k: pytest.fail("it was measured"))
+    monkeypatch.setattr("layerbudget.decisions.shapes.path.ShapePoint", lambda *a, **k: pytest.fail("it was measured"))
     for name, runtime, said in (
         ("gemma", "vllm", "A gemma model whose layers differ is not written for vLLM.*Plan with --even"),
         ("qwen3", "vllm", "A qwen3 model whose layers differ.*of llama, mistral, qwen2"),

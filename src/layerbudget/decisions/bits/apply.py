@@ -1,78 +1,45 @@
 """Round a model by a plan of bits: in place, or into files.
 
-The model goes piece by piece: what lies outside the layers, then every layer. A piece is rounded, packed and written before
-the next one is looked at. Of a streamed model one layer is in memory at a time. Finished pieces can be kept in the form in
-which they go to the file, so that a run that was stopped continues; it writes the same bytes.
+The model goes piece by piece (:mod:`layerbudget.decisions.bits.pieces`). Of the written files the bytes are counted again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import json
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
-import torch
 from torch import nn
 
-from ...compressors.base import Level, find_quantiser
 from ...compressors.formats import GGUF, RUNTIMES, find_format, find_runtime
-from ...compressors.ggml import dequantise
-from ...compressors.quantisers import Quantiser, Rounded, rows_together
-from ...compressors.treating import InputStats, Job, LayerCompressor, check, matrices
+from ...compressors.treating import InputStats
 from ...data.calibration import CalibrationSet
-from ...errors import CoverageError, InvalidInput
-from ...execution.inputs import InputMoments, InputStatistics
-from ...execution.modes import inference
-from ...execution.processes import broadcast, process_group, shard
-from ...execution.sharing import Part, SharedParts, together
-from ...execution.walk import Walk
+from ...errors import CoverageError
+from ...execution.processes import broadcast, process_group
+from ...execution.sharing import SharedParts, together
 from ...llama_cpp.check import Followed, check_file
-from ...llama_cpp.imatrix import IMATRIX_FILE, counted, entries, imatrix_digest, importances, write_imatrix
+from ...llama_cpp.imatrix import IMATRIX_FILE, imatrix_digest, write_imatrix
 from ...llama_cpp.writer import GGUF_FILE, GgufWriter, recount_gguf
-from ...models.blocks import check_finite, describe, layers, weight_of
+from ...models.blocks import check_finite, describe
 from ...models.machine import computation, versions
 from ...models.offload import mapped
 from ...plan import Plan, payload_of
-from ...progress import Progress, Steps
-from ...records import Module, Receipt, write_text
+from ...progress import Progress
+from ...records import Receipt, write_text
 from ...storage.folders import check_folder, new_folder
-from ...storage.parts import Parts
 from ...storage.source import complete, write_readers
-from ...storage.writing import check_space
 from ..formats.program import formats_of_plan
-from .blocks import check_writable, layers_of, modules_by_name, peaks
+from .blocks import check_writable
 from .card import model_card
 from .counted import Counted
-from .dealt import DealtRows, RowsKey
 from .export import auto_round, llama_cpp
 from .packed import UNREAD, PackedWriter, check_loads, recount_safetensors
 from .payload import BitsPayload
+from .pieces import ModelRounding, Shared
 from .placed import PlacedRows
 from .receipt import QuantisationReceipt
-
-_PIECE = 1 << 22  # weights that are rounded together: their copies take little memory
-_Writer = PackedWriter | GgufWriter | PlacedRows
-
-
-def quantiser_of(method: str) -> Quantiser:
-    """Return a quantiser by name."""
-    return cast(Quantiser, find_quantiser(method))
-
-
-def need_data(quantiser: Quantiser, data: CalibrationSet | None) -> None:
-    """Refuse a quantiser without the data that it needs."""
-    if quantiser.reads_text and data is None:
-        raise InvalidInput(f"{quantiser.name} needs calibration data.", "", "Pass data, or use method rtn.")
-    if not quantiser.reads_text and quantiser.imatrix is not None and data is not None:
-        raise InvalidInput(
-            "Calibration data and an importance matrix were given.", "One says how large inputs are.", "Leave one out."
-        )
 
 
 def apply_bits(
@@ -119,7 +86,7 @@ def round_matrices(
     that is. Of a streamed model a layer is then as it was again, and in the end so are both ends. What is ``shared`` with
     other plans of the dense model is made once. ``importances`` that are known stand in the place of text, by matrix.
     """
-    rounding = _Rounding(model, formats, method, data, options, importances)
+    rounding = ModelRounding(model, formats, method, data, options, importances)
     rounding.writer, rounding.follow, rounding.shared = placed, follow, shared
     rounding.dealt.coded = placed is not None
     rounding.run(batch_size, progress)
@@ -182,7 +149,7 @@ def write_bits(
     together(lambda: check_folder(out_dir, overwrite=overwrite) if group.is_main else None)
     check_finite(model)
     check_writable(model, formats, find_runtime(payload.runtime, payload.family))
-    rounding = _Rounding(model, formats, method or payload.method, data, options)
+    rounding = ModelRounding(model, formats, method or payload.method, data, options)
     rounding.dealt.coded = True
     if rounding.data is not None:
         group.check_shares([rounding.data.samples])
@@ -224,264 +191,6 @@ def write_bits(
     return dataclasses.replace(cast(QuantisationReceipt, told), model=model)
 
 
-def _pieces(model: nn.Module, formats: Mapping[str, str]) -> dict[str, list[Job]]:
-    """Jobs by layer, in the order in which the model is rounded: those outside the layers (``""``) first."""
-    modules, names = modules_by_name(model, formats), [name for name, _ in layers(model)]
-    top = peaks(model, {name for name, form in formats.items() if find_format(form).united})
-    pieces: dict[str, list[Job]] = {name: [] for name in ("", *names)}
-    for name, layer in layers_of(model, modules).items():
-        find_format(formats[name]).check(name, modules[name].d_in)
-        job = Job(module=modules[name], level=Level(format=formats[name], peak=top.get(name)))
-        pieces["" if layer is None else names[layer]].append(job)
-    return pieces
-
-
-class Shared:
-    """Results that plans of one model and one text have in common: the head's inputs in the dense model, and rounded matrices.
-
-    A matrix that is rounded without the inputs that a plan gives it is rounded once to every type of llama.cpp. Its bytes lie
-    in a temporary folder, which takes as much as the matrices in all types of the plans.
-
-    Args:
-        heard: Whether the forward that shows the head's inputs also hears how much those of all matrices count.
-
-    Attributes:
-        inputs: Of the head, by its name.
-        importances: Of all matrices, where they were heard.
-    """
-
-    def __init__(self, *, heard: bool = False) -> None:
-        self.heard = heard
-        self.inputs: dict[str, list[InputMoments]] = {}
-        self.importances: dict[str, list[InputMoments]] = {}
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._files: dict[Any, Path] = {}
-
-    def data(self, key: Any, make: Callable[[], np.ndarray]) -> np.ndarray:
-        """Return bytes that were made before under a key, or make them."""
-        if key not in self._files:
-            made = make()
-            self._folder = self._folder or tempfile.TemporaryDirectory(prefix="layerbudget-", ignore_cleanup_errors=True)
-            file = Path(self._folder.name) / f"{len(self._files)}.npy"
-            check_space({self._folder.name: made.nbytes})
-            np.save(file, made)
-            self._files[key] = file
-            return made
-        return np.asarray(np.load(self._files[key]))
-
-
-class _Rounding(LayerCompressor):
-    """Rounds piece after piece, and writes each where there is a writer."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        formats: Mapping[str, str],
-        method: str,
-        data: CalibrationSet | None,
-        options: Mapping[str, Any],
-        importances_known: InputStats | None = None,
-    ) -> None:
-        quantiser = quantiser_of(method).with_options(options)
-        if importances_known is None:
-            need_data(quantiser, data)
-        super().__init__(model, quantiser)
-        self.quantiser, self.options = quantiser, quantiser.resolve_options(options)
-        self.data = data if quantiser.reads_text else None
-        self.pieces, self.importances = _pieces(model, formats), dict(importances_known or {})
-        if quantiser.imatrix is not None:
-            modules = [job.module for jobs in self.pieces.values() for job in jobs]
-            self.importances, self.lacks = importances(quantiser.imatrix, model, modules), "has no importances"
-        self.sums: dict[str, torch.Tensor] = {}
-        self.offloaded = mapped(model)
-        if self.offloaded is not None:
-            self.offloaded.hold_ends()
-        self.writer: _Writer | None = None
-        self.follow: Callable[[int], None] | None = None
-        self.checked: Followed | None = None
-        self.shared: Shared | None = None
-        self.alike, self.copies = False, dict[str, int]()
-        self.parts, self.dealt, self.group = Parts(None), DealtRows(), process_group()
-        self.inputs = dict[str, int]()
-        self.present: Sequence[Job] = ()
-        self.notes: list[str] = []
-
-    def treat(self, name: str, view: torch.Tensor, prepared: Any, level: Level) -> None:
-        """See :meth:`LayerCompressor.treat`: some rows at a time. Bytes, scales and zero points wait until they are written."""
-        form = find_format(str(level.format))
-        if form.floating and form.group is not None and level.peak is None:  # one number is of all rows
-            level = dataclasses.replace(level, peak=max(float(view.max()), -float(view.min())))
-        self.copies[name] = self.copies.get(name, -1) + 1
-        for number, rows in enumerate(view.split(self._rows_together(view))):
-            key = (name, self.copies[name], number)
-            self.dealt.round(key, rows, functools.partial(self._checked, rows, prepared, level, (*key, level.format)))
-
-    def _checked(self, rows: torch.Tensor, prepared: Any, level: Level, key: Any) -> Rounded:
-        """Some rows of a matrix, rounded and looked at."""
-        done = self._rounded(rows, prepared, level, key)
-        check(self.quantiser, rows, done.weight, level)
-        return done
-
-    def _rows_together(self, view: torch.Tensor) -> int:
-        """How many rows of a matrix are rounded together."""
-        return rows_together(view) if self.quantiser.statistic == "gram" else max(1, _PIECE // view.shape[1])
-
-    def collect(self, walk: Walk, modules: Sequence[Module]) -> InputStatistics | None:
-        """See :meth:`LayerCompressor.collect`; which matrices have the same inputs decides who rounds them."""
-        statistics = super().collect(walk, modules)
-        self.inputs = {} if statistics is None else {name: id(each[0]) for name, each in statistics.found.items()}
-        self.dealt.deal(self._units)
-        return statistics
-
-    def _units(self) -> dict[RowsKey, Part]:
-        """The rows of the present piece that are rounded together, the same for all plans: bytes that they share are kept.
-
-        With error feedback rows cost a step for each pair of inputs, and a factor of the inputs is made wherever it is used.
-        """
-        units = dict[RowsKey, Part]()
-        for name in (job.module.name for job in self.present):
-            for copy, view in enumerate(matrices(*weight_of(self.model, name))):
-                width, needs = float(view.shape[1]), (self.inputs.get(name, name), copy)
-                for number, rows in enumerate(view.split(self._rows_together(view))):
-                    fed_back = self.quantiser.statistic == "gram"
-                    part = Part(len(rows) * width**2, needs, width**3) if fed_back else Part(rows.numel())
-                    units[name, copy, number] = part
-        return units
-
-    def _rounded(self, rows: torch.Tensor, prepared: Any, level: Level, key: Any) -> Rounded:
-        """Some rows of a matrix, rounded; where all plans give them the same inputs, once for all of them."""
-        form, made = find_format(str(level.format)), list[Rounded]()
-        if self.shared is None or not self.alike or form.plain or form.family != GGUF:
-            return self.quantiser.quantise(rows, prepared, level)
-
-        def make() -> np.ndarray:
-            """The bytes."""
-            made.append(self.quantiser.quantise(rows, prepared, level))
-            return cast(np.ndarray, made[0].data)
-
-        data = self.shared.data(key, make)
-        return made[0] if made else Rounded(weight=torch.from_numpy(dequantise(data, form.name)).to(rows.device), data=data)
-
-    def jobs(self, work: Sequence[Job], moments: InputStats, made: dict[InputMoments, Any] | None = None) -> list[str]:
-        """See :meth:`LayerCompressor.jobs`. Importances are kept for the file; those of experts without a token are all one."""
-        if self.quantiser.statistic != "diagonal" or not moments:
-            return super().jobs(work, moments, made)
-        notes, whole = [], dict[str, list[InputMoments]]()
-        for module in (job.module for job in work if job.module.name in moments):
-            name, module_moments = module.name, moments[module.name]
-            notes += [
-                f"{name}[{i}] {self.lacks}; its inputs count alike." for i, m in enumerate(module_moments) if m.value is None
-            ]
-            whole[name] = counted(module_moments, module.d_in)
-            if isinstance(self.writer, GgufWriter) and not self.importances:
-                self.sums |= entries(module_moments, module.d_in, self.writer.names()[name])
-        return [*notes, *super().jobs(work, whole, made)]
-
-    def run(self, batch_size: int, progress: Progress | None) -> None:
-        """Round all pieces, and write them; what was written into a streamed model leaves the memory after that."""
-        walk = None
-        if self.data is not None:
-            size = self.group.batch(self.data.samples, batch_size)
-            walk = Walk(self.model, shard(self.data, size), batch_size=size)
-        offloaded, tick = self.offloaded, Steps(progress, len(self.pieces))
-        with inference(self.model):
-            try:
-                for index, (layer, jobs) in enumerate(self.pieces.items(), -1):
-                    if not jobs and walk is None and not self.dealt.coded and self.follow is None:
-                        continue
-                    if offloaded is not None and offloaded.converts and layer:
-                        offloaded.bring(layer)
-                    self._piece(layer, index, jobs, walk)
-                    if walk is not None and not layer:
-                        walk.capture()
-                    elif walk is not None and index + 2 < len(self.pieces):
-                        walk.advance()
-                    if self.follow is not None:
-                        self.follow(index)
-                    if offloaded is not None and (self.dealt.coded or self.follow is not None) and layer:
-                        offloaded.leave()
-                        if not offloaded.converts:  # there the copies are gone, and with them what was written into them
-                            offloaded.fresh([job.module.name + ".weight" for job in jobs])
-                    tick()
-            finally:
-                if walk is not None:
-                    walk.close()
-                if offloaded is not None and self.follow is not None:
-                    offloaded.rest_ends()
-
-    def _of_head(self, walk: Walk, jobs: Sequence[Job]) -> Mapping[str, list[InputMoments]]:
-        """Inputs of the head in the model as it was: an embedding that is tied to it is rounded before the layers."""
-        modules = [job.module for job in jobs if not find_format(str(job.level.format)).plain]
-        statistics = InputStatistics(self.model, modules, self.quantiser.statistic)
-        known = {} if self.shared is None else self.shared.inputs
-        if set(statistics.owners) <= set(known):
-            return {name: known[name] for name in statistics.owners}
-        several = [statistics]
-        if self.shared is not None and self.shared.heard:
-            every = [job.module for jobs in self.pieces.values() for job in jobs]
-            several.append(InputStatistics(self.model, every, "diagonal"))
-        InputStatistics.of_model(walk, several)
-        if self.shared is not None:
-            self.shared.importances |= several[-1].found if self.shared.heard else {}
-        known |= statistics.found
-        return statistics.found
-
-    def _piece(self, layer: str, index: int, jobs: Sequence[Job], walk: Walk | None) -> None:
-        """Round and write a piece, or take it as it was kept."""
-        part = f"layer-{index}" if layer else "outside"
-        if self.dealt.coded and broadcast(lambda: self.parts.find(part) is not None):
-            self._take(part, jobs, needed=walk is not None or self.offloaded is None)
-            return
-        before, self.alike = set(self.sums), not layer or self.data is None
-        self.present, self.inputs = jobs, {}
-        if walk is not None and layer:
-            notes = self.layer(walk, jobs)
-        else:
-            inputs = self.importances if walk is None else self._of_head(walk, jobs)
-            self.dealt.deal(self._units)
-            notes = self.jobs(jobs, inputs)
-        rounded = self.dealt.unite()
-        self.notes += notes
-        if self.dealt.coded:
-            together(lambda: self._write(layer, part, rounded, notes, before))
-
-    def _take(self, part: str, jobs: Sequence[Job], *, needed: bool) -> None:
-        """Write a piece as it was kept; all processes get its weights where later inputs, or the caller, need them."""
-        from safetensors import safe_open
-
-        def take() -> None:
-            """Read, restore and write, in the main process."""
-            kept = self.parts.find(part)
-            if kept is None or self.writer is None:
-                return
-            with safe_open(kept, "pt") as handle:
-                tensors = {n: handle.get_tensor(n) for n in handle.metadata()["order"].split("\n")}
-                self.sums |= {n: handle.get_tensor(n) for n in handle.keys() if n not in tensors}
-                self.notes += json.loads(handle.metadata()["notes"])
-            if (needed or self.follow is not None) and not isinstance(self.writer, PlacedRows):
-                self.writer.restore([job.module.name for job in jobs], tensors)
-            self.writer.add(tensors)
-
-        together(take)
-        for job in jobs if needed else ():
-            for view in matrices(*weight_of(self.model, job.module.name)):
-                self.group.give(view, 0)
-
-    def _write(
-        self, layer: str, part: str, rounded: Mapping[str, Sequence[Rounded]], notes: list[str], before: set[str]
-    ) -> None:
-        """Write a piece, and keep it, in the main process; ``before`` names the sums of earlier pieces."""
-        from safetensors.torch import save_file
-
-        if self.writer is None:
-            return
-        tensors = {n: t.contiguous() for n, t in self.writer.tensors(layer, rounded).items()}
-        words = {"order": "\n".join(tensors), "notes": json.dumps(notes)}
-        sums = {n: t.clone() for n, t in self.sums.items() if n not in before}
-        self.parts.put(part, "safetensors", lambda path: save_file(tensors | sums, path, metadata=words))
-        self.writer.add(tensors)
-
-
 def request_of(model: nn.Module, *, computing: bool) -> dict[str, Any]:
     """Return what numbers depend on beside text and options: the model and its precision, and what computes with it."""
     offloaded = mapped(model)
@@ -494,7 +203,7 @@ def _finish(
     folder: Path,
     tokenizer: Any,
     plan: Plan,
-    rounding: _Rounding,
+    rounding: ModelRounding,
     writer: PackedWriter | GgufWriter,
     expected: Counted,
     *,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...compressors.base import QUANTISERS
@@ -11,17 +10,20 @@ from ...compressors.formats import BY_MOMENTS, GGUF, PACKED, RUNTIMES, find_form
 from ...errors import InvalidInput
 from ...plan import Plan, payload_of
 from ...requests import READING
+from ...storage.checkpoint import GGUF_FILE
 from ..files import need_scores, text_of_plan
+from ..formats.limits import Limits
 from ..formats.payload import FormatsPayload
-from ..formats.program import Limits, formats_of_plan, plan_from_table
+from ..formats.program import formats_of_plan, plan_from_table
 from ..formats.request import need_samples, on_check
+from ..written import end_of_gguf
 from .payload import BitsPayload
 from .terms import whole_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ...decision import Session
+    from ...session import Session
     from .request import BitsRequest, BitsWrite
 
 _MEASURED = ("formats", "by", "group", "method", "draws", "rows", "whole", "imatrix", "unwritten")  # of a model
@@ -43,8 +45,8 @@ def _from_scores(session: Session) -> Plan:
 
 
 def _by_damage(session: Session) -> Plan:
-    from ...cost import choosing
     from .blocks import narrow_rows
+    from .forecast import choosing
     from .plan import plan_bits
 
     request: BitsRequest = session.request
@@ -67,7 +69,7 @@ def _by_damage(session: Session) -> Plan:
 
 
 def counted_of(request: Any, runtime: Any) -> dict[str, Any]:
-    """Return what a measurement of formats rounds, as ``cost.choosing`` takes it."""
+    """Return what a measurement of formats rounds, as :func:`~layerbudget.decisions.bits.forecast.choosing` takes it."""
     from .rounding import anchors_of
 
     method = request.method or "rtn"
@@ -168,7 +170,7 @@ def write(
 
 def _quantise(session: Session, plan: Plan, weights: Plan, text_files: Mapping[str, str] | None) -> Any:
     """Write the model's own file."""
-    from ...cost import treating
+    from ...cost.work import treating
     from ...execution.processes import is_main
     from ...execution.sharing import together
     from ...storage.writing import check_space
@@ -208,7 +210,7 @@ def _quantise(session: Session, plan: Plan, weights: Plan, text_files: Mapping[s
 
 def _requantise(session: Session, plan: Plan, weights: Plan) -> Any:
     """Give a GGUF file the types of a plan; with the inputs of its model, where that is named."""
-    from ...cost import treating
+    from ...cost.work import treating
     from ...execution.processes import one_process
     from .forecast import rounded_of
     from .requantise import requantise
@@ -246,21 +248,10 @@ def _checked(plan: Plan) -> int:
 
 
 def _end(session: Session, plan: Plan, cache: str) -> dict[str, Any]:
-    """Say what the written model is expected to cost, and what measures it: of a GGUF file llama.cpp, where evaluate cannot."""
-    from ...execution.processes import broadcast
-    from ...gguf.header import is_read
-
+    """Say what the written model is expected to cost, and what measures it."""
     request: BitsWrite = session.request
-    if not request.out.endswith(".gguf") and plan.payload.family != GGUF:
+    single = request.out.endswith(".gguf")
+    if not single and plan.payload.family != GGUF:
         return session.end(plan)
-    file = request.out if request.out.endswith(".gguf") else f"{request.out}/model.gguf"
-    dense = request.model if request.model.endswith(".gguf") else "model-f16.gguf"
-    kept, run = "--kl-divergence-base base.kld", "llama-perplexity -m"
-    compares = f"{run} {shlex.quote(dense)} -f TEXT {kept} && {run} {shlex.quote(file)} {kept} --kl-divergence"
-    compares += f" {cache}" if cache else ""
-    evaluates = not cache and broadcast(lambda: is_read(Path(file)))
-    more = [f"llama.cpp compares both by {compares}"] if evaluates else []
-    more.append("llama.cpp rounds activations too: its own figures are higher, for every file.")
-    if dense != request.model:
-        more.append("model-f16.gguf is the unrounded model, as llama.cpp's convert_hf_to_gguf.py --outtype f16 writes it.")
-    return session.end(plan, more=more, options=("--dtype", "float32"), other="" if evaluates else compares)
+    dense = request.model if request.model.endswith(".gguf") else None
+    return end_of_gguf(session, plan, file=request.out if single else f"{request.out}/{GGUF_FILE}", dense=dense, cache=cache)

@@ -37,7 +37,7 @@ _SCALES = {"bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "uint8": "U8"}  # of 
 _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
 
 
-class Entry(NamedTuple):
+class HeaderEntry(NamedTuple):
     """A tensor of a folder: its name, its type in the words of safetensors, and its shape."""
 
     name: str
@@ -55,7 +55,7 @@ class Other(NamedTuple):
     """A tensor that no plan changes: what it is, its entry in a header, and its bytes."""
 
     term: str
-    entry: Entry
+    entry: HeaderEntry
     bytes: int
 
 
@@ -73,7 +73,7 @@ def others_in_folder(model: nn.Module, planned: Collection[str]) -> list[Other]:
     for name, (tensor, term) in rest.items():
         saved, first = names.get(name, name), torch.bfloat16 if halved(model, name, tensor) else tensor.dtype
         kind = written_dtype(saved, tensor, first, stored)
-        entry = Entry(name=saved, dtype=_NAMES.get(kind, _LONGEST), shape=tuple(tensor.shape))
+        entry = HeaderEntry(name=saved, dtype=_NAMES.get(kind, _LONGEST), shape=tuple(tensor.shape))
         others.append(Other(term=term, entry=entry, bytes=tensor.numel() * kind.itemsize))
     return others
 
@@ -157,7 +157,7 @@ def header_bytes(model: nn.Module, blocks: Sequence[Block], formats: Mapping[str
 def _entries(name: str, form: Format, rows: int, d_in: int, stack: Sequence[int], digits: int) -> int:
     """Bytes of the entries of a matrix in a format."""
     parts = parts_of(form, rows, d_in).items()
-    return sum(Entry(f"{name}.{part}", kind, (*stack, *shape)).text(digits) for part, (kind, shape) in parts)
+    return sum(HeaderEntry(f"{name}.{part}", kind, (*stack, *shape)).text(digits) for part, (kind, shape) in parts)
 
 
 def _rounded(size: int) -> int:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...decision import Decision, Session, Summary
+from ...decision import Summary
 from ...errors import InvalidInput
 from ...plan import Plan, payload_of
 from ...records import Receipt
 from ...scores import Scores
+from ...session import Session
+from ..formats.base import FormatsDecision
+from ..formats.reasons import reasons
 from . import command
 from .export import EXPORTS
 from .payload import BitsPayload
@@ -21,14 +24,12 @@ if TYPE_CHECKING:
     from ...data.calibration import CalibrationSet
 
 
-class Bits(Decision):
+class Bits(FormatsDecision):
     """See the module."""
 
     Payload, exports = BitsPayload, EXPORTS
     name, summary = "bits", "a format for every weight matrix, in whole bytes"
     decides, counts = "bits per weight", "bytes"
-    predicts = True
-    from_gains = False
     budget = "bits"
     swept = True
     command = "apply"
@@ -73,16 +74,8 @@ class Bits(Decision):
 
         return {} if plan is None else charts_of(plan)
 
-    def labels(self, plan: Plan) -> list[str] | None:
-        """Return the format of every block."""
-        from ..formats.reasons import types_of_blocks
-
-        return types_of_blocks(plan)
-
     def matrices(self, plan: Plan, scores: Scores | None = None) -> Sequence[Mapping[str, Any]]:
         """Return the format of every block and why it has it, see :func:`~layerbudget.decisions.formats.reasons.reasons`."""
-        from ..formats.reasons import reasons
-
         if scores is not None and "formats" not in scores.extra:
             what = f"These scores, by {scores.estimator}, hold no damages of formats."
             raise InvalidInput(what, "", "Leave out --scores (in Python: scores).")

@@ -7,8 +7,9 @@ from typing import Any
 from ...compressors.formats import GGUF
 from ...decision import Summary
 from ...plan import Plan, payload_of
-from ..charts import curved_grid
-from ..formats.charts import forecast_of, water_of
+from ..charts import curved_grid, even_water
+from ..formats.baselines import PEER
+from ..formats.charts import forecast_of
 from ..formats.describe import (
     comparison_of,
     damages_of,
@@ -26,7 +27,6 @@ from ..formats.describe import (
     on_unwritten,
     verdict,
 )
-from ..formats.program import PEER
 from .payload import BitsPayload
 from .terms import whole_bytes
 
@@ -112,4 +112,4 @@ def charts_of(plan: Plan) -> dict[str, Any]:
     labels = (f"{row['predicted']:.3g} nats per token predicted" for row in rows)
     grid = curved_grid(plan, rows, [row["bits"] for row in rows], "bits per weight", payload.bits, labels)
     forecast = forecast_of(plan, payload, names_of(payload, payload.mix))
-    return {"grid": grid, "forecast": forecast, "water": water_of(plan)}
+    return {"grid": grid, "forecast": forecast, "water": even_water(plan)}

@@ -33,8 +33,10 @@ from ...scores import Scores
 from ...sensitivity.sequences import per_token
 from ...storage.parts import Parts
 from ...verdicts import CONVENTION, SAME, outcome, plus_minus
+from ..formats.baselines import PEER, types_like
+from ..formats.limits import Limits
 from ..formats.payload import Check, CheckRow
-from ..formats.program import PEER, Limits, formats_of_rules, is_allowed, other_plan, plan_from_table, types_like
+from ..formats.program import formats_of_rules, is_allowed, other_plan, plan_from_table
 from ..formats.table import FormatTable
 from .apply import request_of
 from .blocks import formats_table, in_formats

@@ -11,6 +11,7 @@ import contextlib
 import math
 import tempfile
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,22 +25,21 @@ from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InvalidInput, ModelMismatch
 from ...execution.processes import one_process
 from ...gguf.names import ACROSS, Names, need_gguf
-from ...gguf.rewriting import GgufSource, tensor_bytes
+from ...gguf.rewriting import GgufOutput, GgufSource, tensor_bytes
 from ...llama_cpp.imatrix import read_imatrix
-from ...llama_cpp.writer import GGUF_FILE, file_type, recount_gguf
+from ...llama_cpp.writer import file_type, recount_gguf
 from ...models.blocks import check_finite, describe
 from ...models.machine import versions
 from ...plan import Plan, payload_of
-from ...progress import Progress, Steps
+from ...progress import Progress
 from ...records import write_text
-from ...storage.folders import check_folder, new_folder
-from ...storage.writing import check_apart, check_output, check_space, new_file, whole
 from ..formats.program import formats_of_plan
 from ..formats.table import signature_at
-from .apply import quantiser_of, round_matrices
+from .apply import round_matrices
 from .card import model_card
 from .export import llama_cpp
 from .payload import BitsPayload
+from .pieces import quantiser_of
 from .placed import PlacedRows
 from .receipt import QuantisationReceipt
 from .terms import whole_bytes
@@ -89,28 +89,21 @@ def requantise(
     formats, source_file = formats_of_plan(plan), GgufSource.open(source)
     method = _method(plan, method, imatrix, inputs is not None)
     work = _Work(source_file, formats, plan, None if imatrix is None else read_imatrix(imatrix), read=inputs is not None)
-    name, single, place = Path(out).name, Path(out).suffix == ".gguf", Path(out).absolute()
-    check_apart(out if single else Path(out) / GGUF_FILE, source, *([] if imatrix is None else [imatrix]))
-    check_space({out: work.size * (1 if inputs is None else 2)})
-    if single:
-        check_output(out, overwrite=overwrite)
-    else:
-        check_folder(out, overwrite=overwrite)
-    place.parent.mkdir(parents=True, exist_ok=True)
+    sources = [source, *([] if imatrix is None else [imatrix])]
+    output = GgufOutput.checked(out, work.size * (1 if inputs is None else 2), sources, overwrite=overwrite)
     with contextlib.ExitStack() as stack:
         if inputs is not None:
-            aside = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=place.parent, prefix=".rounded-")))
+            aside = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=output.parent, prefix=".rounded-")))
             work.round(inputs, data, method, batch_size, aside, progress)
-        if single:
-            stack.enter_context(whole(place))
-            return work.write(stack.enter_context(new_file(place.parent, name, lambda _: place)), method, progress)
-        folder = stack.enter_context(new_folder(out, overwrite=overwrite))
-        receipt = work.write(folder / GGUF_FILE, method, progress)
-        write_text(folder / "tensor-types.txt", llama_cpp(plan))
-        write_text(folder / "README.md", model_card(plan, receipt))
-        plan.save(folder / "plan.json")
-        receipt.save(folder / "receipt.json")
-    return receipt
+        return output.write(partial(work.write, method=method, progress=progress), partial(_write_others, plan))
+
+
+def _write_others(plan: Plan, folder: Path, receipt: QuantisationReceipt) -> None:
+    """Write what lies beside the file: its types, a model card, the plan and the record."""
+    write_text(folder / "tensor-types.txt", llama_cpp(plan))
+    write_text(folder / "README.md", model_card(plan, receipt))
+    plan.save(folder / "plan.json")
+    receipt.save(folder / "receipt.json")
 
 
 def _method(plan: Plan, method: str | None, imatrix: str | None, reads: bool) -> str:
@@ -269,21 +262,12 @@ class _Work:
 
     def write(self, file: Path, method: str, progress: Progress | None) -> QuantisationReceipt:
         """Write the file, count it again, and return the record."""
-        tick = Steps(progress, len(self.tensors))
-        with file.open("wb") as out:
-            out.write(self.head)
-            for name, tensor in self.tensors.items():
-                start = out.tell()
-                for part in self._content(name, tensor):
-                    out.write(np.ascontiguousarray(part).data)
-                size = out.tell() - start
-                out.write(b"\0" * (self.source.padded(size) - size))
-                tick()
+        self.source.write(file, self.head, self._content, progress)
         return self._receipt(file, method)
 
-    def _content(self, name: str, tensor: Any) -> Iterator[np.ndarray]:
+    def _content(self, tensor: Any) -> Iterator[np.ndarray]:
         """The bytes of a tensor, some rows at a time."""
-        kind = self.kinds.get(name, tensor.tensor_type)
+        name, kind = tensor.name, self.kinds.get(tensor.name, tensor.tensor_type)
         if name in self.made:
             yield np.load(self.made[name])
             return

@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 
 from ...compressors.base import QUANTISERS
 from ...compressors.formats import FAMILIES, GGUF, PACKED, RUNTIMES
-from ...decision import PlanRequest, WriteRequest
 from ...registry import Option, options_of
 from ...requests import ADVANCED, TEXT, option
-from ..formats.program import RULES, Limits
+from ...session import PlanRequest, WriteRequest
+from ..formats.baselines import RULES
+from ..formats.limits import Limits
 from ..formats.request import FormatsRequest
 
 

@@ -50,8 +50,9 @@ from ...sensitivity.directional.terms import QuadraticTerms, interpolated, poole
 from ...sensitivity.directional.trials import Originals
 from ...storage.writing import check_space
 from ..formats.table import ESTIMATOR, FormatTable
-from .apply import Shared, quantiser_of, round_matrices
+from .apply import round_matrices
 from .blocks import formats_table, modules_by_name
+from .pieces import Shared, quantiser_of
 from .rounding import RoundingErrors
 
 _KEPT = 256 << 20  # bytes of log-probabilities that are kept in memory

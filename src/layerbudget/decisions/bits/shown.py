@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...decision import Session
 from ...plan import Plan, payload_of
+from ...session import Session
 from .payload import BitsPayload
 from .terms import terms_of
 

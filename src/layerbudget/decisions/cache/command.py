@@ -8,7 +8,7 @@ from ...plan import Plan
 from ..formats.request import on_check
 
 if TYPE_CHECKING:
-    from ...decision import Session
+    from ...session import Session
     from .request import CacheRequest
 
 _EXPORTS = {"vllm": ("--to", "vllm-cache"), "llama.cpp": ("--to", "llama-cache")}  # where a plan goes, by runtime
@@ -16,7 +16,7 @@ _EXPORTS = {"vllm": ("--to", "vllm-cache"), "llama.cpp": ("--to", "llama-cache")
 
 def plan(session: Session) -> Plan:
     """Return the plan by the damage of formats of keys and values to a model, checked as a whole."""
-    from ...cost import WorkItem
+    from ...cost.work import WorkItem
     from .plan import plan_cache
 
     request: CacheRequest = session.request

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...decision import Decision, Session, Summary, check_no_text
+from ...decision import Summary, check_no_text
 from ...plan import Plan, payload_of
 from ...records import Receipt
 from ...scores import Scores
+from ...session import Session
+from ..formats.base import FormatsDecision
 from . import command
 from .export import EXPORTS
 from .payload import CachePayload
@@ -20,14 +22,12 @@ if TYPE_CHECKING:
     from ...data.calibration import CalibrationSet
 
 
-class Cache(Decision):
+class Cache(FormatsDecision):
     """See the module."""
 
     Payload, exports = CachePayload, EXPORTS
     name, summary = "cache", "a format for the keys and values of every layer, in whole bytes; export names it to runtimes"
     decides, counts = "bits per number", "bytes"
-    predicts = True
-    from_gains = False
     budget = "bits"
     bytes_of = "the cache"
     Request = CacheRequest
@@ -61,18 +61,6 @@ class Cache(Decision):
         from .describe import charts_of
 
         return {} if plan is None else charts_of(plan)
-
-    def labels(self, plan: Plan) -> list[str] | None:
-        """Return the format of every block."""
-        from ..formats.reasons import types_of_blocks
-
-        return types_of_blocks(plan)
-
-    def matrices(self, plan: Plan, scores: Scores | None = None) -> Sequence[Mapping[str, Any]]:
-        """Return the format of every block."""
-        from ..formats.reasons import reasons
-
-        return super().matrices(plan, scores) or reasons(plan)
 
     def on_evaluation(self, plan: Plan) -> Sequence[str]:
         """Return a sentence where weights were decided with the cache, which figures of the weights alone leave out."""

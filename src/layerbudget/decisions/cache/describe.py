@@ -6,7 +6,8 @@ from typing import Any
 
 from ...decision import Summary
 from ...plan import Plan, payload_of
-from ..formats.charts import forecast_of, water_of
+from ..charts import even_water
+from ..formats.charts import forecast_of
 from ..formats.describe import (
     comparison_of,
     expected,
@@ -56,4 +57,4 @@ def summary_of(plan: Plan) -> Summary:
 def charts_of(plan: Plan) -> dict[str, Any]:
     """Return ``forecast`` and ``water``."""
     payload = payload_of(plan, CachePayload)
-    return {"grid": None, "forecast": forecast_of(plan, payload, names_of(payload)), "water": water_of(plan)}
+    return {"grid": None, "forecast": forecast_of(plan, payload, names_of(payload)), "water": even_water(plan)}

@@ -28,7 +28,9 @@ from ...models.offload import mapped
 from ...plan import Plan
 from ...progress import Progress, say
 from ..bits import DenseOutput, check_record
-from ..formats.program import BASELINES, FormatDecision, Limits, plan_blocks
+from ..formats.baselines import BASELINES
+from ..formats.limits import Limits
+from ..formats.program import FormatDecision, plan_blocks
 from .cache import caching, kept, rounding
 from .formats import RULES
 from .payload import CachePayload
@@ -48,6 +50,9 @@ def cache_space(
     group: int | None = None,
 ) -> CacheSpace:
     """Alternatives of a model's cache; arguments and errors as of :func:`plan_cache`."""
+    if mapped(model) is not None:
+        what = "The gradients of keys and values run through the whole model, and the weights of a streamed one stay in files."
+        raise CoverageError(what, "", "Use --no-stream.")
     config = config_of(model)
     text = config.get_text_config(decoder=True)
     check_context(context, batch, getattr(text, "max_position_embeddings", None))
@@ -112,9 +117,6 @@ def plan_cache(
         InvalidInput: A model without a cache, a context beyond the model's, formats that the runtime has not, or a text with
             fewer sequences than there are processes.
     """
-    if mapped(model) is not None:
-        what = "The gradients of keys and values run through the whole model, and the weights of a streamed one stay in files."
-        raise CoverageError(what, "", "Use --no-stream.")
     if rule not in RULES:
         raise InvalidInput(f"There is no rule {rule!r} for a cache.", f"There are {', '.join(RULES)}.", "Choose one of those.")
     if draws < 1:

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ...decision import PlanRequest
 from ...models.memory import read_context
 from ...requests import ADVANCED, TEXT, names, option
+from ...session import PlanRequest
 from ..files import refuse_long
-from ..formats.program import Limits
+from ..formats.limits import Limits
 from ..formats.request import checked_option
 from .formats import CACHES, RULES
 

@@ -7,9 +7,9 @@ in the metadata follows; all else is as it was. It is one number for all layers,
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,12 @@ import numpy as np
 from ...decision import check_kind
 from ...errors import CoverageError, InvalidInput, ModelMismatch
 from ...gguf.names import Names
-from ...gguf.rewriting import GgufSource, tensor_bytes
+from ...gguf.rewriting import GgufOutput, GgufSource, tensor_bytes
 from ...llama_cpp.writer import recount_gguf
 from ...plan import Plan, payload_of
-from ...progress import Progress, Steps
+from ...progress import Progress
 from ...records import write_text
 from ...storage.checkpoint import GGUF_FILE
-from ...storage.folders import check_folder, new_folder
-from ...storage.writing import check_apart, check_output, check_space, new_file, whole
 from .apply import ExpertReceipt
 from .payload import ExpertPruningPayload
 
@@ -60,22 +58,8 @@ def cut_gguf(
     check_kind(plan.kind, ("expert-pruning",), "does not say which experts stay")
     _check_even(plan)
     cut = _Cut(GgufSource.open(source), plan)
-    name, single, place = Path(out).name, Path(out).suffix == ".gguf", Path(out).absolute()
-    check_apart(out if single else Path(out) / GGUF_FILE, source)
-    check_space({out: cut.size})
-    if single:
-        check_output(out, overwrite=overwrite)
-    else:
-        check_folder(out, overwrite=overwrite)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        if single:
-            stack.enter_context(whole(place))
-            return cut.write(stack.enter_context(new_file(place.parent, name, lambda _: place)), progress)
-        folder = stack.enter_context(new_folder(out, overwrite=overwrite))
-        receipt = cut.write(folder / GGUF_FILE, progress)
-        _write_beside(folder, plan, receipt)
-    return receipt
+    output = GgufOutput.checked(out, cut.size, [source], overwrite=overwrite)
+    return output.write(partial(cut.write, progress=progress), partial(_write_others, plan))
 
 
 def _check_even(plan: Plan) -> None:
@@ -88,7 +72,7 @@ def _check_even(plan: Plan) -> None:
         )
 
 
-def _write_beside(folder: Path, plan: Plan, receipt: ExpertReceipt) -> None:
+def _write_others(plan: Plan, folder: Path, receipt: ExpertReceipt) -> None:
     """Write the plan, the record and the model card beside the file."""
     from .save import card_of, record_of
 
@@ -174,16 +158,7 @@ class _Cut:
 
     def write(self, file: Path, progress: Progress | None) -> ExpertReceipt:
         """Write the file, count it again, and return the record."""
-        tick = Steps(progress, len(self.tensors))
-        with file.open("wb") as out:
-            out.write(self.head)
-            for tensor in self.tensors.values():
-                start = out.tell()
-                for part in self._content(tensor):
-                    out.write(np.ascontiguousarray(part).data)
-                size = out.tell() - start
-                out.write(b"\0" * (self.source.padded(size) - size))
-                tick()
+        self.source.write(file, self.head, self._content, progress)
         return self._receipt(file)
 
     def _content(self, tensor: Any) -> Iterator[np.ndarray]:

@@ -6,11 +6,12 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...decision import Decision, Session, Summary, Table, check_no_text
+from ...decision import Decision, Summary, Table, check_no_text
 from ...plan import Plan, payload_of
 from ...records import Receipt
 from ...requests import PLACING, READING
 from ...scores import Scores
+from ...session import Session
 from ...storage.checkpoint import GGUF_FILE
 from ...verdicts import named, plus_minus
 from ..describe import (
@@ -50,7 +51,7 @@ class ExpertPruning(Decision):
 
     def plan(self, session: Session) -> Plan:
         """Plan by the damage of masked experts to a model."""
-        from ...cost import removing
+        from .forecast import removing
         from .plan import plan_expert_pruning
 
         request: ExpertPruningRequest = session.request

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from ...budget import parse_budget
-from ...decision import PlanRequest
 from ...errors import InvalidInput
 from ...requests import ADVANCED, TEXT, option, out_option
+from ...session import PlanRequest
 from .program import DRAWS, RULES
 
 

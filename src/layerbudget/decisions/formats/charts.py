@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from ...plan import Plan
-from ..charts import forecast, point, values_of
+from ..charts import forecast, point
 from .payload import FormatsPayload
-
-
-def water_of(plan: Plan) -> dict[str, Any]:
-    """Return what one format for all would give to every block: the mean bits."""
-    numel = plan.numel.astype(np.float64)
-    return {"cap": None, "uniform": float(np.array(values_of(plan)) @ numel / numel.sum()), "share": None}
 
 
 def forecast_of(plan: Plan, payload: FormatsPayload, names: Mapping[str, str]) -> dict[str, Any] | None:

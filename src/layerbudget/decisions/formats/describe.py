@@ -11,8 +11,8 @@ from ...llama_cpp.mixes import MIXES
 from ...plan import Plan
 from ...verdicts import LEVEL_WITH, SAME, less_than, nats, outcome
 from ..describe import COMPARE, comparison, damage_figures, expected_damage, on_budget, on_objective, on_program, spent_of
+from .baselines import PEER
 from .payload import FormatsPayload, WeightsPayload, Whole
-from .program import PEER
 from .reasons import types_of_blocks
 
 Damages = dict[str, tuple[float, float]]  #: nats per token and the standard error of the difference to the plan, by choice

@@ -9,8 +9,8 @@ import numpy as np
 from ...errors import CorruptFile, ModelMismatch
 from ...plan import Plan, payload_of
 from ...scores import Scores
+from .limits import Limits
 from .payload import FormatsPayload
-from .program import Limits
 from .table import FormatTable
 
 
@@ -26,8 +26,8 @@ def reasons(plan: Plan, scores: Scores | None = None) -> list[dict[str, Any]]:
     """Return a row ``{name, format, bits, bytes}`` by block of a plan of formats, and why it has that format.
 
     The reasons are ``damage`` (nats per token in the format), ``smaller`` and ``larger``: the next format with fewer bytes and
-    the next one with less damage, each ``{format, bytes, damage}`` or None. Plans of bits hold them. Plans of older releases,
-    of caches and of both together do not: then only what is known is there. No rows where blocks have no format.
+    the next one with less damage, each ``{format, bytes, damage}`` or None. Plans of bits hold them; plans of
+    caches and of both together do not, and their rows have only what is known. No rows where blocks have no format.
 
     Args:
         plan: The plan.

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from ...compressors.base import QUANTISERS
 from ...compressors.formats import BY_MOMENTS, RUNTIMES, TOKENS, find_format, find_runtime, spoken_formats
-from ...decision import PlanRequest
 from ...errors import InvalidInput, LayerbudgetError
 from ...requests import ADVANCED, PLACING, READING, flag_of, names, option
+from ...session import PlanRequest
 
 if TYPE_CHECKING:
-    from ...decision import Session
+    from ...session import Session
 
 _FORMATS = "formats of the weights"
 UNWRITTEN = ("refuse", "16-bit", "plan")
@@ -141,7 +141,7 @@ def need_samples(session: Session) -> None:
         return
     import torch
 
-    from ...cost import shape_of_config
+    from ...cost.sizes import shape_of_config
 
     columns = 0
     with contextlib.suppress(LayerbudgetError):  # what cannot be loaded is refused when it is

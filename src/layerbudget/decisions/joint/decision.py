@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...decision import Decision, Session, Summary
+from ...decision import Decision, Summary
 from ...plan import Plan, payload_of
+from ...session import Session
 from ..describe import (
     check_shares,
     expected_damage,

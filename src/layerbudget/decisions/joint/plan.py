@@ -16,7 +16,7 @@ from ...scores import Scores
 from ...solvers.inputs import Vector, bound_vector, choice
 from ...solvers.joint import JointSolution, solve_joint
 from ...solvers.programs import allocate
-from ...solvers.rounding import Rounded, round_capacity, round_parameters
+from ...solvers.rounding import RoundedCapacity, round_capacity, round_parameters
 from ..capacity import CapacityBounds, make_plan, smallest_sides
 from ..rules import RuleResult
 from .payload import Capacity, JointPayload
@@ -113,7 +113,9 @@ def _limit(budget: str | float, bytes_per_parameter: float) -> tuple[float, str]
     return wanted.amount * (bytes_per_parameter if wanted.unit == "params" else 1.0), wanted.text
 
 
-def _whole(q: Vector, cost: Vector, solution: JointSolution, left: float, spend: str, options: dict[str, Any]) -> Rounded:
+def _whole(
+    q: Vector, cost: Vector, solution: JointSolution, left: float, spend: str, options: dict[str, Any]
+) -> RoundedCapacity:
     """Whole capacities for the bytes that are left after pruning (which rounds up, so there may be a few more)."""
     spare = min(left, float(cost @ solution.capacity) + float(cost.min()))
     if spend == "exactly" and (solution.capacity < options["upper"]).any():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from ...decision import ScoresRequest
 from ...requests import ADVANCED, option
+from ...session import ScoresRequest
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...decision import Decision, Session, Summary, check_no_text
+from ...decision import Decision, Summary, check_no_text
 from ...plan import Plan, payload_of
 from ...records import Receipt
 from ...scores import Scores
+from ...session import Session
 from ..capacity import counted_options
 from ..describe import expected_damage, on_budget, on_flat_scores, on_price, on_program, on_published, on_rounding
 from ..files import load_scores

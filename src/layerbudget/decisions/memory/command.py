@@ -16,7 +16,7 @@ from .parts import parts_of
 from .program import MemoryLimits, measured_for, share_of
 
 if TYPE_CHECKING:
-    from ...decision import Session
+    from ...session import Session
     from .request import MemoryRequest
 
 _MEASURED = (  # of a model
@@ -40,7 +40,8 @@ def _from_scores(session: Session) -> Plan:
 
 
 def _by_damage(session: Session) -> Plan:
-    from ...cost import WorkItem, choosing
+    from ...cost.work import WorkItem
+    from ..bits import choosing
     from .plan import plan_memory
 
     request: MemoryRequest = session.request

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...decision import Decision, Session, Summary
+from ...decision import Summary
 from ...errors import CorruptFile
 from ...plan import Plan, payload_of
 from ...records import Receipt
 from ...scores import Scores
+from ...session import Session
 from ..bits import BitsWrite
+from ..formats.base import FormatsDecision
 from . import command
 from .payload import MemoryPayload
 from .request import MemoryRequest
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from ...data.calibration import CalibrationSet
 
 
-class Memory(Decision):
+class Memory(FormatsDecision):
     """See the module."""
 
     summary = (
@@ -29,8 +30,6 @@ class Memory(Decision):
     )
     Payload = MemoryPayload
     name, decides, counts = "memory", "bits per number", "bytes"
-    predicts = True
-    from_gains = False
     budget = "memory"
     command = "apply"
     bytes_of = "file, cache and buffers"
@@ -79,18 +78,6 @@ class Memory(Decision):
         from .describe import charts_of
 
         return {} if plan is None else charts_of(plan)
-
-    def labels(self, plan: Plan) -> list[str] | None:
-        """Return the format of every block, of weights and of the cache."""
-        from ..formats.reasons import types_of_blocks
-
-        return types_of_blocks(plan)
-
-    def matrices(self, plan: Plan, scores: Scores | None = None) -> Sequence[Mapping[str, Any]]:
-        """Return the format of every block."""
-        from ..formats.reasons import reasons
-
-        return super().matrices(plan, scores) or reasons(plan)
 
     def parts(self, plan: Plan) -> dict[str, Plan]:
         """Return the plan of bits and the plan of the cache."""

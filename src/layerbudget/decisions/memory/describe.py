@@ -8,8 +8,7 @@ from ...decision import Summary
 from ...plan import Plan, payload_of
 from ...records import unit_of
 from ...verdicts import nats
-from ..charts import curved_grid
-from ..formats.charts import water_of
+from ..charts import curved_grid, even_water
 from ..formats.describe import (
     comparison_of,
     damages_of,
@@ -154,7 +153,7 @@ def charts_of(plan: Plan) -> dict[str, Any]:
     budgets = [row["memory"] / size for row in rows]
     labels = (f"{row['predicted']:.3g} nats per token predicted" for row in rows)
     grid = curved_grid(plan, rows, budgets, f"memory, {unit}", plan.budget["limit"] / size, labels)
-    return {"memory": _memory(plan, payload), "grid": grid, "forecast": None, "water": water_of(plan)}
+    return {"memory": _memory(plan, payload), "grid": grid, "forecast": None, "water": even_water(plan)}
 
 
 def _memory(plan: Plan, payload: MemoryPayload) -> dict[str, Any]:

@@ -16,14 +16,18 @@ _OF_WEIGHTS = ("runtime", "family", "method", "fixed_bytes", "fixed_terms", "hea
 _OF_CACHE = ("runtime", "context", "batch", "group", "rotated", "interleaved", "utilization")
 
 
-def split_fit(plan: Plan) -> tuple[Plan, Plan]:
-    """The plan of bits and the plan of the cache in a plan of memory, each as if it had been made alone."""
+def parts_of(plan: Plan) -> dict[str, Plan]:
+    """Return the plan of bits and the plan of the cache in a plan of memory, by kind, each as if it had been made alone.
+
+    Raises:
+        InvalidInput: A plan of another kind.
+    """
     if plan.kind != KIND:
         raise InvalidInput(f"A plan of kind {plan.kind} decides no memory.", "", "Make one: layerbudget plan memory MODEL.")
     payload = payload_of(plan, MemoryPayload)
     measured = payload.check.rows[plan.rule].kl if payload.check is not None else None
     whole = Whole(predicted=payload.predicted, measured=measured)
-    parts = []
+    parts = dict[str, Plan]()
     for name, kind, names in (("weights", "bits", _OF_WEIGHTS), ("cache", "cache", _OF_CACHE)):
         blocks = tuple(b for b in plan.blocks if (b.modules[0] in payload.cache_formats) == (kind == "cache"))
         spent = int(sum(b.count for b in blocks))
@@ -31,31 +35,22 @@ def split_fit(plan: Plan) -> tuple[Plan, Plan]:
         if kind == "bits":
             size = spent + payload.fixed_bytes
             sizes = sizes_of(spent, payload.family, payload.fixed_bytes, payload.head_bytes)
-        parts.append(
-            dataclasses.replace(
-                plan,
-                kind=kind,
-                blocks=blocks,
-                budget={"unit": "bytes", "limit": spent, "spent": spent, **sizes},
-                hyperparameters={"bits": None, "budget": f"{size} bytes", "rule": plan.rule, "part": True},
-                certificate={},
-                payload=DECISIONS.find(kind).Payload(
-                    formats={m: payload.formats[m] for b in blocks for m in b.modules},
-                    bits=payload.parts[name]["bits"],
-                    predicted=payload.parts[name]["predicted"],
-                    predicted_error=getattr(payload.part_errors, name),
-                    baselines={},
-                    near_ties=[],
-                    whole=whole,
-                    **{field: getattr(payload, field) for field in names},
-                ),
-            )
+        parts[kind] = dataclasses.replace(
+            plan,
+            kind=kind,
+            blocks=blocks,
+            budget={"unit": "bytes", "limit": spent, "spent": spent, **sizes},
+            hyperparameters={"bits": None, "budget": f"{size} bytes", "rule": plan.rule, "part": True},
+            certificate={},
+            payload=DECISIONS.find(kind).Payload(
+                formats={m: payload.formats[m] for b in blocks for m in b.modules},
+                bits=payload.parts[name]["bits"],
+                predicted=payload.parts[name]["predicted"],
+                predicted_error=getattr(payload.part_errors, name),
+                baselines={},
+                near_ties=[],
+                whole=whole,
+                **{field: getattr(payload, field) for field in names},
+            ),
         )
-    return parts[0], parts[1]
-
-
-def parts_of(plan: Plan) -> dict[str, Plan]:
-    """Return the plans in a plan, by kind: of memory those of bits and of the cache, of any other itself."""
-    if plan.kind != KIND:
-        return {plan.kind: plan}
-    return {p.kind: p for p in split_fit(plan)}
+    return parts

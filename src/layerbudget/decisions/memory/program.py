@@ -21,20 +21,16 @@ from typing import Any
 
 import numpy as np
 
+from ...budget import parse_bytes
 from ...errors import InfeasibleBudget, InvalidInput
 from ...models.memory import MemoryModel, check_positions, read_context
 from ...records import rounded_up, unit_of
 from ...scores import Scores
 from ...solvers.choices import Choice, choose
 from ..cache import CacheSpace, find_cache
-from ..formats.program import (
-    CURVE,
-    SHOWN,
-    Limits,
-    bits_of,
-    mix_of,
-    read_bytes,
-)
+from ..formats.baselines import mix_of
+from ..formats.limits import Limits
+from ..formats.program import CURVE, SHOWN, bits_of
 from ..formats.table import FormatTable
 from .payload import More
 
@@ -54,7 +50,7 @@ class MemoryLimits:
         memory: Bytes in all, such as ``"8 GiB"``; None where there are two memories.
         gpu, ram: Bytes of a card, and of the processor's memory; see :mod:`layerbudget.decisions.memory.placement`.
         batch: Sequences at a time.
-        forbid, keep: Formats of the weights; see :class:`~layerbudget.decisions.formats.program.Limits`.
+        forbid, keep: Formats of the weights; see :class:`~layerbudget.decisions.formats.limits.Limits`.
         cache: Formats of the cache to choose among, besides 16 bits; all that were measured where it is None.
         utilization: Share of the memory that the runtime takes.
     """
@@ -93,12 +89,12 @@ class MemoryLimits:
     @property
     def bytes(self) -> int:
         """Bytes of the memory that the runtime takes; of two memories those of the card."""
-        return int(read_bytes(str(self.gpu or self.memory), "A memory", "8 GiB") * self.utilization)
+        return int(parse_bytes(str(self.gpu or self.memory), "A memory", "8 GiB") * self.utilization)
 
     @property
     def beside(self) -> int:
         """Bytes of the processor's memory; zero where there is one memory."""
-        return 0 if self.ram is None else read_bytes(self.ram, "A memory", "32 GiB")
+        return 0 if self.ram is None else parse_bytes(self.ram, "A memory", "32 GiB")
 
     def check(self, rule: str) -> None:
         """Refuse what no model can make possible."""
@@ -308,13 +304,13 @@ def fit_of(scores: Scores, terms: MemoryLimits) -> Fit:
     return Fit.of(FormatTable.of(scores), space, terms, damage, rest)
 
 
-def curve(fit: Fit, count: int = CURVE) -> list[dict[str, Any]]:
+def curve(fit: Fit) -> list[dict[str, Any]]:
     """Return the best plans of several memories, from the smallest to 16 bits for everything, evenly in ratio.
 
     The ``price`` of a row is what a GiB saves on the way to the next row, in nats per token; zero in the last row.
     """
     low, high = fit.least - fit.beside, int(np.where(fit.table.has, fit.table.size, 0).max(axis=1).sum())
-    rows = [point(fit, int(limit) + fit.beside) for limit in np.geomspace(low, high, count).round()]
+    rows = [point(fit, int(limit) + fit.beside) for limit in np.geomspace(low, high, CURVE).round()]
     for row, after in itertools.pairwise([*rows, rows[-1]]):
         room = after["memory"] - row["memory"]
         row["price"] = (row["predicted"] - after["predicted"]) / room * GIB if room else 0.0

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ...compressors.formats import RUNTIMES
-from ...decision import PlanRequest
 from ...models.memory import read_context
 from ...requests import ADVANCED, TEXT, names, option
+from ...session import PlanRequest
 from ..cache import CACHES
 from ..files import refuse_long
 from ..formats.request import FormatsRequest, checked_option

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...budget import rank_parameters
-from ...decision import Decision, ScoresAdvice, Session, Summary, check_no_text
+from ...decision import Decision, ScoresAdvice, Summary, check_no_text
 from ...plan import Plan, payload_of
 from ...records import Receipt
 from ...scores import Scores
+from ...session import Session
 from ..capacity import blocks_of, counted_options
 from ..files import load_scores
 from .describe import MOSTLY_NOISE, advice_on, advises_uniform, noise_alone, summary_of

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar
 
-from ...decision import ScoresRequest
 from ...registry import Option
 from ...requests import ADVANCED, option
+from ...session import ScoresRequest
 from ..capacity import FIX, LATENCY, check_budgets
 from ..rules import find_rule, rules_of
 

@@ -10,7 +10,7 @@ import numpy as np
 from ...budget import rank_parameters
 from ...errors import InfeasibleBudget
 from ...solvers.inputs import Vector
-from ...solvers.rounding import Rounded, allocate_increments
+from ...solvers.rounding import RoundedCapacity, allocate_increments
 from ..capacity import in_proportion
 from ..rules import Problem, RuleResult, rule
 from .gains import TAKE_UNIFORM, increments_of, uniform_share
@@ -44,7 +44,7 @@ def _by_rank(problem: Problem, *, damping: float | None = None) -> RuleResult:
     return RuleResult(value=rounded.counts.astype(float), counts=rounded.counts, payload=payload)
 
 
-def _check_measured(problem: Problem, rows: Sequence[Sequence[float]], plan: Rounded) -> None:
+def _check_measured(problem: Problem, rows: Sequence[Sequence[float]], plan: RoundedCapacity) -> None:
     """Refuse a budget that would buy more where all blocks have all ranks whose gains were measured.
 
     Raises:
@@ -67,11 +67,11 @@ def _check_measured(problem: Problem, rows: Sequence[Sequence[float]], plan: Rou
         )
 
 
-def _allocated(problem: Problem, rows: Sequence[Sequence[float]], high: Vector) -> Rounded:
+def _allocated(problem: Problem, rows: Sequence[Sequence[float]], high: Vector) -> RoundedCapacity:
     return allocate_increments(rows, problem.amount, problem.target, lower=problem.low, upper=high, multiple=problem.multiple)
 
 
-def _smaller_reserve(problem: Problem, rows: Sequence[Sequence[float]], plan: Rounded) -> SmallerReserve | None:
+def _smaller_reserve(problem: Problem, rows: Sequence[Sequence[float]], plan: RoundedCapacity) -> SmallerReserve | None:
     """The lowest cap at which a server reserves less for the adapter, :data:`KEEPS` of the gain stays, and uniform has less.
 
     Under a low cap little may be left above uniform: a cap whose plan would be advised against is none.

@@ -9,6 +9,7 @@ from ...registry import lazy_names
 if TYPE_CHECKING:
     from .apply import apply_shapes as apply_shapes
     from .apply import remove_units as remove_units
+    from .forecast import shaping as shaping
     from .plan import plan_shapes as plan_shapes
     from .speed import Speed as Speed
     from .speed import measure_speed as measure_speed
@@ -18,6 +19,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "apply": "apply_shapes remove_units",
+        "forecast": "shaping",
         "plan": "plan_shapes",
         "speed": "Speed measure_speed",
         "units": "find_parts",

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...compressors.formats import GGUF, NEMOTRON
-from ...decision import Decision, Session, Summary
+from ...decision import Decision, Summary
 from ...errors import InvalidInput, LayerbudgetError
 from ...plan import Plan, payload_of
 from ...records import Receipt
 from ...scores import Scores
+from ...session import Session
 from ...solvers.inputs import spoken_amount
+from ...storage.checkpoint import GGUF_FILE
 from ..describe import (
     compared_with_even,
     damage_figures,
@@ -25,7 +26,7 @@ from ..describe import (
     on_program,
     percent,
 )
-from ..files import on_text
+from ..written import end_of_gguf
 from .payload import ShapesPayload, ShapesSettings
 from .program import layers_differ
 from .request import ShapesRequest, ShapesWrite
@@ -57,7 +58,7 @@ class Shapes(Decision):
 
     def plan(self, session: Session) -> Plan:
         """Plan by the damage of smaller shapes to a model."""
-        from ...cost import shaping
+        from .forecast import shaping
         from .plan import plan_shapes
 
         request: ShapesRequest = session.request
@@ -153,7 +154,7 @@ def _written_as(model: Any, plan: Plan) -> str | None:
 
 
 def _write(session: Session, plan: Plan) -> dict[str, Any]:
-    from ...cost import WorkItem, treating
+    from ...cost.work import WorkItem, treating
     from ...execution.processes import is_main
     from ..sparsity import check_room
     from .apply import apply_shapes
@@ -192,37 +193,10 @@ def _write(session: Session, plan: Plan) -> dict[str, Any]:
 def _end(session: Session, plan: Plan) -> dict[str, Any]:
     """Say what the result is expected to cost, and the command that measures or runs it; return both as fields."""
     request: ShapesWrite = session.request
-    if request.family is None:
-        return session.end(plan, DECISION.runs())
-    expected = DECISION.describe(plan).expected
-    session.say(DECISION.runs(), expected)
-    if request.family == NEMOTRON:
-        follows = f"vllm serve {shlex.quote(str(request.out))} --trust-remote-code"
-        session.say(f"Next: {follows}")
-    else:
-        follows = _compare_in_llama_cpp(session, plan)
-    return {"verdict": expected.removeprefix("Verdict: "), "next": follows}
-
-
-def _compare_in_llama_cpp(session: Session, plan: Plan) -> str:
-    """Say how a GGUF file is compared with the dense model: by ``evaluate`` where it can be read here, else by llama.cpp."""
-    from ...gguf.header import is_read
-
-    request: ShapesWrite = session.request
-    file = f"{request.out}/model.gguf"
-    base, run = "--kl-divergence-base base.kld", "llama-perplexity -m"
-    follows = f"{run} model-f16.gguf -f TEXT {base} && {run} {shlex.quote(file)} {base} --kl-divergence"
-    readable = is_read(Path(file))
-    session.say(
-        *([f"llama.cpp compares both by {follows}"] if readable else []),
-        "llama.cpp rounds activations too: its own figures are higher, for every file.",
-        "model-f16.gguf is the unrounded model, as llama.cpp's convert_hf_to_gguf.py --outtype f16 writes it.",
-    )
-    if readable:
-        words = ("--dtype", "float32", *on_text(request, plan))
-        return session.follow("evaluate", str(request.out), "--against", request.model, *words)
-    session.say(f"Next: {follows}")
-    return follows
+    if request.family == GGUF:
+        return end_of_gguf(session, plan, DECISION.runs(), file=f"{request.out}/{GGUF_FILE}")
+    serves = f"vllm serve {shlex.quote(str(request.out))} --trust-remote-code"
+    return session.end(plan, DECISION.runs(), other=serves if request.family == NEMOTRON else "")
 
 
 # --- what is said -----------------------------------------------------------------------------------------------------------

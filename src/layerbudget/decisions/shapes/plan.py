@@ -9,12 +9,10 @@ steps within a trust region go on while the measured divergence falls. Every one
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from ...budget import parse_budget
 from ...compressors.formats import RUNTIMES
@@ -30,16 +28,12 @@ from ...models.offload import need_settled
 from ...plan import Plan
 from ...progress import Progress, Steps, say
 from ...records import to_jsonable
-from ...sensitivity.directional.terms import QuadraticTerms
-from ...solvers.choices import Choice
-from ...solvers.steps import Proposal, descend
-from ...storage.parts import Parts
-from ..describe import EvenUneven
 from .apply import measure_plan
 from .compensation import ways_of
 from .nemotron import check_config
-from .point import PARTS, Evaluation, Moments, ShapePoint, folds_of
-from .program import DAMPING, GONE, KINDS, PASSES, ShapeSpace
+from .path import Search, best_start
+from .point import PARTS, folds_of
+from .program import DAMPING, KINDS, PASSES, ShapeSpace
 from .save import allowed_units, check_depth, described_smaller
 from .speed import Speed, measure_speed, sizes_of_layers
 from .units import find_parts, head_units
@@ -47,8 +41,6 @@ from .units import find_parts, head_units
 if TYPE_CHECKING:
     from torch import nn
 
-_LEVELS = 7
-_KEPT = ("first", "second", "rest", "tokens", "passes", "divergence")  # of an evaluation, under resume
 _MEASURING = 5.0  # dense, three times through every layer to cut it, and the smaller model; the stream needs one more
 
 
@@ -144,20 +136,21 @@ def plan_shapes(
     )
     way = ways_of(model, data, compensate)
     last = _MEASURING + (way == "stream")
-    _check(draws, strides, trust, depth, passes, last, len(spaces))
+    own: dict[str, Any] = {"trust": trust, "strides": strides, "draws": draws, "passes": passes}
+    search = Search(**own, damping=damping, seed=seed, batch_size=batch_size)
+    search.check(depth, last, len(spaces))
+    hyper = {"multiple": multiple, "compensate": way, **own}
+    asked = {**hyper, **spaces[0].hyper, "by": by, "seed": seed, "damping": damping, "batch_size": batch_size}
     identity = describe(model)
-    hyper = {"multiple": multiple, "compensate": way, "trust": trust, "strides": strides, "draws": draws, "passes": passes}
-    request = {**hyper, **spaces[0].hyper, "by": by, "seed": seed, "damping": damping, "batch_size": batch_size}
-    hyper |= {} if runtime is None else {"runtime": runtime}
-    request |= {"model": identity["digest"], "data": data.digest, "versions": versions(), "computation": computation(model)}
-    parts, tick = SharedParts(resume, request), Steps(progress, int(passes), "forward equivalents")
-    points = (ShapePoint(model, data, space, damping, batch_size) for space in spaces)
-    path = _first([_Path(point, strides, trust, draws, seed, tick, parts, f"start-{i}") for i, point in enumerate(points)])
+    run = {"data": data.digest, "versions": versions(), "computation": computation(model), "model": identity["digest"]}
+    parts, tick = SharedParts(resume, {**asked, **run}), Steps(progress, int(passes), "forward equivalents")
+    path = best_start(model, data, spaces, search, tick, parts)
     others = path.even_and_uneven()
     try:
         here, solution = path.run(passes - last)
     finally:
         path.point.restore()
+    hyper |= {} if runtime is None else {"runtime": runtime}
     hyper |= {} if damping == DAMPING else {"damping": damping}
     hyper |= {"by": next((p.by for p in path.space.parts if p.kind == "heads"), by), "seed": seed}
     plan = path.space.plan(here.state, here.divergence, solution, hyper, identity)
@@ -178,24 +171,6 @@ def _measured(model: nn.Module, plan: Plan, data: CalibrationSet, batch_size: in
     with alone():
         measured = measure_plan(model, plan, data, batch_size=batch_size, progress=progress)
     return broadcast(lambda: measured)
-
-
-def _every_width(space: ShapeSpace, around: np.ndarray, seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Alternatives with every number of MLP units between those that were looked at, and their damage, by straight lines."""
-    layer_rows = []
-    for rows, damage in zip(around, seen, strict=True):
-        made, gone = list[tuple[int, int, int, float]](), rows[:, GONE] == 1
-        for heads in np.unique(rows[~gone, 0]):
-            same_heads = (rows[:, 0] == heads) & ~gone
-            units, where = np.unique(rows[same_heads, 1], return_index=True)
-            every = np.arange(units[0], units[-1] + 1)
-            every = every[np.isin(every, space.allowed.get("mlp", every))]
-            between = np.interp(every, units, damage[same_heads][where])
-            made += [(int(heads), int(u), 0, float(d)) for u, d in zip(every, between, strict=True)]
-        layer_rows.append([*made, *((0, 0, 1, float(d)) for d in damage[gone][:1])])
-    longest = max(map(len, layer_rows))
-    table = np.array([made + made[:1] * (longest - len(made)) for made in layer_rows])
-    return table[:, :, :3].astype(np.int64), table[:, :, 3]
 
 
 def _alike(model: nn.Module, even: bool, runtime: str | None, kinds: Sequence[str]) -> bool | tuple[str, ...]:
@@ -258,139 +233,9 @@ def _spaces(
     return spaces
 
 
-def _first(paths: Sequence[_Path]) -> _Path:
-    """The path whose first plan is predicted to do least damage; what the others spent counts as its own."""
-    path = min(paths, key=_Path.promise) if len(paths) > 1 else paths[0]
-    path.point.passes, path.spent_elsewhere = sum(p.point.passes for p in paths), 0
-    return path
-
-
 def _with_speed(model: nn.Module, plan: Plan, speed: Speed) -> Plan:
     """The plan with the measured speed, its prices, and the tokens per second that it predicts, read and written."""
     plan = plan.with_payload(prices=speed.prices())
     before, after = (speed.seconds(sizes_of_layers(model, p)) for p in (None, plan))
     rates = {name: {"before": 1 / b, "after": 1 / a} for name, b, a in zip(("read", "written"), before, after, strict=True)}
     return plan.with_payload(speed=to_jsonable(dict(speed)), tokens_per_second=rates)
-
-
-def _check(draws: int, strides: int, trust: float, depth: int, passes: float, last: float, starts: int) -> None:
-    """Refuse what allows no step; ``last`` forward equivalents are kept for measuring the result."""
-    least = (2.0 + 2.0 * draws) * starts + strides * (3.0 + 2.0 * draws) + last
-    if min(draws, strides) >= 1 and 0 < trust <= 1 and depth >= 0 and passes >= least:
-        return
-    if min(draws, strides) < 1 or not 0 < trust <= 1 or depth < 0:
-        raise InvalidInput(
-            f"draws is {draws}, strides {strides}, trust {trust:g}, depth {depth}.",
-            "Draws and strides are 1 or more, trust lies in (0, 1], depth is 0 or more.",
-            "Use draws=2, strides=2, trust=0.12, depth=0.",
-        )
-    raise InvalidInput(
-        f"{passes:g} forward equivalents are too few.",
-        f"With draws={draws} and strides={strides}, {least:g} forward equivalents are needed, {last:g} of them for the end.",
-        f"Give more (--passes {least:g}; {PASSES:g} is usual), or take fewer draws or strides (--strides 1).",
-    )
-
-
-class _Path:
-    """The way from the dense model to a plan, with divergence, predictions and passes of every accepted point in ``log``."""
-
-    def __init__(
-        self, point: ShapePoint, strides: int, trust: float, draws: int, seed: int, tick: Steps, parts: Parts, name: str
-    ) -> None:
-        self.point, self.space, self.strides, self.trust = point, point.space, strides, trust
-        self.draws, self.seed, self.tick, self.parts, self.name = draws, seed, tick, parts, name
-        self.tried, self.log, self.spent_elsewhere = 0, list[dict[str, Any]](), tick.done  # what other paths spent
-        self.here = self._evaluate(self.space.start(), 1.0, Moments(lambda: point.dense))
-
-    def _evaluate(self, state: np.ndarray, trust: float, before: Moments) -> Evaluation:
-        """Measure at a state, by the moments of the one before, or find what was measured there.
-
-        Second moments are too large to be kept. Those of a state that was found are made again if something has to be
-        measured behind it: one forward for every state on the way there.
-        """
-        around, measured = self.space.around(state, trust, _LEVELS), list[Evaluation]()
-
-        def measure() -> dict[str, Any]:
-            seed = self.seed + self.tried
-            measured.append(self.point.evaluate(state, around, before(), draws=self.draws, seed=seed, spent=self._spent))
-            forms = measured[0].forms
-            return {name: np.asarray(getattr(forms, name)).tolist() for name in _KEPT}
-
-        kept = self.parts.json(f"{self.name}-{self.tried}", measure)
-        self.tried += 1
-        if measured:
-            evaluation = measured[0]
-        else:
-            forms = QuadraticTerms(**{**kept, **{name: np.array(kept[name]) for name in ("first", "second", "rest")}})
-            self.point.passes += forms.passes
-            evaluation = Evaluation(
-                state=state, around=around, forms=forms, moments=Moments(lambda: self.point.look(state, before()))
-            )
-        self._spent(self.point.passes)
-        return evaluation
-
-    def _spent(self, passes: float) -> None:
-        """Tell of whole forward equivalents, where there are more than before."""
-        more = self.spent_elsewhere + int(passes) - self.tick.done
-        if more > 0:
-            self.tick(more)
-
-    def promise(self) -> float:
-        """Damage of the budget as the dense model sees it."""
-        return self.space.step(*_every_width(self.space, self.here.around, self.here.forms.total))[1].damage
-
-    def even_and_uneven(self) -> EvenUneven | None:
-        """Damage of the budget as the dense model sees it, with layers that stay alike and with any; None where they cannot."""
-        damages = dict[str, float]()
-        for even in (True, False):
-            try:
-                space = self.space.evened(even)
-                damage = space.step(*_every_width(space, self.here.around, self.here.forms.total))[1].damage
-            except InfeasibleBudget:
-                return None
-            damages["even" if even else "uneven"] = float(damage)
-        return EvenUneven(**damages)
-
-    def run(self, passes: float) -> tuple[Evaluation, Choice]:
-        """Reach the budget, a part of it at a time, and go on down while that can be paid; the end, and the program there."""
-        here, moments = self.here, Moments(lambda: self.point.dense)
-        for number in range(1, self.strides + 1):
-            share = number / self.strides
-            state, solution = self.space.step(*_every_width(self.space, here.around, here.forms.total), share)
-            predicted = here.divergence + solution.damage
-            here = self._evaluate(state, self.trust if number == self.strides else 1.0, moments)
-            moments = here.moments
-            self._note(here, step=0, share=share, predicted=predicted)
-
-        def evaluate(last: Evaluation, proposal: Proposal) -> Evaluation:
-            return self._evaluate(proposal.state[0], proposal.trust, last.moments)
-
-        def affords() -> bool:
-            return self.point.passes + 3.0 + 2.0 * self.draws <= passes
-
-        settled = np.zeros(len(here.state), dtype=bool)
-        for step in descend(here, self.trust, partial(self._proposals, settled), evaluate, affords):
-            here, solution = step.point, step.proposal.state[1]
-            fields = {"predicted": step.proposal.promise, "measured": step.change, "trust": step.trust}
-            self._note(here, step=len(self.log), **fields)
-        return here, solution
-
-    def _note(self, here: Evaluation, **fields: float) -> None:
-        values = [gone / part.parameters for gone, part in zip(self.space.removed(here.state), self.space.parts, strict=True)]
-        self.log.append({"divergence": here.divergence, "passes": self.point.passes, **fields, "values": values})
-
-    def _proposals(self, settled: np.ndarray, here: Evaluation, trust: float) -> Iterator[Proposal]:
-        """The best plans within reach; a layer whose going or coming back has not gained is settled from then on."""
-        state, around = here.state, here.around
-        while trust * self.space.units.max() >= 1:
-            radius = np.maximum(np.rint(trust * self.space.units), 1)
-            stays = (around[:, :, GONE] == state[:, None, GONE]) | ~settled[:, None]
-            near = (np.abs(around[:, :, :2] - state[:, None, :2]) <= radius[:, None, :]).all(2)
-            within = (near | (around[:, :, GONE] == 1)) & stays
-            goal, choice = self.space.step(around, np.where(within, here.forms.total, np.inf))
-            if (goal == state).all() or choice.damage >= 0:
-                return
-            yield Proposal(state=(goal, choice), promise=choice.damage, trust=trust)
-            flips = goal[:, GONE] != state[:, GONE]
-            settled |= flips
-            trust = trust if flips.any() else trust / 2

@@ -46,7 +46,7 @@ _NOTHING = -1  # units of a layer that goes
 Grams = dict[str, InputMoments]
 
 
-class Moments:
+class LazyMoments:
     """Second moments of the inputs at a state, for folds of this process those of the others; made when they are asked for."""
 
     def __init__(self, make: Callable[[], dict[int, Grams]]) -> None:
@@ -61,13 +61,13 @@ class Moments:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Evaluation:
+class ShapeEvaluation:
     """Measurements at a state."""
 
     state: np.ndarray  # (K, 3)
     around: np.ndarray  # alternatives, (K, A, 3)
     forms: QuadraticTerms  # derivatives along the way to them, with the divergence at the state
-    moments: Moments  # of the inputs at the state
+    moments: LazyMoments  # of the inputs at the state
 
     @property
     def divergence(self) -> float:
@@ -176,7 +176,7 @@ class ShapePoint:
         draws: int,
         seed: int,
         spent: Callable[[float], None] = lambda passes: None,
-    ) -> Evaluation:
+    ) -> ShapeEvaluation:
         """Go to a state, by moments for every fold, and measure both terms along the way to every alternative.
 
         At the dense model the first one vanishes.
@@ -205,10 +205,10 @@ class ShapePoint:
         every = self.teams.spread(terms)
         self.passes += every[0].passes
         later = self._others(gathered)
-        return Evaluation(state=state, around=alternatives, forms=_mean(every), moments=Moments(lambda: later))
+        return ShapeEvaluation(state=state, around=alternatives, forms=_mean(every), moments=LazyMoments(lambda: later))
 
     def look(self, state: np.ndarray, grams: Mapping[int, Grams]) -> dict[int, Grams]:
-        """Second moments at a state that has been measured, by one forward: those of its :class:`Evaluation`, to the bit."""
+        """Second moments at a state that was measured, by one forward: those of its :class:`ShapeEvaluation`, to the bit."""
         known, gathered = {b.name: b for b in partition(self.model, "linear")}, dict[int, Grams]()
         for fold, reference in self.references.items():
             self.move(state, grams[fold])

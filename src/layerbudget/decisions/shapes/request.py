@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from ...budget import parse_budget
 from ...compressors.formats import GGUF, NEMOTRON, RUNTIMES
-from ...decision import PlanRequest, WriteRequest
 from ...requests import ADVANCED, TEXT, option, out_option
+from ...session import PlanRequest, WriteRequest
 from .program import DAMPING, PASSES, UNITS, WAYS
 
 

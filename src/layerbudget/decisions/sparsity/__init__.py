@@ -8,6 +8,7 @@ from ...registry import lazy_names
 
 if TYPE_CHECKING:
     from .apply import prune as prune
+    from .forecast import searching as searching
     from .plan import default_cap as default_cap
     from .plan import plan_sparsity as plan_sparsity
     from .receipt import recount as recount
@@ -19,6 +20,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "apply": "prune",
+        "forecast": "searching",
         "plan": "default_cap plan_sparsity",
         "receipt": "recount",
         "save": "BESIDE check_room save_pruned",

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ...decision import Decision, Session, Summary
+from ...decision import Decision, Summary
 from ...errors import InvalidInput
 from ...plan import Plan, PlanBlock, payload_of
 from ...records import Receipt, check_fraction
 from ...registry import options_of
 from ...requests import READING
 from ...scores import Scores
+from ...session import Session
 from ...verdicts import less_than
 from ..describe import (
     check_shares,
@@ -138,9 +139,9 @@ DECISION = Sparsity()
 
 def _by_damage(session: Session) -> Plan:
     from ...compressors.base import TREATMENTS
-    from ...cost import searching
     from ...models.blocks import partition
     from .directional import plan_by_damage
+    from .forecast import searching
 
     request: SparsityRequest = session.request
     check_fraction(request.sparsity, "sparsity")
@@ -179,7 +180,7 @@ def _by_scores(session: Session) -> Plan:
 
 def _write(session: Session, plan: Plan) -> dict[str, Any]:
     from ...compressors.base import TREATMENTS
-    from ...cost import treating
+    from ...cost.work import treating
     from ...execution.processes import is_main
     from .apply import method_of, other_pruner, prune
     from .save import check_room, save_pruned

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ...decision import PlanRequest, WriteRequest
 from ...errors import InvalidInput
 from ...registry import Option, options_of
 from ...requests import ADVANCED, PLACING, READING, option, share
+from ...session import PlanRequest, WriteRequest
 from ..rules import find_rule, rules_of
 
 _SCORES, _MODEL = "from scores", "from a model"

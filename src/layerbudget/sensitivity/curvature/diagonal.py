@@ -122,15 +122,7 @@ def score_diagonal(
     jackknife over four groups of sequences. Memory: eight times the blocks' parameters in the ``whole`` graph, one layer's by
     ``layers``.
 
-    Args:
-        model: The model.
-        data: The calibration set.
-        blocks: Blocks of the model.
-        damping: tau, one or several, in ``damping_unit``; None for the default sweep.
-        damping_unit: ``max``, ``mean``, ``median`` or ``absolute``: what the damping is relative to.
-        batch_size: Sequences per pass.
-        progress: Called with sequences done and in total.
-        walk: ``whole``, ``layers`` or ``auto``, as in :func:`layerbudget.execution.backward.feed`.
+    Arguments are those of :func:`~layerbudget.sensitivity.gain.score`.
     """
     groups = min(_GROUPS, data.samples)
     dtype = common.real_type(model)[0]
@@ -190,13 +182,7 @@ def score_gradient_norm(
     ``(|sum_b G_b|^2 - sum_b |G_b|^2) / (N^2 - sum_b N_b^2)``, ``G_b`` the summed gradient of batch b with ``N_b`` tokens. The
     difference of the two is the noise floor.
 
-    Args:
-        model: The model.
-        data: The calibration set.
-        blocks: Blocks of the model.
-        batch_size: Sequences per pass.
-        walk: ``whole``, ``layers`` or ``auto``, as in :func:`layerbudget.execution.backward.feed`.
-        progress: Called with sequences done and in total.
+    Arguments are those of :func:`~layerbudget.sensitivity.gain.score`.
     """
     sums = _Norms(blocks, common.real_type(model)[0])
     fed = feed(model, data, blocks, sums, batch_size=batch_size, walk=walk, tick=Steps(progress, data.samples))
@@ -258,13 +244,7 @@ def score_trace(
 
     The sum of the eigenvalues that the dampings of every curvature refer to.
 
-    Args:
-        model: The model.
-        data: The calibration set.
-        blocks: Blocks of the model.
-        batch_size: Sequences per pass.
-        walk: ``whole``, ``layers`` or ``auto``, as in :func:`layerbudget.execution.backward.feed`.
-        progress: Called with sequences done and in total.
+    Arguments are those of :func:`~layerbudget.sensitivity.gain.score`.
     """
     norms = _SequenceNorms(blocks, common.real_type(model)[0], data.samples)
     feed(model, data, blocks, norms, batch_size=batch_size, walk=walk, tick=Steps(progress, data.samples))

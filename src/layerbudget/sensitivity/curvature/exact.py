@@ -261,16 +261,11 @@ def score_ggn(
     Gains are the Gauss (lower) values; ``extra`` has ``lower``, ``upper``, ``products`` and the largest Ritz values. The status
     is ``bracket 3 %`` where the tolerance was not met.
 
-    Args:
-        model: The model.
-        data: The calibration set.
-        blocks: Blocks of the model.
-        damping: tau, one or several, in ``damping_unit``; None for the default sweep.
-        damping_unit: ``max`` (times the largest Ritz value) or ``absolute``.
-        batch_size: Sequences per pass.
-        progress: Called with blocks done and in total.
-        steps: Largest number of products per block; about ``0.8 sqrt(1/damping)`` are needed.
-        tolerance: Relative width of the bracket at which a block is done.
+    Arguments are those of :func:`~layerbudget.sensitivity.gain.score`; its own are:
+
+    - ``damping_unit``: ``max`` (times the largest Ritz value) or ``absolute``.
+    - ``steps``: largest number of products per block; about ``0.8 sqrt(1/damping)`` are needed.
+    - ``tolerance``: relative width of the bracket at which a block is done.
     """
     values = _dampings(damping, damping_unit)
 
@@ -315,17 +310,12 @@ def score_hessian(
 ) -> Scores:
     """``zeta^2 = g'(H + tau I)^-1 g``, null where ``H + tau I`` is indefinite.
 
-    Args:
-        model: The model.
-        data: The calibration set.
-        blocks: Blocks of the model.
-        damping: tau, one or several, in ``damping_unit``; None for the default sweep.
-        damping_unit: ``max`` (times the largest ``|Ritz value|``) or ``absolute``.
-        batch_size: Sequences per pass.
-        progress: Called with blocks done and in total.
-        steps: Largest number of products per block; with fewer than 10 a negative eigenvalue may be missed.
-        tolerance: Relative change of the gains over the last two products at which a block is done, after 10.
-        absolute: Use ``|H|``.
+    Arguments are those of :func:`~layerbudget.sensitivity.gain.score`; its own are:
+
+    - ``damping_unit``: ``max`` (times the largest ``|Ritz value|``) or ``absolute``.
+    - ``steps``: largest number of products per block; with fewer than 10 a negative eigenvalue may be missed.
+    - ``tolerance``: relative change of the gains over the last two products at which a block is done, after 10.
+    - ``absolute``: use ``|H|``.
 
     Returns:
         Gains. Null where a Ritz value shows that there is none, with a status such as ``negative curvature -0.4 in

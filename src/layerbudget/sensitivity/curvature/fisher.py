@@ -45,19 +45,12 @@ def score_gram(
 ) -> Scores:
     """Gain under the empirical Fisher, ``zeta^2 = g'(S'S/N + tau I)^-1 g``, with floor, errors and verdict.
 
-    Args:
-        model: The model.
-        data: The calibration set.
-        blocks: Blocks of the model.
-        damping: tau, one or several, in ``damping_unit``; None for the default sweep.
-        damping_unit: ``max``, ``mean``, ``median`` or ``absolute``: what the damping is relative to.
-        batch_size: Sequences per pass.
-        seed: Of the bootstrap, the halves and the sketch.
-        progress: Called with sequences done and in total.
-        sketch: ``r`` or ``(r_out, r_in)``: a Kronecker sketch, for models whose gradients do not fit.
-        replicates: Of the bootstrap.
-        walk: ``whole``, ``layers`` or ``auto``, as in :func:`layerbudget.execution.backward.feed`.
-        resume: Folder that keeps the rows of every sequence; only those that it lacks are computed.
+    Arguments are those of :func:`~layerbudget.sensitivity.gain.score`; its own are:
+
+    - ``seed``: of the bootstrap, the halves and the sketch.
+    - ``sketch``: ``r`` or ``(r_out, r_in)``: a Kronecker sketch, for models whose gradients do not fit.
+    - ``replicates``: of the bootstrap.
+    - ``resume``: folder that keeps the rows of every sequence; only those that it lacks are computed.
 
     Returns:
         Gains (bounded by n/N), standard errors and floors ``d_eff/N``; ``extra`` holds excess, z,
@@ -138,17 +131,10 @@ def score_monte_carlo(
     ``zeta^2 = (|g|^2 - v'(tau I + K~/M)^-1 v / M) / tau`` with ``M = N R``, ``K~`` the Gram matrix of sampled-label
     gradients and ``v = G~ g``. With fewer rows n R than effective dimensions it tends to ``|g|^2/tau``.
 
-    Args:
-        model: The model.
-        data: The calibration set.
-        blocks: Blocks of the model.
-        damping: tau, one or several, in ``damping_unit``; None for the default sweep.
-        damping_unit: ``max``, ``mean``, ``median`` or ``absolute``: what the damping is relative to.
-        batch_size: Sequences per pass.
-        seed: Of the sampled labels.
-        progress: Called with sequences done and in total.
-        draws: R, labels per token.
-        walk: ``whole``, ``layers`` or ``auto``, as in :func:`layerbudget.execution.backward.feed`.
+    Arguments are those of :func:`~layerbudget.sensitivity.gain.score`; its own are:
+
+    - ``seed``: of the sampled labels.
+    - ``draws``: R, labels per token.
     """
     if draws < 1:
         raise InvalidInput(f"draws is {draws}.", "At least one draw per token is needed.", "Use draws=1.")

@@ -94,20 +94,13 @@ def score_kfac(
     By layers one layer's factors exist at a time, all of them with dampings that wait for the last block (``median``, or the
     absolute default sweep).
 
-    Args:
-        model: The model.
-        data: The calibration set.
-        blocks: Blocks of the model.
-        damping: tau, one or several, in ``damping_unit``; None for the default sweep.
-        damping_unit: ``max``, ``mean``, ``median`` or ``absolute``: what the damping is relative to.
-        batch_size: Sequences per pass.
-        seed: Of the sampled labels.
-        progress: Called with sequences done and in total.
-        labels: ``sampled`` from the model (the Fisher), or the ``data``'s own (the empirical Fisher).
-        draws: Sampled labels per token, 1 by default, from the content of a sequence and the seed.
-        walk: ``whole``, ``layers`` or ``auto``, as in :func:`layerbudget.execution.backward.feed`.
-        finished: Blocks that an earlier run has finished.
-        corrected: EK-FAC.
+    Arguments are those of :func:`~layerbudget.sensitivity.gain.score`; its own are:
+
+    - ``seed``: of the sampled labels.
+    - ``labels``: ``sampled`` from the model (the Fisher), or the ``data``'s own (the empirical Fisher).
+    - ``draws``: sampled labels per token, 1 by default, from the content of a sequence and the seed.
+    - ``finished``: blocks that an earlier run has finished.
+    - ``corrected``: eK-FAC.
 
     Returns:
         Gains per block; ``extra['by_module']`` has them per weight matrix.

@@ -9,17 +9,18 @@ from tests import zoo
 from torch.utils.flop_counter import FlopCounterMode
 
 from layerbudget.cli import main
-from layerbudget.cost import Text, WorkItem, scoring, shape_in_memory, treating
+from layerbudget.cost.machines import share_of
+from layerbudget.cost.sizes import Text, shape_in_memory
+from layerbudget.cost.timing import Pace
+from layerbudget.cost.work import WorkItem, scoring, treating
 from layerbudget.decisions.sparsity.apply import prune
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.evaluation.perplexity import perplexity
 from layerbudget.execution import processes
-from layerbudget.machines import share_of
 from layerbudget.models.blocks import partition
 from layerbudget.models.loading import load_model
 from layerbudget.models.offload import mapped
 from layerbudget.sensitivity.gain import score
-from layerbudget.timing import Pace
 
 PACE = Pace(forward=1e-3, backward=2e-3, head=0.0, head_backward=0.0)
 TEXT = Text(samples=8, length=32, batch=8)

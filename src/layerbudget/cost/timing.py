@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from .compressors.base import Level, Treatment
-from .compressors.formats import find_format
-from .compressors.sparsegpt import inverse_factor
-from .errors import LayerbudgetError
-from .execution.inputs import InputMoments
-from .execution.modes import inference, prepared
-from .execution.replay import Replay
-from .sensitivity.directional.directions import Apart, Int8Directions, Itself, Nested
+from ..compressors.base import Level, Treatment
+from ..compressors.formats import find_format
+from ..compressors.sparsegpt import inverse_factor
+from ..errors import LayerbudgetError
+from ..execution.inputs import InputMoments
+from ..execution.modes import inference, prepared
+from ..execution.replay import Replay
+from ..sensitivity.directional.directions import Apart, Int8Directions, Itself, Nested
 
 _WIDE = 512  # columns of a matrix that is timed: every format fits
 _FEW, _MANY = 16, 256  # rows of it
@@ -135,8 +135,8 @@ def _inputs(columns: int) -> torch.Tensor:
     return x.T @ x
 
 
-def _matrix(rows: int, columns: int = _WIDE) -> torch.Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
+def _matrix(rows: int) -> torch.Tensor:
+    return torch.randn(rows, _WIDE, generator=torch.Generator().manual_seed(1))
 
 
 def _prepared(treatment: Treatment) -> Any:
@@ -212,14 +212,14 @@ def factor_seconds(columns: int) -> float:
 
 
 @functools.cache
-def _moments(kind: str, device: str) -> float:
-    found, x = InputMoments(kind), torch.randn(_TOKENS, 2 * _WIDE, device=device)
+def _moments(kind: str) -> float:
+    found, x = InputMoments(kind), torch.randn(_TOKENS, 2 * _WIDE)
     return seconds_of(functools.partial(found.add, x)) / _TOKENS / (2 * _WIDE) ** (2 if kind == "gram" else 1)
 
 
-def moments_seconds(kind: str, tokens: int, columns: int, device: str = "cpu") -> float:
+def moments_seconds(kind: str, tokens: int, columns: int) -> float:
     """Return what the ``diagonal`` or ``gram`` of the inputs of so many tokens takes."""
-    return 0.0 if kind == "none" else _moments(kind, device) * tokens * columns ** (2 if kind == "gram" else 1)
+    return 0.0 if kind == "none" else _moments(kind) * tokens * columns ** (2 if kind == "gram" else 1)
 
 
 @functools.cache

@@ -14,9 +14,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from .cost import WORK, Cost, Shape, Text, WorkItem, moments_bytes, norms_bytes, price
-from .execution.panels import count_numbers
+from ..execution.panels import count_numbers
+from .price import Cost, price
+from .sizes import Shape, Text
 from .timing import Pace
+from .work import WORK, WorkItem, moments_bytes, norms_bytes
 
 #: What a card of a data centre does in a second: operations in 16 bits, bytes read from a disk, bytes sent over the network.
 RATES = {"operations": 4e14, "reading": 3e9, "exchange": 2.5e10}
@@ -132,7 +134,7 @@ def share_of(
         pace: Of the model; its seconds do not matter here.
         machine: Bytes of memory of each process.
         machines: How many processes there are.
-        streamed: As for :func:`~layerbudget.cost.price`.
+        streamed: As for :func:`~layerbudget.cost.price.price`.
     """
     divided = [dataclasses.replace(p, text=dataclasses.replace(p.text, samples=-(-p.text.samples // machines))) for p in parts]
     card = dataclasses.replace(pace, device="cuda")  # it holds no pages of mapped files

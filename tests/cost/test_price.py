@@ -10,26 +10,17 @@ import torch
 from tests import zoo
 from transformers import LlamaConfig, Qwen2Config
 
-from layerbudget import timing
 from layerbudget.cli import main
-from layerbudget.cost import (
-    Text,
-    WorkItem,
-    choosing,
-    comparing,
-    long_verbs,
-    pace_of_shape,
-    place_of,
-    price,
-    scoring,
-    shape_in_memory,
-    shape_of,
-    shape_of_config,
-    treating,
-)
+from layerbudget.cost import timing
+from layerbudget.cost.price import pace_of_shape, place_of, price
+from layerbudget.cost.sizes import Text, shape_in_memory, shape_of, shape_of_config
+from layerbudget.cost.timing import Pace
+from layerbudget.cost.verbs import comparing
+from layerbudget.cost.work import WorkItem, scoring, treating
+from layerbudget.decisions.bits import choosing
 from layerbudget.diagnosis.fits import what_fits
+from layerbudget.diagnosis.verbs import long_verbs
 from layerbudget.models.blocks import partition
-from layerbudget.timing import Pace
 
 SEVEN = LlamaConfig(
     vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,

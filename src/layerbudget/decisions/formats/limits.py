@@ -1,0 +1,142 @@
+"""Limits of a plan of formats: its budget, in one of several ways to say it, and the formats that it may use. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...budget import parse_bytes
+from ...compressors.formats import GGUF, SLOW, find_format
+from ...errors import InfeasibleBudget, InvalidInput
+from ...llama_cpp.mixes import find_mix
+from ...plan import Plan
+from ...records import to_jsonable
+from .baselines import mix_of
+from .table import CACHE, FormatTable
+
+_LARGEST = 16.0  # bits per weight: sixteen bits are always among the formats
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The budget of a plan, in one of several ways to say it, and the formats that it may use.
+
+    Attributes:
+        bits: Mean bits per weight.
+        budget: Bytes of the file.
+        like: A mix of llama.cpp, whose bytes are the budget.
+        forbid: Formats, or classes of them (``SLOW``), that are not used.
+        keep: The format of matrices, by a regular expression that is searched in their names here or in the file.
+    """
+
+    bits: float | None = None
+    budget: str | None = None
+    like: str | None = None
+    forbid: Sequence[str] = ()
+    keep: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, plan: Plan) -> Limits:
+        """Return the limits that a plan was made with."""
+        names = (f.name for f in dataclasses.fields(cls))
+        return cls(**{name: plan.hyperparameters[name] for name in names if name in plan.hyperparameters})
+
+    def check(self) -> None:
+        """Refuse what no model can make possible."""
+        budgets = [name for name in ("bits", "budget", "like") if getattr(self, name) is not None]
+        if len(budgets) != 1:
+            what = f"{' and '.join(budgets)} were given together" if budgets else "No budget was given"
+            raise InvalidInput(f"{what}.", "Give one of bits, budget and like.", "For example bits=3.5, or budget='1.2 GiB'.")
+        self.check_formats()
+
+    def check_formats(self) -> None:
+        """Refuse bits, sizes, mixes and formats that there are not."""
+        _check_bits(self.bits)
+        if self.budget is not None:
+            parse_bytes(str(self.budget), "A budget", "1.2 GiB")
+        if self.like is not None:
+            find_mix(self.like)
+        for name in (*self.forbid, *self.keep.values()):
+            if name not in SLOW or name in self.keep.values():
+                find_format(name)
+
+    def record(self) -> dict[str, Any]:
+        """Return what was given, for the plan."""
+        return {"bits": self.bits, "budget": self.budget} | {
+            name: to_jsonable(value) for name in ("like", "forbid", "keep") if (value := getattr(self, name))
+        }
+
+    def restrict(self, table: FormatTable) -> FormatTable:
+        """Return the table without the formats that may not be used."""
+        gone = {find_format(f, table.family).name for name in self.forbid for f in SLOW.get(name, (name,))}
+        has = table.has & np.array([f not in gone for f in table.formats])
+        for pattern, kind in self.keep.items():
+            has[_matching(table, pattern)] &= np.array([f == find_format(kind, table.family).name for f in table.formats])
+        if (empty := np.flatnonzero(~has.any(axis=1))).size:
+            raise InvalidInput(
+                f"{table.blocks[empty[0]].name} may not have any format that it can have.",
+                f"It can have {', '.join(f for f, h in zip(table.formats, table.has[empty[0]], strict=True) if h)}.",
+                "Forbid fewer, or keep it in one of those.",
+            )
+        return dataclasses.replace(table, damage=np.where(has, table.damage, np.inf), size=np.where(has, table.size, 0))
+
+    def bytes(self, table: FormatTable) -> int:
+        """Return the bytes that the blocks may take; a budget below the smallest plan is refused."""
+        what, per = ("cache", "number") if table.family == CACHE else ("plan", "weight")
+        if self.bits is not None:
+            limit = int(self.bits * table.numel // 8)
+        elif self.like is not None:
+            limit = mix_of(table, find_mix(self.like))[0]
+        else:
+            limit = parse_bytes(str(self.budget), "A budget", "1.2 GiB") - table.beside
+        least, available = int(table.smallest.sum()), max(limit, 0)
+        if limit < least:
+            how = "--formats, --method weighted" if table.family == GGUF else "--formats"
+            measured = f"measure the model with smaller ones ({how})"
+            if table.runtime == "vllm":
+                measured = "plan for a runtime that reads smaller ones (--runtime transformers or llama.cpp)"
+            others = "forbid and keep less" if self.forbid or self.keep else measured
+            others = "plan for a shorter context" if table.family == CACHE else others
+            whole_size = f", {least + table.beside:,} with what stays as it is" if table.beside else ""
+            asked = f"{available:,} bytes for {len(table.blocks)} blocks ({8 * available / table.numel:.3f} bits per {per})"
+            if self.budget is not None and table.beside:
+                asked = f"{max(0, limit + table.beside):,} bytes for {len(table.blocks)} blocks and what stays as it is"
+            raise InfeasibleBudget(
+                f"{asked} are too few.",
+                f"The smallest {what} takes {least:,} bytes ({8 * least / table.numel:.4f} bits per {per}){whole_size}.",
+                f"Raise the budget to that (--bits {_bits_up(least, table.numel):g}, or --budget {least + table.beside}), "
+                f"or {others}.",
+            )
+        return limit
+
+
+def _matching(table: FormatTable, pattern: str) -> list[int]:
+    """Blocks with a matrix whose name, here or in the file, a regular expression finds."""
+    try:
+        wanted = re.compile(pattern)
+    except re.error as error:
+        raise InvalidInput(f"keep has {pattern!r}, no regular expression ({error}).", "", "Correct it.") from error
+    stored = table.stored or [()] * len(table.blocks)
+    names = [[*(m.name for m in b.modules), *in_file] for b, in_file in zip(table.blocks, stored, strict=True)]
+    matches = [i for i, of_block in enumerate(names) if any(wanted.search(name) for name in of_block)]
+    if not matches:
+        some = ", ".join(dict.fromkeys(names[i][-1] for i in (0, -1)))
+        raise InvalidInput(f"keep has {pattern!r}, which no matrix matches.", f"There are {some}, ...", "Correct it.")
+    return matches
+
+
+def _bits_up(size: int, numel: int) -> float:
+    """Bits per weight in four digits, rounded up."""
+    return math.ceil(8e4 * size / numel) / 1e4
+
+
+def _check_bits(bits: float | None) -> None:
+    """Refuse mean bits per weight that no plan can have."""
+    if bits is not None and not 0 < bits <= _LARGEST:
+        why = f"Bits per weight are above 0 and at most {_LARGEST:g}, the largest format."
+        raise InvalidInput(f"bits is {bits:g}.", why, "Use for example 5.5.")
