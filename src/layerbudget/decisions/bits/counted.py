@@ -151,18 +151,15 @@ def header_bytes(model: nn.Module, blocks: Sequence[Block], formats: Mapping[str
         for part in apart.get(name, (CheckpointSlice(name=saved.get(name, name)),)):
             rows, stack = m.d_out // part.runs, [m.copies] if m.copies > 1 and name not in apart else []
             total += max(_entries(part.name, form, rows, m.d_in, stack, digits) for form in forms[name])
-    return total + (files + bool(copied)) * _START if files > 1 else _rounded(total + _START)
+    if files > 1:
+        return total + (files + bool(copied)) * _START
+    return (total + _START) // 8 * 8  # the length of a header is a multiple of 8
 
 
 def _entries(name: str, form: Format, rows: int, d_in: int, stack: Sequence[int], digits: int) -> int:
     """Bytes of the entries of a matrix in a format."""
     parts = parts_of(form, rows, d_in).items()
     return sum(HeaderEntry(f"{name}.{part}", kind, (*stack, *shape)).text(digits) for part, (kind, shape) in parts)
-
-
-def _rounded(size: int) -> int:
-    """A header of one file: its length is a multiple of 8."""
-    return size // 8 * 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
