@@ -12,9 +12,11 @@ import msgspec
 import numpy as np
 from typing_extensions import Self
 
+from .canonical import to_jsonable
 from .decision import DECISIONS
 from .errors import CorruptFile, InvalidInput, ModelMismatch, NotFound
-from .records import Block, BlockRecord, fields_in_file, freeze_fields, to_jsonable
+from .frozen import fields_in_file, freeze_fields
+from .records import Block, BlockRecord
 from .storage import reading
 from .storage.schemas import Certificate, PlanBudget
 from .storage.writing import new_file

@@ -6,11 +6,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..budget import parse_bytes
+from ..budget import parse_bytes, unit_of
 from ..decisions.files import refuse_long
 from ..errors import InvalidInput
 from ..models.memory import read_context
-from ..records import unit_of
 from ..requests import TEXT, TextRequest, model_option, option
 from .session import Session, split_revision
 

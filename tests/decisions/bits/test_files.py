@@ -21,11 +21,12 @@ from layerbudget.compressors import formats as F
 from layerbudget.compressors.formats import FLOATING, find_format, find_runtime
 from layerbudget.decisions.bits import apply as A
 from layerbudget.decisions.bits import packed
-from layerbudget.decisions.bits.apply import QuantisationReceipt, apply_bits, write_bits
+from layerbudget.decisions.bits.apply import apply_bits, write_bits
 from layerbudget.decisions.bits.blocks import blocks_of
 from layerbudget.decisions.bits.counted import header_bytes
 from layerbudget.decisions.bits.export import auto_round, llama_cpp, mlx
 from layerbudget.decisions.bits.plan import plan_bits
+from layerbudget.decisions.bits.receipt import QuantisationReceipt
 from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.errors import AlreadyExists, CoverageError, InvalidInput, MissingDependency, ModelMismatch
 from layerbudget.exports import EXPORTS
