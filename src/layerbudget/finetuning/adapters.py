@@ -25,7 +25,7 @@ from ..models.loading import class_for, find_checkpoint, foreign, held_dtype, qu
 from ..plan import Plan
 from ..sensitivity.adapter_space import accumulated_gradients
 from ..storage import reading
-from ..storage.source import named_unread
+from ..storage.unread import named_unread
 from .merging import REMEDY, merge_adapter, sparse, zeros_of
 from .protocol import DEVICES, Protocol
 from .rows import Rows, TextRows, is_causal

@@ -21,7 +21,7 @@ from ..records import Block
 from ..storage import reading
 from ..storage.checkpoint import gguf_of, weight_files
 from ..storage.hub import check_id
-from ..storage.source import on_unread
+from ..storage.unread import on_unread
 from .blocks import check_finite, partition, pretrained, text_config
 from .experts import EXPERTS_KEPT, uneven
 from .machine import ROOM, SHARE, free_bytes

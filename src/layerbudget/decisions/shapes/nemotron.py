@@ -23,8 +23,8 @@ from ...models.blocks import config_of, describe, pretrained
 from ...plan import Plan
 from ...records import Receipt
 from ...storage import reading
+from ...storage.configuration import without_ahead
 from ...storage.folders import write_model
-from ...storage.source import without_ahead
 from ...storage.writing import write_text
 from .save import beside_model, left_parts
 

@@ -31,7 +31,7 @@ from ...plan import Plan, payload_of
 from ...records import SCHEMA_VERSION, Receipt
 from ...storage.checkpoint import GGUF_FILE
 from ...storage.folders import new_folder, write_model
-from ...storage.source import named_unread
+from ...storage.unread import named_unread
 from ...storage.writing import write_text
 from .layouts import FIND, Attention, Where
 from .payload import ShapesPayload
