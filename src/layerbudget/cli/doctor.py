@@ -62,7 +62,7 @@ def run(session: Session) -> dict[str, Any]:
     from ..diagnosis import diagnose
     from ..diagnosis.diagnosis import refusals
     from ..errors import UnknownStructure
-    from ..models.loading import describe_place
+    from ..models.precision import describe_place
 
     request: DoctorRequest = session.request
     if request.card or not _has_weights(request.model):
@@ -124,8 +124,9 @@ def _unloaded(session: Session) -> dict[str, Any]:
     """Prices from a configuration, on a machine that may be another one: as fast as this one."""
     from ..cost.price import pace_of_shape
     from ..cost.sizes import shape_of_config
-    from ..models.loading import DTYPES, find_device, held_dtype, quick_dtype, read_configuration
+    from ..models.loading import read_configuration
     from ..models.machine import free_bytes
+    from ..models.precision import DTYPES, find_device, held_dtype, quick_dtype
 
     request: DoctorRequest = session.request
     config = read_configuration(*split_revision(request.model))

@@ -161,7 +161,7 @@ def _measured(session: Session, models: float = 1.0) -> tuple[dict[str, Any], li
     from ..cost.sizes import Text
     from ..cost.work import WorkItem
     from ..evaluation.perplexity import evaluation_set, perplexity
-    from ..models.loading import precision_of
+    from ..models.precision import precision_of
 
     request: EvaluateRequest = session.request
     tokenizer = session.load_tokenizer()

@@ -33,8 +33,8 @@ from layerbudget.exports import EXPORTS
 from layerbudget.finetuning.adapters import classifier_loader
 from layerbudget.llama_cpp import writer
 from layerbudget.llama_cpp.writer import GgufWriter, Stored
-from layerbudget.models.loading import describe_place
 from layerbudget.models.offload import mapped
+from layerbudget.models.precision import describe_place
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("compressed_tensors")
