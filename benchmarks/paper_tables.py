@@ -32,7 +32,8 @@ def note(key: str, outcome: Any) -> None:
     """Keep what ``python -m paper list`` shows."""
     from paper.catalogue import EXPERIMENTS
 
-    from layerbudget.records import dumps, write_text
+    from layerbudget.canonical import dumps
+    from layerbudget.storage.writing import write_text
 
     notes = json.loads(NOTES.read_text())
     notes["experiments"][key] = {

@@ -127,7 +127,7 @@ def write_section(page: str, title: str, text: str | Iterable[str], *, out: Path
     Returns:
         The page's path.
     """
-    from layerbudget.records import write_text
+    from layerbudget.storage.writing import write_text
 
     whole = text if isinstance(text, str) else "\n".join(text)
     body = re.sub(r"^(#+)(?= )", lambda m: "#" * max(3, len(m[1])), whole, flags=re.MULTILINE).strip("\n")

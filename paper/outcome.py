@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from layerbudget.canonical import dumps
 from layerbudget.errors import AlreadyExists
 from layerbudget.models.machine import versions
-from layerbudget.records import check_writable, dumps, write_text
+from layerbudget.storage.writing import check_writable, write_text
 
 RESULT, TABLE, FIGURE = "result.json", "table.csv", "figure.png"
 

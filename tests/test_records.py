@@ -12,7 +12,7 @@ import layerbudget as lb
 from layerbudget.decisions.ranks.payload import RanksPayload
 from layerbudget.decisions.sparsity.payload import SparsityPayload
 from layerbudget.errors import InvalidInput, MissingDependency, UnknownBlock
-from layerbudget.records import fields_in_file
+from layerbudget.frozen import fields_in_file
 
 SCORES = zoo.scores(np.arange(1.0, 13.0))
 PLAN = lb.plan_sparsity(SCORES, sparsity=0.5)

@@ -105,6 +105,7 @@ ROOMS = (
     "progress",
     "canonical",
     "storage",
+    "frozen",
     "records",
     "registry",
     "requests",

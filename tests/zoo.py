@@ -15,15 +15,17 @@ import torch
 import transformers
 from torch import nn
 
+from layerbudget.canonical import to_jsonable
 from layerbudget.compressors.formats import find_format
 from layerbudget.compressors.select import share
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.decision import DECISIONS
 from layerbudget.decisions.cache.formats import CachedTensor
 from layerbudget.execution import loss as L
+from layerbudget.frozen import fields_in_file
 from layerbudget.models import blocks as B
 from layerbudget.plan import Plan, PlanBlock
-from layerbudget.records import Block, Module, fields_in_file, to_jsonable
+from layerbudget.records import Block, Module
 from layerbudget.scores import Scores
 from layerbudget.storage import reading
 

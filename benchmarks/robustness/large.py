@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from benchmarks.stamp import RESULTS, write_section
 
+from layerbudget.canonical import digest
 from layerbudget.plan import Plan
-from layerbudget.records import digest
 from layerbudget.sensitivity.importing import COLUMNS, scores_with_shapes
 
 LIMIT_S, LIMIT_MB = 10.0, 1024.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -164,3 +165,21 @@ def parse_bytes(text: str, what: str, example: str) -> int:
             return int(wanted.amount)
     units = "Units: bytes, kB, MB, GB, TB, KiB, MiB, GiB, TiB."
     raise UnknownUnit(f"{what} of {text} is not in bytes.", units, f"Write '{example}'.")
+
+
+def unit_of(size: float) -> tuple[int, str]:
+    """Return the bytes and the name of the unit in which such a memory is read.
+
+    >>> unit_of(8 << 30), unit_of(24 << 20)
+    ((1073741824, 'GiB'), (1048576, 'MiB'))
+    """
+    return (1 << 30, "GiB") if size >= 1 << 30 else (1 << 20, "MiB")
+
+
+def rounded_up(size: float) -> str:
+    """Return a size in two decimals, never less than it.
+
+    >>> rounded_up(1.231), rounded_up(8.0)
+    ('1.24', '8.00')
+    """
+    return f"{math.ceil(100 * size) / 100:.2f}"

@@ -6,18 +6,23 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
 import numpy as np
 from typing_extensions import Self
 
+from .canonical import to_jsonable
 from .decision import DECISIONS
 from .errors import CorruptFile, InvalidInput, ModelMismatch, NotFound
-from .records import Block, BlockRecord, fields_in_file, freeze_fields, to_jsonable
+from .frozen import fields_in_file, freeze_fields
+from .records import Block, BlockRecord
 from .storage import reading
 from .storage.schemas import Certificate, PlanBudget
 from .storage.writing import new_file
+
+if TYPE_CHECKING:
+    from .scores import Scores
 
 P = TypeVar("P")
 
@@ -180,6 +185,16 @@ class Plan(BlockRecord):
                 "Names, shapes and weights must be the same.",
                 "Score this model and plan again, or use the model that the plan names.",
             )
+
+    def check_scores(self, scores: Scores) -> None:
+        """Refuse scores, or damages, that the plan was not made from.
+
+        Raises:
+            ModelMismatch: Other blocks, or another content.
+        """
+        if scores.names != self.names or self.scores_digest not in (None, scores.digest):
+            what = "The plan was made from other scores."
+            raise ModelMismatch(what, f"Its scores have the digest {self.scores_digest}.", "Name that file.")
 
     def _check(self) -> None:
         super()._check()

@@ -15,14 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 import msgspec
 import numpy as np
 
-from .canonical import digest as digest
-from .canonical import dumps as dumps
-from .canonical import to_jsonable as to_jsonable
+from .canonical import digest, dumps, to_jsonable
 from .errors import CorruptFile, InvalidInput, MissingDependency, NotFound, UnknownBlock
+from .frozen import Frozen, freeze
 from .storage import reading
-from .storage.writing import check_output as check_output
-from .storage.writing import check_writable as check_writable
-from .storage.writing import write_text as write_text
+from .storage.writing import write_text
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -151,78 +148,6 @@ def running(command: Callable[[], str]) -> Iterator[None]:
 def made_by() -> str:
     """Return the command that is running; what Python makes has none."""
     return _RUNNING[-1]() if _RUNNING else ""
-
-
-def _refuse(*_: Any, **__: Any) -> Any:
-    raise TypeError("A record cannot be changed. dataclasses.replace gives another one.")
-
-
-class Frozen(dict[str, Any]):
-    """A dictionary that refuses changes; what it holds is frozen likewise (:func:`freeze`)."""
-
-    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(frozenset(self.items()))
-
-    def __reduce__(self) -> Any:
-        return Frozen, (dict(self),)
-
-
-class FrozenList(list[Any]):
-    """A list that refuses changes."""
-
-    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse  # type: ignore[assignment]
-    append = extend = insert = remove = reverse = sort = clear = pop = _refuse  # type: ignore[assignment]
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(tuple(self))
-
-    def __reduce__(self) -> Any:
-        return FrozenList, (list(self),)
-
-
-def freeze(value: Any) -> Any:
-    """Return a value that nobody can change: frozen dictionaries and lists, tuples, read-only arrays."""
-    if isinstance(value, (Frozen, FrozenList)):
-        return value
-    if isinstance(value, Mapping):
-        return Frozen({name: freeze(item) for name, item in value.items()})
-    if isinstance(value, (list, tuple)):
-        return (tuple if isinstance(value, tuple) else FrozenList)(freeze(item) for item in value)
-    if isinstance(value, np.ndarray):
-        value = value.view()
-        value.flags.writeable = False
-    if dataclasses.is_dataclass(value) and not isinstance(value, type) and not hasattr(value, "to_dict"):
-        return freeze_fields(value)
-    return value
-
-
-def freeze_fields(value: Any) -> Any:
-    """Return a frozen dataclass with frozen values of its fields."""
-    return dataclasses.replace(value, **{f.name: freeze(getattr(value, f.name)) for f in dataclasses.fields(value)})
-
-
-def fields_in_file(value: Any) -> Any:
-    """Return a dataclass of settings or results as it stands in a file: what has its default, or is empty, is left out.
-
-    A field without a default is always there, one whose default is None where it is something else. A class that has
-    ``to_dict`` says itself what is there.
-    """
-    if hasattr(value, "to_dict"):
-        return value.to_dict()
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: fields_in_file(v) for f in dataclasses.fields(value) if not _is_default(f, v := getattr(value, f.name))}
-    if isinstance(value, Mapping):
-        return {name: fields_in_file(item) for name, item in value.items()}
-    return [fields_in_file(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
-    """Whether a field has its default: the one value, or nothing in a collection."""
-    if field.default_factory is not dataclasses.MISSING:
-        return not value
-    return field.default is not dataclasses.MISSING and (value is field.default or (field.default == () and not value))
 
 
 class Record:
@@ -475,24 +400,6 @@ class Receipt(Record):
         """Return what was counted, by field: that which is not said of every receipt."""
         common = {field.name for field in dataclasses.fields(Receipt)}
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in common}
-
-
-def unit_of(size: float) -> tuple[int, str]:
-    """Return the bytes and the name of the unit in which such a memory is read.
-
-    >>> unit_of(8 << 30), unit_of(24 << 20)
-    ((1073741824, 'GiB'), (1048576, 'MiB'))
-    """
-    return (1 << 30, "GiB") if size >= 1 << 30 else (1 << 20, "MiB")
-
-
-def rounded_up(size: float) -> str:
-    """Return a size in two decimals, never less than it.
-
-    >>> rounded_up(1.231), rounded_up(8.0)
-    ('1.24', '8.00')
-    """
-    return f"{math.ceil(100 * size) / 100:.2f}"
 
 
 def check_fraction(value: float, name: str, *, low: float = 0.0) -> float:

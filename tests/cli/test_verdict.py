@@ -14,9 +14,9 @@ from tests.cli.helpers import command_result, parsed
 
 from layerbudget.cli import display, main
 from layerbudget.decisions.ranks.plan import plan_ranks
+from layerbudget.frozen import fields_in_file
 from layerbudget.models.blocks import partition
 from layerbudget.plan import Plan
-from layerbudget.records import fields_in_file
 from layerbudget.reporting import tables
 from layerbudget.reporting.explain import explain_plan
 from layerbudget.reporting.verdict import expected, verdict

@@ -9,13 +9,13 @@ import pytest
 import torch
 from tests import zoo
 
+from layerbudget.canonical import dumps
 from layerbudget.compressors.base import Treatment, find_treatment
 from layerbudget.decisions.sparsity.apply import prune
 from layerbudget.decisions.sparsity.payload import SparsityPayload
 from layerbudget.decisions.sparsity.save import recipe
 from layerbudget.errors import CorruptFile, InvalidInput, NotFound
 from layerbudget.plan import Plan, RowGroups, row_groups_file
-from layerbudget.records import dumps
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
 

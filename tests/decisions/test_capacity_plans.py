@@ -10,6 +10,7 @@ from tests import zoo
 from tests.cli.helpers import command_result
 
 from layerbudget.budget import rank_parameters, unit_cost
+from layerbudget.decision import decision_of
 from layerbudget.decisions.capacity import smallest_sides
 from layerbudget.decisions.joint.plan import plan_joint, split_joint
 from layerbudget.decisions.lora_experts.plan import plan_lora_experts
@@ -19,7 +20,7 @@ from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import CorruptFile, InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
 from layerbudget.models.loading import blocks_from_config
 from layerbudget.plan import Plan
-from layerbudget.reporting.explain import advice, explain_plan
+from layerbudget.reporting.explain import explain_plan
 from layerbudget.reporting.sweep import diff_plans, sweep, transfer_scores
 from layerbudget.scores import Scores
 from layerbudget.solvers import published
@@ -164,7 +165,7 @@ def test_a_plan_from_nearly_equal_scores_says_that_costs_decide_it(mistral):
         scores = Scores.from_values(blocks, 1.0 + spread * wave)
         plan = plan_ranks(scores, mean_rank=8)
         assert plan.payload.flat_scores == (pytest.approx(spread) if flat else None)
-        assert ("this plan follows what ranks cost" in " ".join(advice(plan))) == flat
+        assert ("this plan follows what ranks cost" in " ".join(decision_of(plan).describe(plan).advice)) == flat
         assert Plan.from_dict(plan.to_dict()) == plan
 
 

@@ -17,7 +17,7 @@ from layerbudget.data.text import read_texts
 from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.finetuning.rows import TextRows
 from layerbudget.models.blocks import partition
-from layerbudget.models.loading import unpacked
+from layerbudget.models.packed import unpacked
 
 pytest.importorskip("compressed_tensors")
 WIDE = {"intermediate_size": 64, "hidden_size": 64, "vocab_size": 96, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}

@@ -15,12 +15,13 @@ import layerbudget as lb
 from layerbudget.cli import main
 from layerbudget.compressors import ggml
 from layerbudget.decisions.bits import requantise as R
-from layerbudget.decisions.bits.apply import QuantisationReceipt, write_bits
+from layerbudget.decisions.bits.apply import write_bits
 from layerbudget.decisions.bits.blocks import formats_table, narrow_rows
 from layerbudget.decisions.bits.card import model_card
 from layerbudget.decisions.bits.export import llama_cpp
 from layerbudget.decisions.bits.payload import BitsPayload
 from layerbudget.decisions.bits.plan import plan_bits
+from layerbudget.decisions.bits.receipt import QuantisationReceipt
 from layerbudget.decisions.bits.requantise import requantise
 from layerbudget.decisions.formats.program import of_weights, plan_blocks
 from layerbudget.decisions.shapes.program import layers_differ

@@ -12,8 +12,9 @@ from layerbudget.errors import InvalidInput
 from layerbudget.finetuning.adapters import classifier_loader
 from layerbudget.models.blocks import partition
 from layerbudget.models.experts import cut_experts, find_experts
-from layerbudget.models.loading import blocks_from_config, describe_place, load_model
+from layerbudget.models.loading import blocks_from_config, load_model
 from layerbudget.models.offload import mapped
+from layerbudget.models.precision import describe_place
 
 
 @pytest.fixture(params=[True, False], ids=["computes bfloat16", "emulates it"])

@@ -10,6 +10,7 @@ import pytest
 from tests import zoo
 from tests.decisions.formats.test_program import record
 
+from layerbudget.canonical import dumps
 from layerbudget.decision import DECISIONS, decision_of
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.expert_pruning.payload import ExpertPruningPayload
@@ -19,11 +20,11 @@ from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.decisions.sparsity.payload import SparsityPayload
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.plan import Plan, PlanBlock
-from layerbudget.records import dumps, write_text
 from layerbudget.reporting.data import charts_of
 from layerbudget.reporting.page import build_page, write_report
 from layerbudget.reporting.records import FolderResults, explained, gather, headline_of
 from layerbudget.reporting.tables import grid_of
+from layerbudget.storage.writing import write_text
 
 BROWSER = next((b for b in ("chromium", "chromium-browser", "google-chrome", "chrome") if shutil.which(b)), None)
 DEMO = [

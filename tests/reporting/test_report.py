@@ -5,16 +5,17 @@ import pytest
 from rich.console import Console
 from tests import zoo
 
+from layerbudget.canonical import dumps
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import CorruptFile, NotFound
-from layerbudget.records import dumps, write_text
 from layerbudget.reporting.data import charts_of
 from layerbudget.reporting.figures import overview, save_figure
 from layerbudget.reporting.page import build_page, write_report
 from layerbudget.reporting.records import cards_of, commands_of, gather
 from layerbudget.reporting.tables import plan_table, scores_table
 from layerbudget.storage.parts import Cells
+from layerbudget.storage.writing import write_text
 
 ROWS = [
     {"model": "dense", "target": None, "sparsity": 0.0, "perplexity": 3.0, "standard_error": 0.1, "vs_uniform": None},

@@ -19,7 +19,7 @@ from layerbudget.decisions.sparsity.save import save_pruned
 from layerbudget.models.experts import cut_experts, find_experts
 from layerbudget.models.loading import load_model, load_tokenizer
 from layerbudget.storage.folders import write_model
-from layerbudget.storage.source import on_unread
+from layerbudget.storage.unread import on_unread
 
 THREE = {
     "rope_type": "llama3",

@@ -10,15 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..canonical import to_jsonable
 from ..decision import DECISIONS, Decision, check_kind, decision_of
 from ..errors import InvalidInput
 from ..plan import Plan
-from ..records import check_output, to_jsonable
 from ..registry import Option
 from ..requests import Request
 from ..session import WriteRequest
 from ..storage.folders import check_folder
 from ..storage.parts import clear
+from ..storage.writing import check_output
 from .display import ending
 from .session import Session
 

@@ -223,7 +223,7 @@ class Display:
         from ..cost.machines import share_of
         from ..cost.price import HOWS, duration, place_of, price
         from ..errors import UnknownStructure
-        from ..models.loading import describe_place
+        from ..models.precision import describe_place
 
         request = self.request
         if request.quiet and not request.json and not request.dry_run:

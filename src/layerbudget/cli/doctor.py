@@ -6,11 +6,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..budget import parse_bytes
+from ..budget import parse_bytes, unit_of
 from ..decisions.files import refuse_long
 from ..errors import InvalidInput
 from ..models.memory import read_context
-from ..records import unit_of
 from ..requests import TEXT, TextRequest, model_option, option
 from .session import Session, split_revision
 
@@ -63,7 +62,7 @@ def run(session: Session) -> dict[str, Any]:
     from ..diagnosis import diagnose
     from ..diagnosis.diagnosis import refusals
     from ..errors import UnknownStructure
-    from ..models.loading import describe_place
+    from ..models.precision import describe_place
 
     request: DoctorRequest = session.request
     if request.card or not _has_weights(request.model):
@@ -125,8 +124,9 @@ def _unloaded(session: Session) -> dict[str, Any]:
     """Prices from a configuration, on a machine that may be another one: as fast as this one."""
     from ..cost.price import pace_of_shape
     from ..cost.sizes import shape_of_config
-    from ..models.loading import DTYPES, find_device, held_dtype, quick_dtype, read_configuration
+    from ..models.loading import read_configuration
     from ..models.machine import free_bytes
+    from ..models.precision import DTYPES, find_device, held_dtype, quick_dtype
 
     request: DoctorRequest = session.request
     config = read_configuration(*split_revision(request.model))

@@ -70,10 +70,11 @@ class EvaluateRequest(PlaceRequest):
 
 def run(session: Session) -> dict[str, Any]:
     """Evaluate, show what was measured, with its parameters, and compare where asked."""
+    from ..canonical import dumps
     from ..evaluation.statistics import compare_results
     from ..execution.processes import is_main, one_process
     from ..models.loading import resolve
-    from ..records import check_output, dumps, write_text
+    from ..storage.writing import check_output, write_text
 
     request: EvaluateRequest = session.request
     model, against, adapter = request.model, request.against, request.adapter
@@ -160,7 +161,7 @@ def _measured(session: Session, models: float = 1.0) -> tuple[dict[str, Any], li
     from ..cost.sizes import Text
     from ..cost.work import WorkItem
     from ..evaluation.perplexity import evaluation_set, perplexity
-    from ..models.loading import precision_of
+    from ..models.precision import precision_of
 
     request: EvaluateRequest = session.request
     tokenizer = session.load_tokenizer()
@@ -260,9 +261,9 @@ def _tasks(session: Session, model: Any, tokenizer: Any, kept: Any) -> dict[str,
 
 def _parts(session: Session, model: Any) -> Any:
     """Finished texts and tasks of a run that was stopped; none where ``--resume`` was not given."""
+    from ..canonical import digest
     from ..models.blocks import fingerprint
     from ..models.machine import PACKAGES, computation, versions
-    from ..records import digest
     from ..storage.folders import checksum
     from ..storage.parts import Parts
 

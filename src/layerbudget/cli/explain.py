@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from ..canonical import to_jsonable
 from ..decision import DECISIONS, decision_of
 from ..decisions.files import need_scores
 from ..errors import InvalidInput
 from ..exports import find_plan
-from ..records import to_jsonable
 from ..registry import Option, options_of
 from ..requests import Request, TextRequest, model_option, option, out_option, share
 from .display import ending
@@ -334,10 +334,11 @@ def run_transfer(session: Session) -> dict[str, Any]:
 
 def run_certify(session: Session) -> dict[str, Any]:
     """Take each block's Newton step, compare, certify, and say what was certified."""
+    from ..canonical import dumps
     from ..cost.verbs import certifying
     from ..models.blocks import describe, partition
-    from ..records import check_output, dumps, write_text
     from ..sensitivity.certificate import DAMPINGS, certify_ranking, direct_check
+    from ..storage.writing import check_output, write_text
 
     request: CertifyQuestion = session.request
     if request.out:

@@ -95,8 +95,7 @@ def run_demo(session: Session) -> dict[str, Any]:
 def run_export(session: Session) -> dict[str, Any]:
     """Write the file and say how it is used."""
     from ..exports import EXPORTS, find_plan, format_for
-    from ..records import check_output, write_text
-    from ..storage.writing import check_apart
+    from ..storage.writing import check_apart, check_output, write_text
 
     request: ExportRequest = session.request
     plan = find_plan(request.plan)

@@ -66,8 +66,9 @@ def carried(session: Display, run: Callable[[], dict[str, Any]], line: Callable[
 
 def _run(session: Display, run: Callable[[], dict[str, Any]], line: Callable[[], str]) -> int:
     """Run a command that nothing ends early, print its result where that is asked for, and return the exit code."""
+    from ..canonical import dumps
     from ..execution.partners import working
-    from ..records import dumps, running
+    from ..records import running
     from .display import DryRun
 
     try:

@@ -78,7 +78,7 @@ class ScoreRequest(TextRequest):
 def run(session: Session) -> dict[str, Any]:
     """Score, write the file, show the table."""
     from ..execution.processes import is_main
-    from ..records import check_output
+    from ..storage.writing import check_output
 
     request: ScoreRequest = session.request
     check_output(request.out, overwrite=request.overwrite)

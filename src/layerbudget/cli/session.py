@@ -66,10 +66,11 @@ class Session(Display):
     def written_bytes(self) -> int:
         """Return the bytes of a parameter in the checkpoint that ``apply`` writes, whatever the model computes in."""
         from ..models import loading
+        from ..models.precision import held_dtype
 
         name, revision = split_revision(self.request.model)
         checkpoint = loading.find_checkpoint(name, revision=revision, device="cpu", four_bit=False)
-        return loading.held_dtype(checkpoint.config).itemsize
+        return held_dtype(checkpoint.config).itemsize
 
     def load(self, *, data: bool = True, lean: bool = False, **options: Any) -> tuple[Any, Any, Any]:
         """Return model, tokenizer and calibration tokens that the request names.

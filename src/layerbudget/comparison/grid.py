@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from ..canonical import digest
 from ..decision import DECISIONS
 from ..decisions.apply import maker
 from ..decisions.rules import find_rule, rules_of, shuffled
 from ..errors import InvalidInput, LayerbudgetError
 from ..plan import Plan
-from ..records import Block, digest
+from ..records import Block
 from ..scores import Scores
 
 UNIFORM = "uniform"

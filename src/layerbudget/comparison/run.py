@@ -15,16 +15,18 @@ from typing import Any
 
 import numpy as np
 
+from ..canonical import digest, dumps, to_jsonable
 from ..errors import InvalidInput
 from ..evaluation.statistics import corrected, difference, holm, ranking
 from ..models.machine import versions
 from ..plan import Plan
 from ..progress import Progress, Steps
-from ..records import Result, digest, dumps, made_by, to_jsonable, write_text
+from ..records import Result, made_by
 from ..scores import Scores
 from ..sensitivity.estimators import ESTIMATORS
 from ..sensitivity.gain import score
 from ..storage.parts import Cells
+from ..storage.writing import write_text
 from ..verdicts import by_chance, outcome
 from .bench import Bench, counted
 from .grid import UNIFORM, PlanGrid, check_request, make_grid

@@ -13,10 +13,11 @@ from numpy.typing import ArrayLike
 from typing_extensions import NotRequired, TypedDict
 
 from ..budget import OWN_UNITS, Budget, amount_of, parse_budget, rank_parameters, unit_cost
+from ..canonical import to_jsonable
 from ..decision import DECISIONS
 from ..errors import InfeasibleBudget, InvalidInput, UnknownBlock
 from ..plan import Plan, PlanBlock
-from ..records import Block, to_jsonable
+from ..records import Block
 from ..requests import Request, flag_of
 from ..scores import Scores
 from ..solvers.dual import piecewise_root

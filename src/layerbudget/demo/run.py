@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..canonical import dumps
 from ..data.calibration import CalibrationSet
 from ..data.text import calibration
 from ..decisions.sparsity import plan_sparsity, prune, save_pruned
@@ -21,10 +22,11 @@ from ..models.blocks import partition
 from ..models.loading import load_model, load_tokenizer
 from ..plan import Plan
 from ..progress import Progress, Steps, say
-from ..records import dumps, made_by, write_text
+from ..records import made_by
 from ..reporting.figures import overview
 from ..scores import Scores
 from ..sensitivity.gain import score
+from ..storage.writing import write_text
 from ..verdicts import LEVEL_WITH, outcome
 
 logger = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import nn
 
+from ..canonical import digest
 from ..data.tasks import known_label
 from ..errors import CorruptFile, InvalidInput, LayerbudgetError, MissingDependency, NotFound
 from ..progress import Progress, Steps, say
-from ..records import digest
 from ..storage.hub import check_id
 
 Row = dict[str, Any]

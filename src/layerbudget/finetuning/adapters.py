@@ -21,11 +21,13 @@ from ..data.text import Texts
 from ..decision import DECISIONS, check_kind, decision_of
 from ..decisions.adapters import patterns_of_stacks
 from ..errors import BadModel, InvalidInput, NotFound
-from ..models.loading import class_for, find_checkpoint, foreign, held_dtype, quick_dtype, several, silent, unpacked
+from ..models.loading import class_for, find_checkpoint, foreign, several, silent
+from ..models.packed import unpacked
+from ..models.precision import held_dtype, quick_dtype
 from ..plan import Plan
 from ..sensitivity.adapter_space import accumulated_gradients
 from ..storage import reading
-from ..storage.source import named_unread
+from ..storage.unread import named_unread
 from .merging import REMEDY, merge_adapter, sparse, zeros_of
 from .protocol import DEVICES, Protocol
 from .rows import Rows, TextRows, is_causal

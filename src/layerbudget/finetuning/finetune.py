@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from ..canonical import dumps, to_jsonable
 from ..data.tasks import Task
 from ..data.text import Texts, read_texts
 from ..decision import decision_of
@@ -30,10 +31,10 @@ from ..models.card import hub_name, loading, model_card
 from ..models.loading import load_tokenizer
 from ..models.machine import computation, versions
 from ..plan import Plan
-from ..records import dumps, made_by, read_json, to_jsonable, write_text
+from ..records import made_by, read_json
 from ..storage import folders, reading
 from ..storage.parts import Parts
-from ..storage.writing import check_space, real, whole
+from ..storage.writing import check_space, real, whole, write_text
 from . import training
 from .adapters import Loader, check_trained, classifier_loader, started
 from .protocol import PRESETS, Protocol

@@ -20,7 +20,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from ..errors import BadModel, CoverageError, InvalidInput, UnknownBlock, UnknownStructure
 from ..records import Block, Module, natural_key
-from ..storage.source import predicting
+from ..storage.unread import predicting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

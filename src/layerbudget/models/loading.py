@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..errors import BadModel, CorruptFile, InvalidInput, LayerbudgetError, MissingDependency, NotFound, UnknownStructure
+from ..errors import BadModel, CorruptFile, InvalidInput, LayerbudgetError, NotFound, UnknownStructure
 from ..gguf.folder import folder_of, rounded_before
 from ..gguf.header import open_gguf
 from ..gguf.tokenizer import tokenizer_of
@@ -21,17 +20,17 @@ from ..records import Block
 from ..storage import reading
 from ..storage.checkpoint import gguf_of, weight_files
 from ..storage.hub import check_id
-from ..storage.source import on_unread
+from ..storage.unread import on_unread
 from .blocks import check_finite, partition, pretrained, text_config
 from .experts import EXPERTS_KEPT, uneven
 from .machine import ROOM, SHARE, free_bytes
-from .offload import load_mapped, mapped
+from .offload import load_mapped
+from .packed import as_numbers, check_quantised, in_one_precision, packed_matrices, unpacked
+from .precision import DTYPES, find_device, four_bit_config, held_dtype, quick_dtype
 
 logger = logging.getLogger(__name__)
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo" / "model"
-HEADS = ["classifier", "score", r".*pooler", "pre_classifier", "lm_head", "embed_out"]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _LAYERS = 100_000  # more than any model has, and few enough to be refused in seconds
 _MODEL_IS = "MODEL is demo, a local folder written by save_pretrained, a GGUF file, or a hub id that this machine can reach."
 
@@ -243,138 +242,6 @@ def from_config(config: Any, **options: Any) -> nn.Module:
     return model
 
 
-def find_device(name: str) -> torch.device:
-    """The device of that name, tried out before anything is loaded; ``auto`` is the accelerator where there is one."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        place = torch.device(name)
-        torch.empty(1, device=place).cpu()  # meta tensors have no values that could come back
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InvalidInput(
-            f"The device {name!r} cannot be used: {first[:120]}.", "It is auto, cpu, cuda, cuda:1, mps, ...", "Use cpu."
-        ) from error
-    return place
-
-
-def four_bit_config(compute: torch.dtype) -> Any:
-    """Configuration of a base in 4 bits (NF4) whose products are computed in a type, as QLoRA does; heads and poolers stay."""
-    from transformers import BitsAndBytesConfig
-
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise MissingDependency("A base in 4 bits needs bitsandbytes.", "", "Install bitsandbytes, or use bfloat16.")
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute, llm_int8_skip_modules=HEADS
-    )
-
-
-def held_dtype(config: Any, dtype: str = "auto") -> torch.dtype:
-    """The precision of that name; ``auto`` is what the checkpoint's config says it holds, float32 where it does not say."""
-    if dtype in DTYPES:
-        return DTYPES[dtype]
-    stored = getattr(config, "dtype", None)
-    return stored if isinstance(stored, torch.dtype) and stored.is_floating_point else torch.float32
-
-
-def quick_dtype(stored: torch.dtype, place: torch.device) -> torch.dtype:
-    """The precision that a checkpoint holds, or float32 where that has 16 bits and the processor can only emulate them.
-
-    A forward and backward in emulated bfloat16 takes tens of times as long. x86 emulates it without AVX-512.
-    """
-    asked = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(stored)
-    if place.type != "cpu" or asked is None or not hasattr(torch.ops.mkldnn, asked):
-        return stored
-    return stored if getattr(torch.ops.mkldnn, asked)() else torch.float32
-
-
-def precision_of(model: nn.Module) -> str:
-    """The precision that a model computes in, in words: ``bfloat16``, or several."""
-    files = mapped(model)
-    kinds = {p.dtype for p in model.parameters()} if files is None else {files.dtype}
-    return " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
-
-
-def describe_place(model: nn.Module) -> str:
-    """Where a model lies and in which precision, in one clause."""
-    parameters = list(model.parameters())
-    count, files = f"{sum(p.numel() for p in parameters) / 1e6:,.1f} M parameters", mapped(model)
-    if files is not None:
-        how = f"one layer at a time in {precision_of(model)}" if files.converts else "mapped"
-        return f"{count} streamed from their files, {how}, on {files.device}"
-    size = sum(p.numel() * p.element_size() for p in parameters)
-    size_text = f"{size / 2**30:.3g} GiB" if size >= 2**30 else f"{size / 2**20:.3g} MiB"
-    return f"{count} in {precision_of(model)} on {parameters[0].device}, {size_text}"
-
-
-def unpacked(model: nn.Module) -> nn.Module:
-    """The same model with its packed matrices as plain ``nn.Linear``: every verb finds weights, and no forward rounds again.
-
-    transformers makes the numbers at the first forward. They are made here, so that nothing depends on who runs it; those of
-    floating point in 4 bits are in bfloat16 whatever was asked, in which they are exact.
-    """
-    names = _packed(model)
-    if not names:
-        return model
-    with torch.no_grad():
-        cast(Any, model).hf_quantizer.compressor.decompress_model(model)
-    for name in names:
-        packed = cast(nn.Linear, model.get_submodule(name))
-        plain = nn.Linear(packed.in_features, packed.out_features, bias=packed.bias is not None, device="meta")
-        plain.weight, plain.bias = nn.Parameter(packed.weight.detach().to(cast(Any, model).dtype)), packed.bias
-        model.set_submodule(name, plain.train(packed.training))
-    cast(Any, model).hf_quantizer.remove_quantization_config(model)
-    return model
-
-
-def _packed(model: nn.Module) -> list[str]:
-    """Names of the modules of a model whose weights compressed-tensors holds."""
-    return [name for name, module in model.named_modules() if _rounds_weights_alone(module)]
-
-
-def _rounds_weights_alone(module: nn.Module) -> bool:
-    """Whether compressed-tensors holds a module's weights, and its inputs stay as they are."""
-    scheme = getattr(module, "quantization_scheme", None)
-    return "weight_packed" in module._parameters or (scheme is not None and scheme.input_activations is None)
-
-
-def _as_numbers(config: Any) -> dict[str, Any]:
-    """Options of ``from_pretrained`` that make plain numbers of the floats of few bits that a checkpoint holds (fp8, mxfp4).
-
-    Where the device computes with them, transformers would leave them as they are, and there would be no matrices to look at.
-    """
-    quantization = getattr(config, "quantization_config", None)
-    if not isinstance(quantization, dict) or quantization.get("quant_method") not in ("fp8", "mxfp4"):
-        return {}
-    config.quantization_config = {**quantization, "dequantize": True}
-    return {"config": config}
-
-
-def in_one_precision(model: Any, config: Any) -> None:
-    """Give a model whose packed matrices became numbers one precision, and let it be saved as these.
-
-    transformers converts these matrices to the precision that was asked for and leaves all others as they are stored.
-    """
-    if getattr(config, "quantization_config", None) is None or getattr(model, "hf_quantizer", None) is not None:
-        return
-    strict = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not any(part in name for part in strict):
-            parameter.data = parameter.data.to(model.config.dtype)
-    if hasattr(model, "_weight_conversions"):
-        del model._weight_conversions  # they would pack what is saved again
-
-
-def check_quantised(name: str, config: Any, stream: bool | None, four_bit: bool) -> None:
-    """Refuse to stream, or to hold in 4 bits, a checkpoint whose matrices are packed already."""
-    if getattr(config, "quantization_config", None) and (stream or four_bit):
-        raise InvalidInput(
-            f"The files of {name} hold packed integers.",
-            "They become numbers when the model is loaded, all of them at once.",
-            f"Leave {'--stream' if stream else '--four-bit'} out.",
-        )
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """A model that is about to be loaded: its folder or hub id, its configuration, the class that reads it, and where to."""
@@ -478,7 +345,7 @@ def load_model(
                 revision=revision,
                 dtype=DTYPES.get(dtype, "auto"),
                 output_loading_info=True,
-                **_as_numbers(config),
+                **as_numbers(config),
                 **nf4,
             )
             in_one_precision(model, config)
@@ -521,7 +388,7 @@ def check_packed(folder: Path) -> None:
     with foreign(f"{name} could not be loaded", _MODEL_IS, ""):
         model, report = auto.from_pretrained(checkpoint.where, dtype="auto", output_loading_info=True)
     _need_all(name, report)
-    for matrix in map(model.get_submodule, _packed(model)):
+    for matrix in map(model.get_submodule, packed_matrices(model)):
         with torch.no_grad():
             decompress_module(matrix)
         check_finite(matrix)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..decision import OtherBudgets, decision_of
-from ..errors import InvalidInput, ModelMismatch
+from ..errors import InvalidInput
 from ..plan import Plan
 from ..records import Result
 from ..scores import Scores, tokens_of
@@ -62,11 +62,6 @@ def explain_plan(plan: Plan, scores: Scores | None = None, *, tokens: int | None
     )
 
 
-def advice(plan: Plan) -> list[str]:
-    """Return sentences that call for something: a budget that does not bind, what stays as it is, how to load the result."""
-    return list(decision_of(plan).describe(plan).advice)
-
-
 def codelengths(plan: Plan, scores: Scores, tokens: int | None = None) -> dict[str, Any]:
     r"""Return what each block's gain is worth in bits of codelength (paper, section 3): ``n zeta_k^2 / (2 ln 2)``.
 
@@ -87,10 +82,7 @@ def codelengths(plan: Plan, scores: Scores, tokens: int | None = None) -> dict[s
             f"What is known of a plan of {plan.kind} is explained without them.",
             "Leave out --scores (in Python: scores).",
         )
-    if scores.names != plan.names or plan.scores_digest not in (None, scores.digest):
-        raise ModelMismatch(
-            "The plan was made from other scores.", f"Its scores have the digest {plan.scores_digest}.", "Name that file."
-        )
+    plan.check_scores(scores)
     n = tokens_of(scores) if tokens is None else tokens
     gains = scores.values(plan.hyperparameters.get("damping"))
     bits = {b.name: float(n * g / (2.0 * math.log(2.0))) for b, g in zip(scores.blocks, gains, strict=True)}

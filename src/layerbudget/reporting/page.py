@@ -14,10 +14,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ..canonical import dumps
 from ..decision import decision_of
 from ..plan import Plan
-from ..records import dumps, write_text
 from ..scores import Scores
+from ..storage.writing import write_text
 from .data import charts_of
 from .records import FolderResults, cards_of, commands_of, explained, gather, headline_of, others_of, tables_of
 from .tables import contest_sheets, facts, plan_table, scores_table, sheet_of

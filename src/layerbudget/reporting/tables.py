@@ -151,7 +151,7 @@ def plan_grid(
 
     With the ``price`` of one rank of every block, in parameters, each row ends with those of its adapters.
     """
-    words = [_decided(plan, block) for block in plan.blocks] if said is None else list(said)
+    words = [decision_of(plan).word(block) for block in plan.blocks] if said is None else list(said)
     each = None if price is None else [b.count * p for b, p in zip(plan.blocks, price, strict=True)]
     return grid_table(plan.blocks, words, title, parameters=each)
 
@@ -193,10 +193,6 @@ def grid_table(
             cells.append(f"{sum(parameters[k] for k in set(block_numbers) if k is not None):,.0f}")
         table.add_row(label, *cells)
     return table
-
-
-def _decided(plan: Plan, block: PlanBlock) -> str:
-    return decision_of(plan).word(block)
 
 
 _PLACE = re.compile(r"^(?P<stack>.*?)\.(?P<layer>\d+)(?:\.(?P<rest>.*))?$")

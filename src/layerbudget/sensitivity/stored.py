@@ -19,13 +19,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..canonical import digest, dumps
 from ..errors import InvalidInput
 from ..execution.loss import Data
 from ..execution.processes import alone, broadcast, process_group
 from ..models import blocks as model_blocks
 from ..models.machine import computation, versions
 from ..progress import Progress, Steps
-from ..records import Block, digest, dumps
+from ..records import Block
 from ..scores import Scores
 from ..storage.parts import Parts
 from .curvature.gradients import collect_rows

@@ -12,14 +12,16 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from . import reading
 from .checkpoint import INDEX, Stored, weight_files
+from .configuration import CONFIG, restore_config, without_ahead
+from .unread import added, ahead, origin, source_of, unread
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
+GENERATION = "generation_config.json"
+
 # Weights under any name, and the files that say what other programs made of them.
 _WEIGHTS = (
     ".safetensors",
@@ -49,249 +51,7 @@ _OURS: tuple[str, ...] = (
 _OURS += ("cache.json", "cache.txt", "experts.json", "shapes.json")
 # What turns images, sound and templates into a model's inputs, beside the tokenizer's own files.
 PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json")
-# Fields that a decision does not set, or that say how weights are stored and not which there are.
-_STORAGE = (
-    "dtype",
-    "torch_dtype",
-    "quantization_config",
-    "architectures",
-    "transformers_version",
-    "_name_or_path",
-    "use_cache",
-)
-_AHEAD = re.compile(r"(^|\.)\w*(mtp|nextn)", re.IGNORECASE)  # multi-token prediction, in names of tensors and of fields
-_LAYER = re.compile(r"(.*?\blayers\.)(\d+)\.")
-_BUFFERS = re.compile(r"(rotary_emb\.inv_freq|position_ids|masked_bias|\.attn\.bias)$")  # older versions stored them
 _FIELDS_OF_TOKENIZERS = ("name_or_path", "tokenizer_file", "is_local", "local_files_only", "transformers_version")
-
-
-def source_of(model: Any) -> Path | None:
-    """The folder that a model was loaded from, of a hub id the one in the cache; None where it is not known."""
-    name = str(getattr(model, "_read_from", None) or getattr(model.config, "_name_or_path", ""))
-    if Path(name).is_dir():
-        return Path(name) if (Path(name) / CONFIG).is_file() else None
-    if name.count("/") != 1:
-        return None
-    from huggingface_hub import try_to_load_from_cache
-
-    file = try_to_load_from_cache(name, CONFIG, revision=getattr(model.config, "_commit_hash", None))
-    return Path(file).parent if isinstance(file, str) else None
-
-
-# --- tensors that transformers does not load ---------------------------------------------------------------------------------
-
-
-def unread(model: Any) -> tuple[str, ...]:
-    """Names of the tensors of a model's checkpoint that transformers does not load, such as layers for tokens further on."""
-    source = source_of(model)
-    if source is None:
-        return ()
-    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    pattern = re.compile("|".join(f"({p})" for p in ignored)) if ignored else None
-    loaded, known = _loaded(model), set(getattr(model, "_unread", ()))
-    names = [n for n in Stored(source).names if n not in loaded and not _BUFFERS.search(n)]
-    further = set(ahead(names, model))
-    return tuple(n for n in names if n in known or n in further or (pattern is not None and pattern.search(n)))
-
-
-def _loaded(model: Any) -> set[str]:
-    return {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-
-
-def ahead(names: Collection[str], model: Any) -> list[str]:
-    """Those of the names that belong to layers which predict a token further on: their name says so, or their number."""
-    loaded, depth = _loaded(model), dict[str, int]()
-    for m in filter(None, map(_LAYER.match, loaded)):
-        depth[m[1]] = max(depth.get(m[1], 0), int(m[2]) + 1)
-    source = source_of(model)  # its layers, of which a plan may have taken some
-    fields = _fields(source)
-    count = (fields.get("text_config") or fields).get("num_hidden_layers") or 0
-    named = not any(_AHEAD.search(n) for n in loaded)  # else the model computes with them
-
-    def beyond(name: str) -> bool:
-        m = _LAYER.match(name)
-        return m is not None and m[1] in depth and int(m[2]) >= max(depth[m[1]], count)
-
-    return [n for n in names if (named and _AHEAD.search(n)) or beyond(n)]
-
-
-def predicting(model: Any) -> dict[str, int] | None:
-    """How many tensors of a model's checkpoint belong to layers which predict a token further on, and their bytes; or None."""
-    further = ahead(unread(model), model)
-    stored = origin(model) if further else None
-    return None if stored is None else {"tensors": len(further), "bytes": sum(stored.bytes(name) for name in further)}
-
-
-def added(model: Any, changed: Collection[str] | None = None) -> tuple[str, ...]:
-    """Names of the tensors that :func:`complete` copies into a folder of the model: no verb reads them, and they still fit.
-
-    Args:
-        model: A model that was loaded from a folder; others have none.
-        changed: Fields of the configuration that decisions changed; by default those that are otherwise now than in the source.
-    """
-    source = source_of(model)
-    if source is None or origin(model) is None:
-        return ()
-    fields = _fields(source)
-    if fields.get("quantization_config"):
-        return ()
-    names = unread(model)
-    if names and (_changed(model, source, fields) if changed is None else set(changed)) - set(_STORAGE):
-        further = ahead(names, model)
-        layers = tuple(m[1] for n, _ in model.named_parameters() if (m := _LAYER.match(n)))
-        names = tuple(n for n in names if n not in further and not n.startswith(layers))
-    return names
-
-
-def _fields(source: Path | None) -> dict[str, Any]:
-    """The configuration of a folder as its file has it."""
-    if source is None:
-        return {}
-    return reading.read(source / CONFIG, "configuration", limit=1 << 26, as_type=dict[str, Any])
-
-
-def origin(model: Any) -> Stored | None:
-    """The tensors of the checkpoint that folders of a model are made like; None where it is not known, or of another kind."""
-    source = source_of(model)
-    if source is None or _fields(source).get("model_type") != model.config.model_type:  # a part of it, as a model of its own
-        return None
-    return Stored(source)
-
-
-def named_unread(model: Any) -> str:
-    """Return how many tensors no verb reads, and what they are: the start of a sentence; empty where every tensor is read."""
-    names = unread(model)
-    if not names:
-        return ""
-    what = "of layers that predict further tokens (MTP)" if ahead(names, model) else f"such as {names[0]}"
-    return f"{len(names)} tensors of the checkpoint that transformers does not load, {what},"
-
-
-def on_unread(model: Any) -> str:
-    """One sentence on the tensors that no verb reads; empty where every tensor is read."""
-    names = unread(model)
-    if not names:
-        return ""
-    further = ahead(names, model)
-    what = "of a layer that predicts a token further on (multi-token prediction, MTP)" if further else f"such as {names[0]}"
-    if further and len(further) < len(names):
-        what += f", and others such as {next(n for n in names if n not in further)}"
-    follows = "a plan that keeps all shapes copies them as they are"
-    follows += ", any other leaves that layer out and sets its number in config.json to 0." if further else "."
-    return f"{len(names)} tensors of the checkpoint are not loaded by transformers, {what}: no verb reads them; {follows}"
-
-
-# --- configuration -----------------------------------------------------------------------------------------------------------
-
-
-def _plain(config: Any) -> dict[str, Any]:
-    """All fields of a configuration, as JSON has them."""
-    fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    return fields
-
-
-def _spellings(config: Any, field: str) -> set[str]:
-    """The names that a field of a configuration has or had."""
-    same = getattr(type(config), "attribute_map", {}) if config is not None else {}
-    named = {field, *(old for old, new in same.items() if new == field), *([same[field]] if field in same else [])}
-    return named | ({"dtype", "torch_dtype"} if field == "dtype" else set())
-
-
-def _merged(source: Mapping[str, Any], base: Mapping[str, Any], now: Mapping[str, Any], config: Any) -> tuple[dict, set[str]]:
-    """The source's fields with those that are otherwise now than in ``base``, which was read from it; and their names."""
-    fields, changed = dict(source), set[str]()
-    for field in base.keys() | now.keys():
-        if base.get(field) == now.get(field) and (field in base) == (field in now):
-            continue
-        if all(isinstance(part.get(field), dict) for part in (source, base, now)) and field.endswith("_config"):
-            fields[field], below = _merged(source[field], base[field], now[field], getattr(config, field, None))
-            changed |= below
-            continue
-        changed.add(field)
-        names = _spellings(config, field) & set(fields)
-        if field == "rope_parameters":
-            names |= {"rope_theta", "rope_scaling"} & set(fields)
-        for name in names:
-            fields.pop(name)
-        if field in now:
-            same = names - {"rope_theta", "rope_scaling"} or {field}
-            fields |= dict.fromkeys(same, now[field])
-    return fields, changed
-
-
-def _changed(model: Any, source: Path, fields: Mapping[str, Any]) -> set[str]:
-    """Names of the fields of a model's configuration that are otherwise than in its source."""
-    from transformers import AutoConfig
-
-    read = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    return _merged(fields, _plain(read), _plain(model.config), read)[1]
-
-
-def _restore_config(folder: Path, source: Path, model: Any, *, narrow: bool) -> tuple[dict[str, Any], set[str]]:
-    """Give ``config.json`` the fields of the source; return the fields, and the names of those that a decision changed.
-
-    Where the result does not read as the model's own configuration, it is what transformers wrote, with the fields of the
-    source that this lacks. ``narrow`` says that all tensors have the source's precision.
-    """
-    from transformers import AutoConfig
-
-    source_fields = _fields(source)
-    written = reading.read(folder / CONFIG, "configuration", limit=1 << 26, as_type=dict[str, Any])
-    read = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    base, now = _plain(read), {**_plain(model.config), **written}
-    base["architectures"] = source_fields.get("architectures", now.get("architectures"))
-    for name in ("transformers_version", "_name_or_path"):
-        base[name] = now[name] = None
-    if narrow:
-        now = _with_precision(now, base)
-    fields, changed = _merged(source_fields, base, now, read)
-    alike = written.get("model_type") == source_fields.get("model_type")
-    if alike and _reads_as(fields, now):
-        return fields, changed
-    left = {
-        k: v for k, v in source_fields.items() if k not in written and not (k in base and k not in now) and k != "torch_dtype"
-    }
-    return {**left, **written}, changed
-
-
-def _with_precision(now: dict[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a configuration with the precision that others have, also those of its parts."""
-    fields = {
-        n: _with_precision(v, base[n]) if isinstance(v, dict) and isinstance(base.get(n), dict) else v for n, v in now.items()
-    }
-    return {**fields, **({"dtype": base["dtype"]} if "dtype" in fields and "dtype" in base else {})}
-
-
-def _reads_as(fields: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether transformers reads the same configuration from the fields."""
-    from transformers import AutoConfig
-
-    with tempfile.TemporaryDirectory(prefix="layerbudget-") as place:
-        Path(place, CONFIG).write_text(json.dumps(fields), encoding="utf-8")
-        again = _plain(AutoConfig.from_pretrained(place, trust_remote_code=False))
-    aside = {*_STORAGE, "auto_map"}
-    return all(_alike(again.get(n), v) for n, v in now.items() if n not in aside)
-
-
-def _alike(one: Any, other: Any) -> bool:
-    """Whether two fields are equal, up to what says how weights are stored."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return all(_alike(one.get(n), other.get(n)) for n in (one.keys() | other.keys()) - set(_STORAGE))
-    return bool(one == other)
-
-
-def without_ahead(fields: Any, gone: list[str]) -> Any:
-    """Return fields with a count of zero of layers that predict further on; their names are added to ``gone``."""
-    if not isinstance(fields, dict):
-        return fields
-    made = {}
-    for name, value in fields.items():
-        counts = isinstance(value, int) and not isinstance(value, bool) and ("num" in name or "layers" in name)
-        if counts and value and _AHEAD.search(name):
-            gone.append(name)
-            value = 0
-        made[name] = without_ahead(value, gone)
-    return made
 
 
 # --- files -------------------------------------------------------------------------------------------------------------------
@@ -530,7 +290,7 @@ def complete(
         write_tokenizer(tokenizer, folder, source)
         return []
     alike = restore_tensors(folder, stored, keep=keep, halved=halved)
-    fields, changed = _restore_config(folder, source, model, narrow=alike and precision)
+    fields, changed = restore_config(folder, source, model, narrow=alike and precision)
     further, more, notes = ahead(unread(model), model), added(model, changed) if fits else (), list[str]()
     if not set(further) & set(more):
         gone = list[str]()

@@ -21,19 +21,20 @@ from layerbudget.compressors import formats as F
 from layerbudget.compressors.formats import FLOATING, find_format, find_runtime
 from layerbudget.decisions.bits import apply as A
 from layerbudget.decisions.bits import packed
-from layerbudget.decisions.bits.apply import QuantisationReceipt, apply_bits, write_bits
+from layerbudget.decisions.bits.apply import apply_bits, write_bits
 from layerbudget.decisions.bits.blocks import blocks_of
 from layerbudget.decisions.bits.counted import header_bytes
 from layerbudget.decisions.bits.export import auto_round, llama_cpp, mlx
 from layerbudget.decisions.bits.plan import plan_bits
+from layerbudget.decisions.bits.receipt import QuantisationReceipt
 from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.errors import AlreadyExists, CoverageError, InvalidInput, MissingDependency, ModelMismatch
 from layerbudget.exports import EXPORTS
 from layerbudget.finetuning.adapters import classifier_loader
 from layerbudget.llama_cpp import writer
 from layerbudget.llama_cpp.writer import GgufWriter, Stored
-from layerbudget.models.loading import describe_place
 from layerbudget.models.offload import mapped
+from layerbudget.models.precision import describe_place
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("compressed_tensors")

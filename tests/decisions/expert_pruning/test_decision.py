@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from tests import zoo
 
+from layerbudget.canonical import to_jsonable
 from layerbudget.cli import main
 from layerbudget.decisions.expert_pruning.apply import keep_experts
 from layerbudget.decisions.expert_pruning.decision import DECISION
@@ -13,7 +14,6 @@ from layerbudget.decisions.expert_pruning.plan import plan_expert_pruning
 from layerbudget.decisions.expert_pruning.request import ExpertPruningRequest
 from layerbudget.errors import CorruptFile, InvalidInput, UnknownUnit
 from layerbudget.plan import Plan, payload_of
-from layerbudget.records import to_jsonable
 from layerbudget.registry import options_of
 from layerbudget.requests import PLACING, READING, Request
 

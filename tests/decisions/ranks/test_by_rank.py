@@ -5,12 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 
+from layerbudget.decision import decision_of
 from layerbudget.decisions.ranks.payload import SmallerReserve
 from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.errors import CorruptFile, InfeasibleBudget, InvalidInput
 from layerbudget.models.loading import blocks_from_config
 from layerbudget.plan import Plan
-from layerbudget.reporting.explain import advice, explain_plan
+from layerbudget.reporting.explain import explain_plan
 from layerbudget.reporting.sweep import diff_plans, sweep
 from layerbudget.reporting.verdict import verdict
 from layerbudget.scores import Scores
@@ -97,7 +98,7 @@ def test_no_lower_cap_is_named_whose_plan_would_be_advised_against(scores):
         rows[0] = (np.exp(-np.arange(32) / rng.uniform(5, 30)) * rng.uniform(1, 20)).tolist()
         measured = dataclasses.replace(scores, extra={"increments": [rows]})
         plan = plan_ranks(measured, mean_rank=6)
-        said = " ".join(advice(plan))
+        said = " ".join(decision_of(plan).describe(plan).advice)
         if "--max-rank" not in said:
             continue
         named += 1
@@ -109,7 +110,7 @@ def test_no_lower_cap_is_named_whose_plan_would_be_advised_against(scores):
     wide = plan.with_payload(uniform_share=0.93)
     for kept, told in ((0.97, False), (0.99, True)):  # an older plan names a cap under which uniform has 95.9 % and 93.9 %
         older = wide.with_payload(smaller_reserve=SmallerReserve(max_rank=8, share=kept, reserved=16))
-        assert ("--max-rank 8" in " ".join(advice(older))) == told
+        assert ("--max-rank 8" in " ".join(decision_of(older).describe(older).advice)) == told
 
 
 def test_a_sweep_reports_the_measured_gain(scores):
@@ -148,7 +149,7 @@ def test_blocks_get_at_most_the_ranks_that_were_measured(scores):
     ends = plan.payload.at_measured
     assert ends == {n: 32 for n, c in zip(plan.names, plan.counts, strict=True) if c == 32}
     assert not capped.payload.at_measured, "the user's own cap is no lack of measurement"
-    assert f"{len(ends)} blocks have all 32 ranks that were measured" in " ".join(advice(plan))
+    assert f"{len(ends)} blocks have all 32 ranks that were measured" in " ".join(decision_of(plan).describe(plan).advice)
     assert (plan_ranks(scores, mean_rank=32, rule="by-rank").counts == 32).all()
     control = plan_ranks(scores, mean_rank=30, rule="by-rank-permuted", seed=3)
     assert control.counts.max() == 32 and "This is a control" in verdict(control)

@@ -6,6 +6,7 @@ import json
 import pytest
 from tests import zoo
 
+from layerbudget.canonical import to_jsonable
 from layerbudget.cli import main
 from layerbudget.decisions.shapes.apply import apply_shapes
 from layerbudget.decisions.shapes.decision import DECISION
@@ -14,8 +15,8 @@ from layerbudget.decisions.shapes.plan import plan_shapes
 from layerbudget.decisions.shapes.request import ShapesRequest
 from layerbudget.decisions.shapes.save import save_smaller
 from layerbudget.errors import CorruptFile, InvalidInput, UnknownUnit
+from layerbudget.frozen import fields_in_file
 from layerbudget.plan import Plan, payload_of
-from layerbudget.records import fields_in_file, to_jsonable
 from layerbudget.registry import options_of
 from layerbudget.requests import PLACING, READING, Request
 

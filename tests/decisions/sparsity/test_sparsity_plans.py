@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from tests import zoo
 
+from layerbudget.canonical import dumps
 from layerbudget.decisions.rules import rules_of
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import CorruptFile, InfeasibleBudget, InvalidInput, UnknownBlock
 from layerbudget.plan import Plan
-from layerbudget.records import dumps
 from layerbudget.scores import Scores
 
 SPARSITY_RULES = [name for name in rules_of("sparsity") if not name.startswith("calibrated")]

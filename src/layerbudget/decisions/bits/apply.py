@@ -21,15 +21,17 @@ from ...execution.processes import broadcast, process_group
 from ...execution.sharing import SharedParts, together
 from ...llama_cpp.check import Followed, check_file
 from ...llama_cpp.imatrix import IMATRIX_FILE, imatrix_digest, write_imatrix
-from ...llama_cpp.writer import GGUF_FILE, GgufWriter, recount_gguf
+from ...llama_cpp.writer import GgufWriter, recount_gguf
 from ...models.blocks import check_finite, describe
 from ...models.machine import computation, versions
 from ...models.offload import mapped
 from ...plan import Plan, payload_of
 from ...progress import Progress
-from ...records import Receipt, write_text
+from ...records import Receipt
+from ...storage.checkpoint import GGUF_FILE
 from ...storage.folders import check_folder, new_folder
 from ...storage.source import complete, write_readers
+from ...storage.writing import write_text
 from ..formats.program import formats_of_plan
 from .blocks import check_writable
 from .card import model_card

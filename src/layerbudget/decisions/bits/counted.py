@@ -1,7 +1,7 @@
 """Bytes of a file beside the planned matrices, counted before it is written: other tensors, and what is no tensor.
 
 The writers of the two families make the same tensors from the same rules: :class:`~layerbudget.llama_cpp.writer.GgufHead`, and
-:func:`~layerbudget.storage.source.written_dtype` and :func:`~layerbudget.storage.source.added` of a folder.
+:func:`~layerbudget.storage.source.written_dtype` and :func:`~layerbudget.storage.unread.added` of a folder.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from ...llama_cpp.writer import fixed_terms, head_bytes
 from ...models.blocks import end_modules, pretrained, weight_of
 from ...plan import Plan, payload_of
 from ...records import Block
-from ...storage.source import added, ahead, named_unread, origin, unread, written_dtype
+from ...storage.source import written_dtype
+from ...storage.unread import added, ahead, named_unread, origin, unread
 from . import packed
 from .payload import BitsPayload
 from .saved_names import CheckpointSlice, experts_of, halved, names_of, tensor_names
@@ -62,7 +63,7 @@ class Other(NamedTuple):
 def others_in_folder(model: nn.Module, planned: Collection[str]) -> list[Other]:
     """Return the tensors of a compressed-tensors folder that are no planned matrices, as they will be written.
 
-    What is copied as it is from the checkpoint is not among them: see :func:`~layerbudget.storage.source.added`.
+    What is copied as it is from the checkpoint is not among them: see :func:`~layerbudget.storage.unread.added`.
 
     Args:
         model: Any transformers model; its values are read where the source has another precision.
@@ -151,18 +152,15 @@ def header_bytes(model: nn.Module, blocks: Sequence[Block], formats: Mapping[str
         for part in apart.get(name, (CheckpointSlice(name=saved.get(name, name)),)):
             rows, stack = m.d_out // part.runs, [m.copies] if m.copies > 1 and name not in apart else []
             total += max(_entries(part.name, form, rows, m.d_in, stack, digits) for form in forms[name])
-    return total + (files + bool(copied)) * _START if files > 1 else _rounded(total + _START)
+    if files > 1:
+        return total + (files + bool(copied)) * _START
+    return (total + _START) // 8 * 8  # the length of a header is a multiple of 8
 
 
 def _entries(name: str, form: Format, rows: int, d_in: int, stack: Sequence[int], digits: int) -> int:
     """Bytes of the entries of a matrix in a format."""
     parts = parts_of(form, rows, d_in).items()
     return sum(HeaderEntry(f"{name}.{part}", kind, (*stack, *shape)).text(digits) for part, (kind, shape) in parts)
-
-
-def _rounded(size: int) -> int:
-    """A header of one file: its length is a multiple of 8."""
-    return size // 8 * 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...canonical import digest, to_jsonable
 from ...compressors.base import find_quantiser
 from ...compressors.formats import BY_MOMENTS, GGUF, PACKED
 from ...data.calibration import CalibrationSet
@@ -27,11 +28,11 @@ from ...llama_cpp.writer import head_bytes
 from ...models.blocks import config_of, text_config
 from ...plan import Plan, payload_of
 from ...progress import Progress, say
-from ...records import check_output, digest, to_jsonable
 from ...registry import options_of
 from ...scores import Scores
 from ...sensitivity.sequences import per_token
 from ...storage.parts import Parts
+from ...storage.writing import check_output
 from ...verdicts import CONVENTION, SAME, outcome, plus_minus
 from ..formats.baselines import PEER, types_like
 from ..formats.limits import Limits

@@ -32,7 +32,7 @@ from ...models.blocks import check_finite, describe
 from ...models.machine import versions
 from ...plan import Plan, payload_of
 from ...progress import Progress
-from ...records import write_text
+from ...storage.writing import write_text
 from ..formats.program import formats_of_plan
 from ..formats.table import signature_at
 from .apply import round_matrices

@@ -22,8 +22,8 @@ from ...gguf.rewriting import GgufOutput, GgufSource, tensor_bytes
 from ...llama_cpp.writer import recount_gguf
 from ...plan import Plan, payload_of
 from ...progress import Progress
-from ...records import write_text
 from ...storage.checkpoint import GGUF_FILE
+from ...storage.writing import write_text
 from .apply import ExpertReceipt
 from .payload import ExpertPruningPayload
 

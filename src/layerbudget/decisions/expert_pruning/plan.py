@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...budget import Budget, parse_budget
+from ...canonical import to_jsonable
 from ...data.calibration import CalibrationSet
 from ...errors import InfeasibleBudget, InvalidInput
 from ...execution.loss import count_scored_tokens
@@ -16,7 +17,6 @@ from ...models.blocks import check_finite, describe
 from ...models.experts import ExpertLayer, check_experts, find_experts
 from ...plan import Plan, PlanBlock
 from ...progress import Progress
-from ...records import to_jsonable
 from .masks import Masked, folds_for
 from .payload import ExpertPruningPayload
 from .program import DRAWS, RIVAL, RULES, Fold, KeptProgram, crossed, even_and_uneven, forecast

@@ -9,12 +9,14 @@ from typing import Any
 
 from torch import nn
 
+from ...canonical import dumps
 from ...models.blocks import pretrained
 from ...models.card import loading, model_card
 from ...models.machine import versions
 from ...plan import Plan
-from ...records import SCHEMA_VERSION, dumps, write_text
+from ...records import SCHEMA_VERSION
 from ...storage.folders import write_model
+from ...storage.writing import write_text
 from .apply import ExpertReceipt
 
 

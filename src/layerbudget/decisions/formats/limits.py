@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from ...budget import parse_bytes
+from ...canonical import to_jsonable
 from ...compressors.formats import GGUF, SLOW, find_format
 from ...errors import InfeasibleBudget, InvalidInput
 from ...llama_cpp.mixes import find_mix
 from ...plan import Plan
-from ...records import to_jsonable
 from .baselines import mix_of
 from .table import CACHE, FormatTable
 

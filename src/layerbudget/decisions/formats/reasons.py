@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import CorruptFile, ModelMismatch
+from ...errors import CorruptFile
 from ...plan import Plan, payload_of
 from ...scores import Scores
 from .limits import Limits
@@ -59,10 +59,7 @@ def reasons(plan: Plan, scores: Scores | None = None) -> list[dict[str, Any]]:
 
 def _measured(plan: Plan, scores: Scores, kinds: list[str]) -> dict[str, Any]:
     """The reasons as :meth:`Table.reasons` gives them, with standard errors, by the scores that a plan was made from."""
-    if scores.names != plan.names or plan.scores_digest not in (None, scores.digest):
-        raise ModelMismatch(
-            "The plan was made from other scores.", f"Its scores have the digest {plan.scores_digest}.", "Name that file."
-        )
+    plan.check_scores(scores)
     table = Limits.of(plan).restrict(FormatTable.of(scores))
     chosen = np.array([table.formats.index(kind) for kind in kinds])
     error = table.error[np.arange(len(chosen)), chosen]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Any
 
+from ...budget import rounded_up, unit_of
 from ...compressors.formats import RUNTIMES, find_runtime
 from ...plan import Plan
-from ...records import rounded_up, unit_of
 from ..bits import command as bits
 from ..files import need_scores
 from ..formats.request import need_samples, on_check

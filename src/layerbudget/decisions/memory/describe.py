@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...budget import unit_of
 from ...decision import Summary
 from ...plan import Plan, payload_of
-from ...records import unit_of
 from ...verdicts import nats
 from ..charts import curved_grid, even_water
 from ..formats.describe import (

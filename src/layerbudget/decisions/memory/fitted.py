@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from ...canonical import to_jsonable
 from ...errors import InvalidInput
 from ...plan import Plan
-from ...records import to_jsonable
 from ...scores import Scores
 from ...solvers.choices import Choice
 from ..formats.program import FormatDecision, few_tokens, imatrix_of, of_weights, plan_blocks

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...budget import rounded_up, unit_of
+from ...canonical import digest, dumps, to_jsonable
 from ...compressors.base import find_quantiser
 from ...compressors.formats import GGUF, RUNTIMES
 from ...data.calibration import CalibrationSet
@@ -26,10 +28,11 @@ from ...execution.processes import is_main
 from ...execution.sharing import from_main
 from ...plan import Plan, payload_of
 from ...progress import Progress, say
-from ...records import Receipt, check_output, digest, dumps, rounded_up, to_jsonable, unit_of
+from ...records import Receipt
 from ...scores import Scores
 from ...sensitivity.sequences import per_token
 from ...storage.parts import Parts
+from ...storage.writing import check_output
 from ..bits import (
     DenseOutput,
     QuantisationReceipt,

@@ -21,10 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from ...budget import parse_bytes
+from ...budget import parse_bytes, rounded_up, unit_of
 from ...errors import InfeasibleBudget, InvalidInput
 from ...models.memory import MemoryModel, check_positions, read_context
-from ...records import rounded_up, unit_of
 from ...scores import Scores
 from ...solvers.choices import Choice, choose
 from ..cache import CacheSpace, find_cache

@@ -11,9 +11,9 @@ import re
 
 import numpy as np
 
+from ...budget import rounded_up, unit_of
 from ...errors import InfeasibleBudget, InvalidInput
 from ...gguf.names import split_stacks
-from ...records import rounded_up, unit_of
 from .payload import Placement, Side
 from .program import Fit
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ...records import fields_in_file
+from ...frozen import fields_in_file
 from ...storage import reading
 from ..capacity import Rounding
 

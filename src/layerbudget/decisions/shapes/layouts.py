@@ -299,14 +299,16 @@ def _check(a: Attention, owner: nn.Module, inputs: int) -> None:
     across = [n for n, weight in weights.items() if weight is not None and weight.numel() != a.head_dim]
     single = [n for n, m in norms.items() if next(m.children(), None) is not None]
     parameters = [n for n, _ in owner.named_parameters(recurse=False)]
+    known = (*a.producers, a.consumer)
+    matrices = [n for n, m in owner.named_children() if isinstance(m, nn.Linear) and _join(a.owner, n) not in known]
     if not a.head_dim or a.inputs != inputs or a.groups < 1 or a.heads % a.groups:
         why = f"reads {inputs} channels, which are not {a.heads} query heads of {a.head_dim} in {a.groups} groups"
     elif across:
         why = f"normalises over all heads at once ({across[0]}), so that removing one changes the others"
     elif single:
         why = f"has a norm for every head ({single[0]})"
-    elif other_matrices := [n for n in _linears_of(owner) if _join(a.owner, n) not in (*a.producers, a.consumer)]:
-        why = f"has a matrix beside queries, keys, values and output ({other_matrices[0]}), which may belong to single heads"
+    elif matrices:
+        why = f"has a matrix beside queries, keys, values and output ({matrices[0]}), which may belong to single heads"
     elif parameters:
         why = f"has parameters of its own ({parameters[0]}) that may belong to single heads"
     elif a.layout == "interleaved" and not type(owner).__name__.startswith(("GPTNeoX", "GPTBigCode")):
@@ -314,11 +316,6 @@ def _check(a: Attention, owner: nn.Module, inputs: int) -> None:
     else:
         return
     raise UnknownStructure(f"{a.owner} ({type(owner).__name__}) {why}.", _KNOWN, "Remove MLP units or blocks instead.")
-
-
-def _linears_of(owner: nn.Module) -> list[str]:
-    """The matrices right below a module that are as wide as all of its heads or as many."""
-    return [n for n, m in owner.named_children() if isinstance(m, nn.Linear)]
 
 
 def channels(heads: torch.Tensor, head_dim: int) -> torch.Tensor:

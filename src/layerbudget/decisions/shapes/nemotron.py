@@ -15,15 +15,17 @@ from typing import Any
 
 from torch import nn
 
+from ...canonical import dumps
 from ...compressors.formats import NEMOTRON
 from ...errors import InvalidInput
 from ...gguf.architectures import head_width, window_of
 from ...models.blocks import config_of, describe, pretrained
 from ...plan import Plan
-from ...records import Receipt, dumps, write_text
+from ...records import Receipt
 from ...storage import reading
+from ...storage.configuration import without_ahead
 from ...storage.folders import write_model
-from ...storage.source import without_ahead
+from ...storage.writing import write_text
 from .save import beside_model, left_parts
 
 ARCHITECTURE = "DeciLMForCausalLM"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...budget import parse_budget
+from ...canonical import to_jsonable
 from ...compressors.formats import RUNTIMES
 from ...data.calibration import CalibrationSet
 from ...errors import InfeasibleBudget, InvalidInput
@@ -27,7 +28,6 @@ from ...models.machine import computation, versions
 from ...models.offload import need_settled
 from ...plan import Plan
 from ...progress import Progress, Steps, say
-from ...records import to_jsonable
 from .apply import measure_plan
 from .compensation import ways_of
 from .nemotron import check_config

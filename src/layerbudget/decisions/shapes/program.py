@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from ...budget import parse_budget
+from ...canonical import to_jsonable
 from ...errors import InfeasibleBudget, InvalidInput, UnknownUnit
 from ...plan import Plan, PlanBlock, payload_of
-from ...records import check_fraction, to_jsonable
+from ...records import check_fraction
 from ...solvers.choices import Choice
 from ...solvers.counted import choose_few
 from .payload import ShapedPart, ShapesPayload

@@ -18,18 +18,21 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
+from ...canonical import dumps
 from ...errors import UnknownStructure
 from ...gguf.names import architecture
 from ...llama_cpp.check import check_file
-from ...llama_cpp.writer import GGUF_FILE, GgufWriter
+from ...llama_cpp.writer import GgufWriter
 from ...models.blocks import config_of, describe, layers, pretrained, text_config
 from ...models.card import loading, model_card
 from ...models.experts import EXPERTS_KEPT
 from ...models.machine import versions
 from ...plan import Plan, payload_of
-from ...records import SCHEMA_VERSION, Receipt, dumps, write_text
+from ...records import SCHEMA_VERSION, Receipt
+from ...storage.checkpoint import GGUF_FILE
 from ...storage.folders import new_folder, write_model
-from ...storage.source import named_unread
+from ...storage.unread import named_unread
+from ...storage.writing import write_text
 from .layouts import FIND, Attention, Where
 from .payload import ShapesPayload
 from .program import NEITHER, OTHER_KIND, PrunablePart, layers_differ

@@ -17,9 +17,9 @@ from ...models.card import loading, model_card
 from ...models.experts import EXPERTS_KEPT
 from ...models.offload import mapped
 from ...plan import Plan
-from ...records import stacks, write_text
+from ...records import stacks
 from ...storage.folders import write_model
-from ...storage.writing import check_space
+from ...storage.writing import check_space, write_text
 from .receipt import PruningReceipt
 
 BESIDE = 1 << 22  # bytes of tokenizer, plan and receipt

@@ -1,0 +1,78 @@
+"""Checkpoints whose matrices are packed already: they become plain numbers when they are loaded."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ..errors import InvalidInput
+
+
+def unpacked(model: nn.Module) -> nn.Module:
+    """The same model with its packed matrices as plain ``nn.Linear``: every verb finds weights, and no forward rounds again.
+
+    transformers makes the numbers at the first forward. They are made here, so that nothing depends on who runs it; those of
+    floating point in 4 bits are in bfloat16 whatever was asked, in which they are exact.
+    """
+    names = packed_matrices(model)
+    if not names:
+        return model
+    with torch.no_grad():
+        cast(Any, model).hf_quantizer.compressor.decompress_model(model)
+    for name in names:
+        packed = cast(nn.Linear, model.get_submodule(name))
+        plain = nn.Linear(packed.in_features, packed.out_features, bias=packed.bias is not None, device="meta")
+        plain.weight, plain.bias = nn.Parameter(packed.weight.detach().to(cast(Any, model).dtype)), packed.bias
+        model.set_submodule(name, plain.train(packed.training))
+    cast(Any, model).hf_quantizer.remove_quantization_config(model)
+    return model
+
+
+def packed_matrices(model: nn.Module) -> list[str]:
+    """Return the names of the modules of a model whose weights compressed-tensors holds."""
+    return [name for name, module in model.named_modules() if _rounds_weights_alone(module)]
+
+
+def _rounds_weights_alone(module: nn.Module) -> bool:
+    """Whether compressed-tensors holds a module's weights, and its inputs stay as they are."""
+    scheme = getattr(module, "quantization_scheme", None)
+    return "weight_packed" in module._parameters or (scheme is not None and scheme.input_activations is None)
+
+
+def as_numbers(config: Any) -> dict[str, Any]:
+    """Return options of ``from_pretrained`` that make plain numbers of a checkpoint's floats of few bits (fp8, mxfp4).
+
+    Where the device computes with them, transformers would leave them as they are, and there would be no matrices to look at.
+    """
+    quantization = getattr(config, "quantization_config", None)
+    if not isinstance(quantization, dict) or quantization.get("quant_method") not in ("fp8", "mxfp4"):
+        return {}
+    config.quantization_config = {**quantization, "dequantize": True}
+    return {"config": config}
+
+
+def in_one_precision(model: Any, config: Any) -> None:
+    """Give a model whose packed matrices became numbers one precision, and let it be saved as these.
+
+    transformers converts these matrices to the precision that was asked for and leaves all others as they are stored.
+    """
+    if getattr(config, "quantization_config", None) is None or getattr(model, "hf_quantizer", None) is not None:
+        return
+    strict = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not any(part in name for part in strict):
+            parameter.data = parameter.data.to(model.config.dtype)
+    if hasattr(model, "_weight_conversions"):
+        del model._weight_conversions  # they would pack what is saved again
+
+
+def check_quantised(name: str, config: Any, stream: bool | None, four_bit: bool) -> None:
+    """Refuse to stream, or to hold in 4 bits, a checkpoint whose matrices are packed already."""
+    if getattr(config, "quantization_config", None) and (stream or four_bit):
+        raise InvalidInput(
+            f"The files of {name} hold packed integers.",
+            "They become numbers when the model is loaded, all of them at once.",
+            f"Leave {'--stream' if stream else '--four-bit'} out.",
+        )
