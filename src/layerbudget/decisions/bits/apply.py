@@ -392,6 +392,8 @@ class _Rounding(LayerCompressor):
                     if offloaded is not None and offloaded.converts and layer:
                         offloaded.bring(layer)
                     self._piece(layer, index, jobs, walk)
+                    if offloaded is not None and not layer:
+                        offloaded.let_ends_go()
                     if walk is not None and not layer:
                         walk.capture()
                     elif walk is not None and index + 2 < len(self.pieces):

@@ -21,10 +21,9 @@ from ...compressors.base import find_quantiser
 from ...compressors.formats import GGUF, RUNTIMES
 from ...data.calibration import CalibrationSet
 from ...decision import check_kind
-from ...errors import CoverageError, InvalidInput, LayerbudgetError
+from ...errors import InvalidInput, LayerbudgetError
 from ...execution.processes import is_main
 from ...execution.sharing import from_main
-from ...models.offload import mapped
 from ...plan import Plan, payload_of
 from ...progress import Progress, say
 from ...records import Receipt, check_output, digest, dumps, rounded_up, to_jsonable, unit_of
@@ -119,7 +118,7 @@ def plan_memory(
 
     Raises:
         InfeasibleBudget: A memory below the smallest plan; said before anything is measured.
-        CoverageError: A streamed model.
+        CoverageError: A streamed model whose layers do not run alone.
         InvalidInput: A model without a cache, or a context beyond the model's.
     """
     wanted: dict[str, Any] = {"memory": memory, "gpu": gpu, "ram": ram, "context": context, "batch": batch, "cache": cache}
@@ -138,7 +137,6 @@ def plan_memory(
     if runtime not in RUNTIMES:
         raise InvalidInput(f"There is no runtime {runtime!r}.", f"There are {', '.join(RUNTIMES)}.", "Choose one of those.")
     options |= {"unwritten": unwritten, "runtime": runtime, "family": RUNTIMES[runtime].family}
-    check_memory(source)
     space = _space(source, terms, options)
     table = from_main(lambda: empty_table(source, tokenizer, options))
     fit = Fit.of(table, space, terms)
@@ -168,17 +166,6 @@ def _with_cache(scores: Scores, space: CacheSpace, parts: Parts, damage: Callabl
     kept = space.record()
     measured = {**kept, **parts.json(f"cache-{digest(kept)}", measure)}
     return Scores.from_dict(to_jsonable(dataclasses.replace(scores, extra={**scores.extra, "cache": measured}).to_dict()))
-
-
-def check_memory(model: nn.Module) -> None:
-    """Refuse a streamed model.
-
-    Raises:
-        CoverageError: It is one.
-    """
-    if mapped(model) is not None:
-        what = "The gradients of keys and values run through the whole model, and the weights of a streamed one stay in files."
-        raise CoverageError(what, "", "Use --no-stream.")
 
 
 def _space(model: nn.Module, terms: MemoryLimits, options: Mapping[str, Any]) -> CacheSpace:
