@@ -23,7 +23,7 @@ from .compressors.formats import BY_MOMENTS, GGUF, HEAD_ROWS, PLAIN, ROWS, RUNTI
 from .data.calibration import check_reads_text
 from .errors import UnknownStructure
 from .execution.inputs import EXACT
-from .execution.memory import HEAD
+from .execution.memory import GRAPHS, HEAD, TOGETHER
 from .models.blocks import end_modules, layers, partition, text_config
 from .models.experts import find_experts
 from .models.machine import ROOM, SHARE, free_bytes
@@ -441,6 +441,18 @@ def choosing(
     return [*measured, *whole, WorkItem("forward", check, 1.0 + plans + (method in BY_MOMENTS))]
 
 
+def caching(text: Text, *, draws: int = 4) -> list[WorkItem]:
+    """Parts of the damage of a cache: ``1 + 2 draws`` passes, one sequence at a time; graphs of layers are kept."""
+
+    def held(shape: Shape) -> float:
+        """Of a streamed model; where the weights are in memory, so is the whole graph."""
+        tokens = max(text.length, min(TOGETHER, text.tokens))
+        graphs = 2.0 * tokens * shape.layers * sum(m.copies * m.d_out for m in shape.matrices) * shape.width
+        return graphs if shape.converts and graphs < GRAPHS else 0.0
+
+    return [WorkItem("directional", dataclasses.replace(text, batch=1), 1.0 + 2.0 * draws, losses=draws, held=held)]
+
+
 def certifying(curvature: str, text: Text, blocks: int, dampings: int) -> list[WorkItem]:
     """Parts of ``explain certify``: loss and gradient of every block, then three Hessian products and a loss of every damping.
 
@@ -666,8 +678,16 @@ def _memory(part: WorkItem, shape: Shape, device: str, machine: int, streamed: b
     if streamed or (streamed is None and walked + shape.weights > half):
         head = max((m.numel for m in shape.ends), default=0) if shape.converts else 0
         streams = walked + _SLACK * (shape.numel + head) * shape.width
+        if shape.converts and device == "cpu":  # what was converted leaves the process; all is read once when it is loaded
+            return max(streams + _stored(shape), _BASE + shape.weights), "streamed"
         return streams + (min(shape.weights, max(machine - streams, 0.0)) if device == "cpu" else 0.0), "streamed"
     return walked + weights, "layers"
+
+
+def _stored(shape: Shape) -> float:
+    """Bytes of embedding and head as the checkpoint holds them."""
+    ends = sum(m.numel for m in shape.ends)
+    return shape.weights * ends / max(ends + shape.layers * shape.numel, 1)
 
 
 def duration(seconds: float) -> str:

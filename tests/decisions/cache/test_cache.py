@@ -116,8 +116,8 @@ def test_a_streamed_model_gets_the_plan_of_the_one_in_memory(tmp_path, monkeypat
     """Its graphs remember which weights they need, or every layer runs again. Streamed models were refused."""
     more = {} if name == "llama" else {"head_dim": 32}
     zoo.build(name, **WIDE, **more).to(torch.bfloat16).save_pretrained(tmp_path)
-    monkeypatch.setattr(sensitivity, "_GRAPHS", graphs)
-    monkeypatch.setattr(sensitivity, "_TOKENS", 24)  # two sequences go through the layers together
+    monkeypatch.setattr(sensitivity, "GRAPHS", graphs)
+    monkeypatch.setattr(sensitivity, "TOGETHER", 24)  # two sequences go through the layers together
     padded, check = zoo.tokens(5, 12, vocabulary=96, padded=True), zoo.tokens(3, 12, vocabulary=96, seed=9)
     plans = []
     for stream in (False, True):

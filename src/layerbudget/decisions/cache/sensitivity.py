@@ -19,7 +19,7 @@ from ...data.calibration import CalibrationSet
 from ...errors import CoverageError
 from ...execution.backward import SampledLoss
 from ...execution.loss import IGNORE, Batch, logits_of, unlabelled
-from ...execution.memory import pieces_of
+from ...execution.memory import GRAPHS, TOGETHER, pieces_of
 from ...execution.modes import prepared
 from ...execution.processes import process_group, shard
 from ...execution.replay import Replay, unwalkable
@@ -32,8 +32,6 @@ from .cache import caching, read_back
 from .formats import CacheFormat
 from .space import CacheSpace
 
-_GRAPHS = 5 << 28  # bytes of the graphs of all layers that are kept
-_TOKENS = 512  # of short sequences that go through the layers together: those of a streamed model come once for all of them
 States = Mapping[tuple[int, int], torch.Tensor]  # keys (part 0) and values (1) of layers
 
 
@@ -64,7 +62,7 @@ class _Layers:
         count, number_bytes = len(self.replay.layers), next(self.model.parameters()).element_size()
         number_bytes = number_bytes if self.files is None else self.files.dtype.itemsize
         tokens = sum(batch.size * batch.length for batch in batches)
-        keeps = not converting(self.model) or 2 * tokens * self.wide * number_bytes < _GRAPHS
+        keeps = not converting(self.model) or 2 * tokens * self.wide * number_bytes < GRAPHS
         inputs = [[self.replay.first_inputs(batch.kwargs).detach()] for batch in batches]
         graphs: dict[tuple[int, int], _Graph] = {}
         for i in range(count):
@@ -135,7 +133,7 @@ def _together(batches: Sequence[Batch]) -> Iterator[list[Batch]]:
     """Batches of so few tokens that they go through the layers together."""
     group: list[Batch] = []
     for batch in batches:
-        if group and sum(b.size * b.length for b in (*group, batch)) > _TOKENS:
+        if group and sum(b.size * b.length for b in (*group, batch)) > TOGETHER:
             yield group
             group = []
         group.append(batch)
