@@ -30,7 +30,7 @@ from ...execution.backward import Accumulator, Fed, Loss, data_loss, feed
 from ...execution.loss import Batch, Data
 from ...execution.processes import ProcessGroup, process_group
 from ...execution.sites import Site
-from ...models.machine import let_go, zeros_in_file
+from ...models.machine import give_back, let_go, zeros_in_file
 from ...progress import Progress, Steps
 from ...records import Block, Module
 from ...storage.writing import check_space
@@ -256,6 +256,8 @@ class InnerProducts(Accumulator):
 
     def finalize(self, names: Sequence[str]) -> bool:
         """Multiply what was kept, forget it, and ask for another pass while pieces wait."""
+        if self._folder is not None:
+            give_back()  # what the graph took lies between what is held, and would lie beside the products
         for piece in [piece for name in names for piece in self._active.get(name, ())]:
             if piece.values is not None:
                 self.grams[self.place[piece.module.name][0]] += inner(piece.values)
