@@ -88,7 +88,7 @@ def main() -> None:
             result = json.loads(output)
             forecast, took = result["expected"], result["took"]
             times = beside(forecast["seconds"], took["processor"], 1)
-            rows.append(f"| `{COMMANDS[name]}` | {times} | {beside(forecast['memory'] / 2**30, peak, 2)} |")
+            rows.append(f"| `{COMMANDS[name]}` | {times} | {beside(forecast['memory'] / 2**30, peak, 2)} | {peak - size:.2f} |")
             about = f"TEXT is `--samples {given.samples} --length {given.length}`, CHECK is `--check {given.check}`."
             write_section("size", f"forecasts on {given.model.name}, N = {size:.2f} GiB", [about, "", *rows])
 
