@@ -5,7 +5,8 @@
 
 Every command runs in a process of its own. Seconds are the processor's from the first line to the end, without the start of the
 program and the loading of the model, as the forecast says them; with one thread other work on the machine does not count.
-The memory is the largest resident size of the whole process, libraries and mapped weights included.
+The memory is the largest resident size of the whole process, libraries and mapped weights included; N is the size of
+the model's files.
 """
 
 from __future__ import annotations
@@ -75,9 +76,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where plans and models are written, and those of an earlier run are read")
     given = parser.parse_args()
     rows = [
-        "| command | forecast s | took s | ratio | forecast GiB | took GiB | ratio |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| command | forecast s | took s | ratio | forecast GiB | took GiB | ratio | over N |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
+    size = sum(file.stat().st_size for file in given.model.glob("*.safetensors")) / 2**30
     with tempfile.TemporaryDirectory() as made:
         folder = given.folder or Path(made)
         folder.mkdir(parents=True, exist_ok=True)
@@ -86,9 +88,9 @@ def main() -> None:
             result = json.loads(output)
             forecast, took = result["expected"], result["took"]
             times = beside(forecast["seconds"], took["processor"], 1)
-            rows.append(f"| `{COMMANDS[name]}` | {times} | {beside(forecast['memory'] / 2**30, peak, 2)} |")
+            rows.append(f"| `{COMMANDS[name]}` | {times} | {beside(forecast['memory'] / 2**30, peak, 2)} | {peak - size:.2f} |")
             about = f"TEXT is `--samples {given.samples} --length {given.length}`, CHECK is `--check {given.check}`."
-            write_section("size", f"forecasts on {given.model.name}", [about, "", *rows])
+            write_section("size", f"forecasts on {given.model.name}, N = {size:.2f} GiB", [about, "", *rows])
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ class Session(Protocol):
     def written_bytes(self) -> int:
         """Return the bytes of a parameter in the checkpoint that ``apply`` writes, whatever the model computes in."""
 
-    def load_checked(self, count: int, *, lean: bool = False) -> tuple[Any, Any, Any, Any]:
+    def load_checked(self, count: int) -> tuple[Any, Any, Any, Any]:
         """Return model, tokenizer, the tokens that decide, and ``count`` further sequences that check; None where none do."""
 
     def use_text_of(self, plan: Plan, *, as_drawn: bool = True) -> None:

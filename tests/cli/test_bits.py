@@ -77,7 +77,7 @@ def test_plan_write_count_and_measure(folder, plan, capsys):
 
 
 def test_a_model_that_float32_would_copy_stays_in_its_file(folder, capsys, monkeypatch):
-    """What would be a copy of more than 1 GiB is computed, rounded and written a layer at a time, to the same bytes."""
+    """What would be a copy of more than .75 GiB is computed, rounded and written a layer at a time, to the same bytes."""
     model, name = lb.load_model("demo"), str(folder / "halved")
     lb.write_model(model.to(torch.bfloat16), lb.load_tokenizer("demo"), name)
     cheap = ["--rule", "mix", "--samples", 1, "--length", 32, "--check", 0]
@@ -85,7 +85,7 @@ def test_a_model_that_float32_would_copy_stays_in_its_file(folder, capsys, monke
     evaluate = ["evaluate", name, "--dtype", "float32", "--windows", 2, "--length", 32]
     made = []
     for room, out in ((1 << 30, "whole"), (0, "streamed")):
-        monkeypatch.setattr("layerbudget.models.loading.ROOM", room)
+        monkeypatch.setattr("layerbudget.models.loading._COPY", room)
         applied = document(capsys, "apply", name, folder / "mix.json", "-o", folder / out)
         evaluated = document(capsys, *evaluate)
         assert (applied["expected"]["how"] == "streamed") == (evaluated["expected"]["how"] == "streamed") == (out == "streamed")

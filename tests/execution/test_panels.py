@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from layerbudget.execution.panels import PANEL, add_products, count_numbers, pack, panels, symmetric, unpack
+from layerbudget.execution.panels import PANEL, add_products, count_numbers, panels, symmetric
 
 WIDTHS = (1, 7, PANEL, PANEL + 1, 3 * PANEL - 5)
 
@@ -23,10 +23,9 @@ def test_panels_have_the_whole_of_a_symmetric_sum(width, dtype):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_packing_loses_nothing_and_sends_little_more_than_half(width):
+def test_panels_are_little_more_than_half_of_a_wide_matrix(width):
     sums = torch.zeros(width, width)
-    add_products(sums, torch.from_numpy(np.random.default_rng(width).normal(size=(4, width))).float())
-    numbers = pack(sums)
-    assert torch.equal(unpack(numbers, width), sums)
-    assert len(numbers) == count_numbers(width) == sum(panel.numel() for panel in panels(sums))
-    assert len(numbers) <= width * (width + PANEL) / 2
+    assert count_numbers(width) == sum(panel.numel() for panel in panels(sums)) <= width * (width + PANEL) / 2
+    for panel in panels(sums):
+        panel.fill_(1.0)  # views of one matrix
+    assert int(sums.sum()) == count_numbers(width) and bool(sums.triu().sum() == width * (width + 1) / 2)

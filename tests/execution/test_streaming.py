@@ -1,5 +1,6 @@
 """Weights that stay in their files: the same scores, masks, checkpoints and perplexities, in bounded memory."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -22,7 +23,7 @@ from layerbudget.errors import BadModel, CorruptFile, CoverageError, InvalidInpu
 from layerbudget.evaluation.perplexity import perplexity
 from layerbudget.models.blocks import fingerprint, partition
 from layerbudget.models.loading import load_model
-from layerbudget.models.offload import mapped
+from layerbudget.models.offload import Mapped, mapped
 from layerbudget.sensitivity.gain import score
 
 MODELS = ("llama-tied", "gemma2", "gpt2", "phi3", "bert")
@@ -347,7 +348,7 @@ def test_a_large_model_is_streamed_where_a_copy_in_float32_would_be_made(shards,
 
     given = {"dtype": "float32", "stream": None}
     assert mapped(lb.load_model(str(shards), lean=True, **given)) is None
-    monkeypatch.setattr(loading, "ROOM", 1 << 16)
+    monkeypatch.setattr(loading, "_COPY", 1 << 16)
     assert mapped(lb.load_model(str(shards), lean=True, **given)) is not None
     assert mapped(lb.load_model(str(shards), **given)) is None, "for work that does not take streamed models"
     assert mapped(lb.load_model(str(shards), dtype="bfloat16", stream=None, lean=True)) is None, "no copy is made"
@@ -370,3 +371,46 @@ def test_a_plan_of_bits_continues_with_the_damages_that_it_had(tmp_path, monkeyp
     assert again.blocks == whole.blocks and again.payload.check == whole.payload.check
     with pytest.raises(ModelMismatch):
         lb.plan_bits(*given, resume=tmp_path / "kept", **{**options, "draws": 2})
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").is_file(), reason="needs /proc")
+def test_what_was_converted_leaves_the_process(tmp_path):
+    """The pages of a layer that is at hand in float32 stayed beside it until the system needed room."""
+    wide = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6}
+    zoo.build("llama", **wide).to(torch.bfloat16).save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), dtype="float32", stream=True)
+    file, one = tmp_path / "model.safetensors", sum(p.nbytes for p in model.model.layers[0].parameters())
+
+    def resident() -> int:
+        lines = Path("/proc/self/smaps").read_text().splitlines()
+        starts = [i for i, line in enumerate(lines) if line.endswith(str(file))]
+        return sum(int(next(r for r in lines[i:] if r.startswith("Rss:")).split()[1]) << 10 for i in starts)
+
+    before, data = [p.clone() for p in model.parameters()], zoo.tokens()
+    assert resident() > 6 * one  # all was read
+    with torch.no_grad():
+        logits = model(input_ids=data.input_ids).logits
+    assert resident() < 2 * one
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=data.input_ids).logits, logits)
+
+
+def test_a_graph_remembers_which_weights_it_needs(folders, monkeypatch):
+    """Run backwards it multiplies with what is at hand then, twice as large here in two products: no values were kept."""
+    model = load_model(str(folders["llama-tied", "bfloat16"]), dtype="float32", stream=True)
+    files, (name, layer), computed = mapped(model), mapped(model).layers[1], Mapped.computed
+    x, slopes = torch.randn(1, 5, model.config.hidden_size, requires_grad=True), []
+    for context in (contextlib.nullcontext, files.remembered):
+        files.bring(name)
+        with context():
+            out = layer.mlp(x)
+        for factor in (1.0, 2.0):
+            files.leave()
+            monkeypatch.setattr(Mapped, "computed", lambda self, parameter, f=factor: f * computed(self, parameter))
+            files.bring(name)
+            slopes.append(torch.autograd.grad(out.sum(), x, retain_graph=True)[0])
+        monkeypatch.setattr(Mapped, "computed", computed)
+        files.leave()
+    kept, *same, doubled = slopes
+    assert all(torch.equal(each, kept) for each in same) and torch.allclose(doubled, 4 * kept)

@@ -141,6 +141,11 @@ def test_factors_in_the_place_of_gradients_give_the_same(monkeypatch, sketch):
     assert not any(chosen)
     many, _ = gram.gram_matrices(model, data, blocks, sketch=sketch, **few)
     assert any(chosen) and np.allclose(one, many, rtol=1e-10)
+    lying, zeros = [], gram.zeros_in_file
+    monkeypatch.setattr(gram, "_FACTORS", 0)  # at the defaults 1.5 GB of a layer of half a billion weights waited in memory
+    monkeypatch.setattr(gram, "zeros_in_file", lambda shape, *more: lying.append(shape) or zeros(shape, *more))
+    filed, _ = gram.gram_matrices(model, data, blocks, sketch=sketch, **few)
+    assert lying and np.array_equal(many, filed)
 
 
 def test_coordinates_are_dealt_equally_and_by_the_longer_side():

@@ -97,10 +97,10 @@ class Session(Display):
         tokens = calibration(wanted.pop("data"), tokenizer, **wanted)
         return self.load_model(lean=lean, **options), tokenizer, tokens
 
-    def load_checked(self, count: int, *, lean: bool = False) -> tuple[Any, Any, Any, Any]:
+    def load_checked(self, count: int) -> tuple[Any, Any, Any, Any]:
         """Return model, tokenizer, the tokens that decide, and ``count`` further sequences that check; None where none do.
 
-        If ``lean``, a large model whose layers run one at a time is streamed, so that no copy of it in float32 is made.
+        A large model whose layers run one at a time is streamed, so that no copy of it in float32 is made.
         """
         from ..execution.loss import unlabelled
         from ..execution.replay import unwalkable
@@ -111,8 +111,8 @@ class Session(Display):
         request: Any = self.request
         samples = self.usual["samples"] if request.samples is None else request.samples
         request.samples, request.dtype = samples + count, request.dtype or "float32"  # damages are below bfloat16's noise
-        model, tokenizer, text = self.load(lean=lean)
-        if lean and request.stream is None and converting(model) and unwalkable(model, (), list(unlabelled(model, text, 1))):
+        model, tokenizer, text = self.load(lean=True)
+        if request.stream is None and converting(model) and unwalkable(model, (), list(unlabelled(model, text, 1))):
             model = self.load_model(stream=False)
         request.samples = samples  # the command that repeats this one adds those of the check again
         decides = max(1, text.samples * samples // (samples + count))  # of a short text both parts shrink alike

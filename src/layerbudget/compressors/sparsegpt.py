@@ -15,7 +15,7 @@ COLUMNS = 128
 INNER = 16
 _PANEL = 1024
 _GATHERED = 256
-_WIDE = 1 << 27  # bytes of a matrix
+_WIDE = 1 << 26  # bytes of a matrix
 
 
 def inverse_factor(

@@ -107,8 +107,16 @@ def _memory(part: WorkItem, shape: Shape, device: str, machine: int, streamed: b
     if streamed or (streamed is None and walked + shape.weights > half):
         head = max((m.numel for m in shape.ends), default=0) if shape.converts else 0
         streams = walked + _SLACK * (shape.numel + head) * shape.width
+        if shape.converts and device == "cpu":  # what was converted leaves the process; all is read once when it is loaded
+            return max(streams + _stored(shape), _BASE + shape.weights), "streamed"
         return streams + (min(shape.weights, max(machine - streams, 0.0)) if device == "cpu" else 0.0), "streamed"
     return walked + weights, "layers"
+
+
+def _stored(shape: Shape) -> float:
+    """Bytes of embedding and head as the checkpoint holds them."""
+    ends = sum(m.numel for m in shape.ends)
+    return shape.weights * ends / max(ends + shape.layers * shape.numel, 1)
 
 
 def duration(seconds: float) -> str:

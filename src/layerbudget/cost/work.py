@@ -62,8 +62,11 @@ class WorkItem:
 
 
 def _rows(shape: Shape, text: Text) -> float:
-    each = (min(text.tokens * (m.d_in + m.d_out), text.samples * m.numel) for m in shape.matrices)
-    return min(4.0 * sum(each), 2.0 * 2**30)
+    """Gradients of every sequence in a layer; where these take too much a part of them, and the factors of one matrix."""
+    whole, most = 4.0 * text.samples * shape.numel, 2.0 * 2**30
+    if whole <= most or any(m.copies > 1 for m in shape.matrices):
+        return min(whole, most)
+    return most / 4.0 + max(shape.width * text.tokens * (m.d_in + m.d_out) for m in shape.matrices)
 
 
 def _squares(shape: Shape, text: Text) -> float:

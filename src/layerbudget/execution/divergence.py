@@ -73,10 +73,18 @@ class Reference:
 
     Padding is moved behind the tokens; where the text has answers, only they are compared. ``listen`` gathers its statistics
     from the same forward. ``walk`` goes over this process's sequences, with the inputs of layer 0. Logits are made of some
-    positions at a time, so that a large vocabulary takes little memory.
+    positions at a time, so that a large vocabulary takes little memory; so many ``others`` are held at the same time.
     """
 
-    def __init__(self, model: nn.Module, data: CalibrationSet, batch_size: int, listen: InputStatistics | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        data: CalibrationSet,
+        batch_size: int,
+        listen: InputStatistics | None = None,
+        others: int = 0,
+    ) -> None:
+        self.others = others
         self.data = cast(CalibrationSet, pad_right(data))
         with inference(model):
             self.walk = Walk(model, shard(self.data), batch_size=batch_size)
@@ -102,7 +110,7 @@ class Reference:
             run, hidden = run.at(places), hidden[:, places]
         with self.walk.replay.begin(len(self.walk), hidden):
             clean = torch.log_softmax(self.walk.model(**run.kwargs).logits.float(), dim=-1)
-        if clean.nbytes * self.walk.batches * self.runs[batch].length <= _KEEP_BYTES * run.length:
+        if clean.nbytes * self.walk.batches * self.runs[batch].length * (1 + self.others) <= _KEEP_BYTES * run.length:
             self._clean[batch, start] = clean
         return clean
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..errors import CoverageError
 from ..models.blocks import reader_of, transposed, weight_of
-from ..models.machine import zeros_in_file
+from ..models.machine import let_go, zeros_in_file
 from ..records import Module
 from ..storage.writing import check_space
 from .loss import Batch
@@ -58,7 +58,16 @@ class InputMoments:
     def settle(self) -> None:
         """Keep sums in float32 from now on."""
         if self.sums is not None and self.sums.dtype == torch.float64:
-            self.sums = self.sums.to(torch.float32)
+            if self.sums.untyped_storage().filename is None:
+                self.sums = self.sums.to(torch.float32)
+            else:
+                self.sums = zeros_in_file(self.sums.shape, self.folder).copy_(self.sums)
+            self.rest()
+
+    def rest(self) -> None:
+        """Let sums that lie in a file leave the memory until they are read."""
+        if self.sums is not None:
+            let_go(self.sums)
 
     def copy(self) -> InputMoments:
         """Return moments of the same tokens that grow apart from these."""
@@ -108,9 +117,10 @@ def add_sequences(moments: InputMoments, x: torch.Tensor, mask: torch.Tensor | N
     """Add inputs ``(B, T, d)`` sequence by sequence, so that it does not matter which ones come together."""
     if x.ndim != 3 or (mask is not None and mask.shape != x.shape[:2]):
         moments.add(real_tokens(x, mask))
-        return
-    for i in range(len(x)):
-        moments.add(real_tokens(x[i], None if mask is None else mask[i]))
+    else:
+        for i in range(len(x)):
+            moments.add(real_tokens(x[i], None if mask is None else mask[i]))
+    moments.rest()
 
 
 def moments_of_sites(

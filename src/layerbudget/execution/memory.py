@@ -20,6 +20,8 @@ from ..storage.writing import check_space
 from .loss import Batch
 
 HEAD = 1 << 26  # of logits in float32 are made at a time, where a model can be asked for some of its positions
+GRAPHS = 5 << 28  # of the graphs of all layers are kept without their weights, where every layer would run twice otherwise
+TOGETHER = 512  # tokens of short sequences that go through the layers together: those of a streamed model come once for all
 _STORES = ("device", "cpu", "disk")
 
 

@@ -26,20 +26,6 @@ def count_numbers(width: int) -> int:
     return sum(min(PANEL, width - a) * (width - a) for a in range(0, width, PANEL))
 
 
-def pack(square: torch.Tensor) -> torch.Tensor:
-    """The numbers of all panels in one row."""
-    return torch.cat([panel.reshape(-1) for panel in panels(square)])
-
-
-def unpack(numbers: torch.Tensor, width: int) -> torch.Tensor:
-    """Undo :func:`pack`: a square matrix of so many rows."""
-    square = numbers.new_zeros(width, width)
-    views = panels(square)
-    for view, part in zip(views, numbers.split([view.numel() for view in views]), strict=True):
-        view.copy_(part.view_as(view))
-    return square
-
-
 def products(rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Both sides of every panel of ``rows' rows``, of inputs ``(tokens, width)``."""
     for a in range(0, rows.shape[1], PANEL):

@@ -30,6 +30,7 @@ from ..errors import InvalidInput
 from ..records import Block
 from . import partners
 from .loss import FeatureSet
+from .panels import panels
 
 _ALONE, _WATCHED = 30.0, 600.0  # seconds in which all processes come: without a launcher that watches them, and with one
 _PATIENCE = datetime.timedelta(days=7)  # of one sum: work is unequal, and who dies is noticed otherwise
@@ -389,15 +390,16 @@ class Teams:
         everywhere = process_group().gather(dict(made))
         return [everywhere[first][part] for part, first in enumerate(self.first)]
 
-    def tensors(self, made: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the same of large tensors, which all have one shape."""
+    def squares(self, made: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the same of large sums by panels, which all have one shape; panels alone are sent."""
         group = process_group()
         if group.size == 1:
             return [made[part] for part in range(self.parts)]
         like = next(iter(made.values()))
-        values = [made[part] if part in made else torch.empty_like(like) for part in range(self.parts)]
+        values = [made[part] if part in made else torch.zeros_like(like) for part in range(self.parts)]
         for value, first in zip(values, self.first, strict=True):
-            group.give(value, first)
+            for panel in panels(value):
+                group.give(panel, first)
         return values
 
 

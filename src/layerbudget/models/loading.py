@@ -23,7 +23,7 @@ from ..storage.hub import check_id
 from ..storage.unread import on_unread
 from .blocks import check_finite, partition, pretrained, text_config
 from .experts import EXPERTS_KEPT, uneven
-from .machine import ROOM, SHARE, free_bytes
+from .machine import SHARE, free_bytes
 from .offload import load_mapped
 from .packed import as_numbers, check_quantised, in_one_precision, packed_matrices, unpacked
 from .precision import DTYPES, find_device, four_bit_config, held_dtype, quick_dtype
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo" / "model"
 _LAYERS = 100_000  # more than any model has, and few enough to be refused in seconds
+_COPY = 3 << 28  # bytes of the weights in another precision that are held, at most, where layers may come one at a time
 _MODEL_IS = "MODEL is demo, a local folder written by save_pretrained, a GGUF file, or a hub id that this machine can reach."
 
 
@@ -274,7 +275,7 @@ def _streams(
 ) -> bool:
     """Whether weights stay in their files: as was asked, else where they would take more than half of what is free.
 
-    If ``lean``, they also stay where the precision that was asked for would make a larger copy of them than ``ROOM``.
+    If ``lean``, they also stay where the precision that was asked for would make a larger copy of them than ``_COPY``.
     """
     size = sum(file.stat().st_size for file in Path(where).glob("*.safetensors"))
     if stream and (four_bit or not size):
@@ -286,7 +287,7 @@ def _streams(
     if stream is not None or four_bit or getattr(config, "quantization_config", None):
         return bool(stream)
     wanted = size * held_dtype(config, dtype).itemsize / held_dtype(config).itemsize
-    return wanted > SHARE * free_bytes(place) or (lean and place.type == "cpu" and wanted > max(size, ROOM))
+    return wanted > SHARE * free_bytes(place) or (lean and place.type == "cpu" and wanted > max(size, _COPY))
 
 
 @silent()
@@ -315,7 +316,7 @@ def load_model(
         four_bit: Hold its matrices in 4 bits, for scores that read activations and gradients, and for adapters.
         stream: Leave the weights in their files and bring one layer at a time; with None where they
             would take more than half of the free memory.
-        lean: With None, leave them there also where another precision would make a copy of more than 1 GiB.
+        lean: With None, leave them there also where another precision would make a copy of more than .75 GiB.
         quiet: Do not say which tensors of the checkpoint are not loaded.
 
     Raises:

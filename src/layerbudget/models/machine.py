@@ -7,8 +7,10 @@ import ctypes
 import functools
 import importlib.metadata
 import math
+import mmap
 import os
 import platform
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +28,7 @@ SHARE = 0.5  # of the free memory may be planned for; the rest is left to what e
 ROOM = 1 << 30  # bytes of the machine's own memory that are planned for beside the weights at most, however much is free
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 _EXACT = 1e-5  # of a product in float32, relative; bfloat16 is off by 2e-3
+_DROP = 4  # MADV_DONTNEED of Linux
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
@@ -136,6 +139,21 @@ def zeros_in_file(shape: Sequence[int], folder: Path | str | None, dtype: torch.
     finally:
         os.close(handle)
         Path(name).unlink()
+
+
+def let_go(tensor: torch.Tensor, *, private: bool = False) -> None:
+    """Let the pages of a tensor that lies in a file leave this process; they come back when they are read. For Linux alone.
+
+    Tensors of :func:`zeros_in_file` lie in one; others stay as they are. A ``private`` mapping is for the caller to know: what
+    was written into it would be lost.
+    """
+    held = private or (tensor.device.type == "cpu" and tensor.untyped_storage().filename is not None)
+    if not held or not sys.platform.startswith("linux") or not tensor.is_contiguous():
+        return
+    page, start = mmap.PAGESIZE, tensor.data_ptr()
+    first, last = -(-start // page) * page, (start + tensor.nbytes) // page * page
+    if first < last:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _DROP)
 
 
 def free_bytes(device: torch.device | str = "cpu") -> int:

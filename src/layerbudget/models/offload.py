@@ -26,7 +26,7 @@ from torch import nn
 from ..errors import CorruptFile, CoverageError
 from ..storage.writing import check_space
 from .blocks import layer_lists
-from .machine import zeros_in_file
+from .machine import let_go, zeros_in_file
 
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, Mapped] = weakref.WeakKeyDictionary()
 
@@ -138,7 +138,14 @@ class Mapped:
             return self.computed(parameter)
         folder = tempfile.gettempdir()
         check_space({folder: parameter.numel() * self.dtype.itemsize})
-        return zeros_in_file(parameter.shape, folder, self.dtype).copy_(parameter.data)
+        copy = zeros_in_file(parameter.shape, folder, self.dtype).copy_(parameter.data)
+        self._let_go(self.names.get(id(parameter), ""), parameter.data, copy)
+        return copy
+
+    def let_ends_go(self) -> None:
+        """Let embedding and head leave the memory where :meth:`hold_ends` put them into files, until they are read."""
+        for name in self._ends[2]:
+            let_go(self.parameters[name].data)
 
     def rest_ends(self) -> None:
         """Undo :meth:`hold_ends`: what lies outside the layers is as its files have it, and what was written there is gone."""
@@ -175,7 +182,44 @@ class Mapped:
             self._ahead = self._worker.submit(self._convert, index + step)
 
     def _convert(self, index: int) -> dict[str, torch.Tensor]:
-        return {name: self.computed(self.parameters[name]) for name in self._layer_names[index]}
+        ready = dict[str, torch.Tensor]()
+        for name in self._layer_names[index]:
+            ready[name] = self.computed(self.parameters[name])
+            self._let_go(name, self.parameters[name].data, ready[name])
+        return ready
+
+    def _let_go(self, name: str, stored: torch.Tensor, used: torch.Tensor) -> None:
+        """Let what was read of a mapped tensor leave the process, where a copy of it is used and it stays as it is."""
+        if name in self.places and used.data_ptr() != stored.data_ptr():
+            let_go(stored, private=True)
+
+    @contextlib.contextmanager
+    def remembered(self) -> Iterator[None]:
+        """Inside, a graph remembers which weights of a layer that comes it needs, and not their values.
+
+        The layer has to be at hand when the graph is run backwards: see :meth:`bring`.
+        """
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor | tuple[str, torch.Size, tuple[int, ...], int]:
+            """Keep where a weight lies, or the values of anything else."""
+            place = tensor.untyped_storage().data_ptr()
+            for name in self._mapped:
+                if self.parameters[name].data.untyped_storage().data_ptr() == place:
+                    return name, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+            return tensor.detach()
+
+        def unpack(kept: torch.Tensor | tuple[str, torch.Size, tuple[int, ...], int]) -> torch.Tensor:
+            """Give what was kept."""
+            if isinstance(kept, torch.Tensor):
+                return kept
+            name, shape, stride, offset = kept
+            return self.parameters[name].data.as_strided(shape, stride, offset)
+
+        if not self.converts:
+            yield
+            return
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
 
     def comes(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter is dropped again when its layer has run."""
@@ -192,6 +236,7 @@ class Mapped:
     def leave(self) -> None:
         """Drop the layer that is at hand; its mapped weights take its place."""
         for name, tensor in self._mapped.items():
+            self._let_go(name, tensor, self.parameters[name].data)  # it may have been read meanwhile
             self.parameters[name].data = tensor
         self._mapped, self._current = {}, -1
 

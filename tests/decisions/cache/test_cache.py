@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import shlex
@@ -15,7 +16,7 @@ from tests import zoo
 import layerbudget as lb
 from layerbudget.cli import main
 from layerbudget.decisions.bits.sensitivity import DenseOutput
-from layerbudget.decisions.cache import cache
+from layerbudget.decisions.cache import cache, sensitivity
 from layerbudget.decisions.cache.cache import caching, kept, rounded, rounding
 from layerbudget.decisions.cache.export import llama_cache, modelopt_cache, vllm_cache
 from layerbudget.decisions.cache.formats import CachedTensor, find_cache
@@ -23,12 +24,13 @@ from layerbudget.decisions.cache.hqq import PackedLayer
 from layerbudget.decisions.cache.plan import cache_space, plan_cache
 from layerbudget.decisions.cache.sensitivity import cache_damage
 from layerbudget.decisions.cache.space import CacheSpace
-from layerbudget.errors import CorruptFile, InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
+from layerbudget.errors import CorruptFile, CoverageError, InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
 from layerbudget.execution import memory
 from layerbudget.execution.loss import logits_of, sampled_targets, summed_loss, unlabelled
 from layerbudget.exports import EXPORTS
 from layerbudget.models.blocks import describe
 from layerbudget.models.memory import cache_of
+from layerbudget.models.offload import mapped
 from layerbudget.plan import Plan
 from layerbudget.reporting.explain import explain_plan
 from layerbudget.sensitivity.sequences import per_token
@@ -106,6 +108,35 @@ def test_gradients_of_keys_and_values_need_few_logits_at_a_time(monkeypatch):
     assert max(sizes[-4:]) == 6
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
     np.testing.assert_allclose(more, rest, rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize("graphs", [1 << 30, 0])
+@pytest.mark.parametrize(("name", "runtime"), [("llama", "transformers"), ("gemma3", "vllm"), ("qwen3", "llama.cpp")])
+def test_a_streamed_model_gets_the_plan_of_the_one_in_memory(tmp_path, monkeypatch, name, runtime, graphs):
+    """Its graphs remember which weights they need, or every layer runs again. Streamed models were refused."""
+    more = {} if name == "llama" else {"head_dim": 32}
+    zoo.build(name, **WIDE, **more).to(torch.bfloat16).save_pretrained(tmp_path)
+    monkeypatch.setattr(sensitivity, "GRAPHS", graphs)
+    monkeypatch.setattr(sensitivity, "TOGETHER", 24)  # two sequences go through the layers together
+    padded, check = zoo.tokens(5, 12, vocabulary=96, padded=True), zoo.tokens(3, 12, vocabulary=96, seed=9)
+    plans = []
+    for stream in (False, True):
+        model = lb.load_model(str(tmp_path), dtype="float32", stream=stream)
+        options = {"context": 12, "runtime": runtime, "bits": 9.0, "draws": 2, "batch_size": 1}
+        plans.append(plan_cache(model, padded, check, **options))
+    whole, streamed = (dataclasses.asdict(plan.payload) for plan in plans)
+    assert mapped(model).converts and plans[0].payload.formats == plans[1].payload.formats
+    assert whole["predicted"] == streamed["predicted"] and whole["baselines"] == streamed["baselines"]
+    for rule, row in plans[0].payload.check.rows.items():
+        assert row.kl == pytest.approx(plans[1].payload.check.rows[rule].kl, rel=1e-5, abs=1e-9)
+
+
+def test_a_streamed_model_whose_layers_share_state_is_refused(tmp_path, monkeypatch):
+    zoo.build("llama", **WIDE).to(torch.bfloat16).save_pretrained(tmp_path)
+    monkeypatch.setattr(sensitivity, "unwalkable", lambda *_: "its layers share state")
+    model = lb.load_model(str(tmp_path), dtype="float32", stream=True)
+    with pytest.raises(CoverageError, match=r"its layers share state.*--no-stream"):
+        plan_cache(model, zoo.tokens(2, 12, vocabulary=96), context=12, bits=6.0, draws=1)
 
 
 @pytest.mark.parametrize(("name", "runtime"), [("llama", "transformers"), ("gemma3", "vllm"), ("qwen3", "llama.cpp")])

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 
 import numpy as np
 import pytest
 import torch
 from tests import zoo
 
+from layerbudget.decisions.shapes import point as point_module
 from layerbudget.decisions.shapes.apply import drop_layers, preserved
 from layerbudget.decisions.shapes.point import ShapePoint
 from layerbudget.decisions.shapes.program import GONE, HEADS, MLP, ShapeSpace
 from layerbudget.decisions.shapes.units import cut, find_parts, where_is
+from layerbudget.errors import InvalidInput
+from layerbudget.execution import inputs
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-8}
 
@@ -146,3 +150,32 @@ def test_the_fisher_form_of_a_layer_has_its_cross_terms():
     heads, mlp, both = seen.forms.second.T
     assert (seen.forms.first == 0).all() and (heads > 0).all() and (mlp > 0).all()
     assert (np.abs(both - heads - mlp) <= 2 * np.sqrt(heads * mlp) + 1e-12).all() and not np.allclose(both, heads + mlp)
+
+
+def test_moments_that_would_fill_the_memory_lie_in_files(tmp_path, monkeypatch):
+    """With rows of 4,864 inputs, those of four folds of 24 layers took 9 GiB at every state."""
+    model, data, places, zeros = zoo.build("llama"), zoo.tokens(samples=8), list(), inputs.zeros_in_file
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for module in (point_module, inputs):
+        monkeypatch.setattr(
+            module, "zeros_in_file", lambda shape, folder, *kind: places.append(folder) or zeros(shape, folder, *kind)
+        )
+    seen = []
+    for most in (1 << 28, 0):
+        monkeypatch.setattr(point_module, "_IN_MEMORY", most)
+        point = point_of(model, data)
+        state = point.space.start()
+        state[:, MLP] = 4
+        around = point.space.around(state, 0.2, 3)
+        there = point.evaluate(state, around, point.dense, draws=1, seed=0)
+        moments = [each for grams in (point.dense, there.moments()) for fold in grams.values() for each in fold.values()]
+        assert all((each.value.untyped_storage().filename is None) == bool(most) for each in moments)
+        seen.append((there.forms, [each.value.clone() for each in moments]))
+        point.restore()
+    assert tmp_path in places and not list(tmp_path.iterdir())
+    (whole, held), (filed, read) = seen
+    assert np.array_equal(whole.total, filed.total) and whole.divergence == filed.divergence
+    assert all(torch.equal(a, b) for a, b in zip(held, read, strict=True))
+    monkeypatch.setattr("layerbudget.storage.writing.shutil.disk_usage", lambda where: type("Disk", (), {"free": 10})())
+    with pytest.raises(InvalidInput, match="are free in"):
+        point_of(model, data)

@@ -11,7 +11,8 @@ import layerbudget as lb
 from layerbudget.compressors.sparsegpt import _inverse
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import InvalidInput
-from layerbudget.models.machine import zeros_in_file
+from layerbudget.execution.inputs import InputMoments, add_sequences
+from layerbudget.models.machine import let_go, zeros_in_file
 
 
 def test_a_tensor_that_lies_in_a_file_is_a_tensor(tmp_path):
@@ -68,3 +69,31 @@ def test_a_triangle_is_inverted_by_panels(n):
     factor = torch.linalg.cholesky(gram @ gram.T)
     found = _inverse(factor.clone(), torch.empty(n, n, dtype=factor.dtype)).flip(0, 1)  # it comes in reverse
     assert torch.equal(found, found.tril()) and torch.allclose(found @ factor, torch.eye(n, dtype=factor.dtype), atol=1e-9)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs /proc")
+def test_pages_of_a_file_leave_the_process_and_come_back(tmp_path):
+    def resident() -> int:
+        return int(next(r for r in Path("/proc/self/status").read_text().splitlines() if r.startswith("VmRSS")).split()[1])
+
+    tensor, other = zeros_in_file((2048, 4096), tmp_path), torch.full((64, 64), 2.0)
+    tensor.fill_(1.0)
+    before = resident()
+    let_go(tensor)
+    let_go(other)  # lies in no file
+    assert before - resident() > 24 << 10
+    assert float(tensor.sum()) == tensor.numel() and bool((other == 2).all())
+
+
+def test_moments_in_a_file_stay_there_in_float32(tmp_path):
+    """They were copied into memory, a layer's after the other's."""
+    x = torch.randn(30, 12)
+    held, filed = InputMoments("gram"), InputMoments("gram", folder=tmp_path)
+    for moments in (held, filed):
+        add_sequences(moments, x[None], None)
+    assert torch.equal(held.value, filed.value) and filed.value.dtype == torch.float32
+    assert filed.value.untyped_storage().filename is not None and held.value.untyped_storage().filename is None
+    filed.add(x)  # in float64 again
+    filed.rest()
+    held.add(x)
+    assert torch.equal(held.value, filed.value)

@@ -53,7 +53,7 @@ def _by_damage(session: Session) -> Plan:
     family = request.family or (RUNTIMES[request.runtime].family if request.runtime else PACKED if not request.like else GGUF)
     request.check_formats(request.runtime, family)
     need_samples(session)
-    model, tokenizer, data, check = session.load_checked(16 if request.checked is None else request.checked, lean=True)
+    model, tokenizer, data, check = session.load_checked(16 if request.checked is None else request.checked)
     if family == GGUF and (narrow := narrow_rows(model)):
         session.announce(narrow)
     checked, draws = None if check is None else session.size(check), request.draws or 4

@@ -231,6 +231,8 @@ class ModelRounding(LayerCompressor):
                     if offloaded is not None and offloaded.converts and layer:
                         offloaded.bring(layer)
                     self._piece(layer, index, jobs, walk)
+                    if offloaded is not None and not layer:
+                        offloaded.let_ends_go()
                     if walk is not None and not layer:
                         walk.capture()
                     elif walk is not None and index + 2 < len(self.pieces):

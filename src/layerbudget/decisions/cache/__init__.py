@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .cache import rounding as rounding
     from .export import llama_cache as llama_cache
     from .export import vllm_options as vllm_options
+    from .forecast import measuring as measuring
     from .formats import CACHES as CACHES
     from .formats import find_cache as find_cache
     from .plan import cache_space as cache_space
@@ -24,6 +25,7 @@ __getattr__ = lazy_names(
     {
         "cache": "caching planned_cache rounding",
         "export": "llama_cache vllm_options",
+        "forecast": "measuring",
         "formats": "CACHES find_cache",
         "plan": "cache_space plan_cache",
         "sensitivity": "cache_damage",

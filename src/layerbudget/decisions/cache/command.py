@@ -17,12 +17,13 @@ _EXPORTS = {"vllm": ("--to", "vllm-cache"), "llama.cpp": ("--to", "llama-cache")
 def plan(session: Session) -> Plan:
     """Return the plan by the damage of formats of keys and values to a model, checked as a whole."""
     from ...cost.work import WorkItem
+    from .forecast import measuring
     from .plan import plan_cache
 
     request: CacheRequest = session.request
     model, _, data, check = session.load_checked(8 if request.checked is None else request.checked)
     draws = request.draws or 4
-    parts = [WorkItem("directional", session.size(data), 1.0 + 2.0 * draws, losses=draws)]
+    parts = measuring(session.size(data), draws=draws)
     parts += [] if check is None else [WorkItem("forward", session.size(check), times=5.0)]
     session.expect(f"the cache{session.on_text(data)}{on_check(check)}", model, parts)
     options = request.given("bits", "budget", "batch", "formats", "group", "draws", "seed", "rule")

@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...data.calibration import CalibrationSet
-from ...errors import CoverageError, InvalidInput
+from ...errors import InvalidInput
 from ...execution.processes import process_group
 from ...gguf.architectures import ARCHITECTURES, computes_windows
 from ...models.blocks import config_of, describe
 from ...models.memory import check_positions
-from ...models.offload import mapped
 from ...plan import Plan
 from ...progress import Progress, say
 from ..bits import DenseOutput, check_record
@@ -50,9 +50,6 @@ def cache_space(
     group: int | None = None,
 ) -> CacheSpace:
     """Alternatives of a model's cache; arguments and errors as of :func:`plan_cache`."""
-    if mapped(model) is not None:
-        what = "The gradients of keys and values run through the whole model, and the weights of a streamed one stay in files."
-        raise CoverageError(what, "", "Use --no-stream.")
     config = config_of(model)
     text = config.get_text_config(decoder=True)
     check_context(context, batch, getattr(text, "max_position_embeddings", None))
@@ -113,7 +110,7 @@ def plan_cache(
 
     Raises:
         InfeasibleBudget: A budget below the smallest cache; said before anything is measured.
-        CoverageError: A streamed model.
+        CoverageError: A streamed model whose layers do not run alone.
         InvalidInput: A model without a cache, a context beyond the model's, formats that the runtime has not, or a text with
             fewer sequences than there are processes.
     """
@@ -161,13 +158,12 @@ def _checked(
     """The record of all choices on held-out text, really rounded, and the rule that is taken."""
     if check is None:
         return {}, rule
-    dense, measured = DenseOutput(model, check, batch_size, progress), dict[bytes, np.ndarray]()
-    for chosen in decision.choices.values():
-        if chosen.tobytes() not in measured:
-            say(progress, f"the check: plan {len(measured) + 1} of {len(decision.choices)} at most")
-            with caching(model, rounding(space.by_layer(chosen))):
-                measured[chosen.tobytes()] = dense.rows(model)
-    rows = {n: measured[c.tobytes()] for n, c in decision.choices.items()}
+    dense = DenseOutput(model, check, batch_size, progress)
+    measured = {chosen.tobytes(): chosen for chosen in decision.choices.values()}  # plans that are the same are run once
+    say(progress, f"the check: {len(measured)} plans")
+    contexts = [partial(caching, model, rounding(space.by_layer(chosen))) for chosen in measured.values()]
+    found = dict(zip(measured, dense.rows_within(model, {}, contexts), strict=True))
+    rows = {n: found[c.tobytes()] for n, c in decision.choices.items()}
     spent = {n: t["spent"] for n, t in decision.totals.items()}
     same = [n for n, c in decision.choices.items() if np.array_equal(c, decision.choices[rule])]
     record = check_record(dense, rule, rows, spent, same)

@@ -40,8 +40,8 @@ def _from_scores(session: Session) -> Plan:
 
 
 def _by_damage(session: Session) -> Plan:
-    from ...cost.work import WorkItem
     from ..bits import choosing
+    from ..cache import measuring
     from .plan import plan_memory
 
     request: MemoryRequest = session.request
@@ -52,7 +52,7 @@ def _by_damage(session: Session) -> Plan:
     text, draws = session.size(data), request.draws or 4
     checked = None if check is None else session.size(check)
     parts = choosing(text, checked, draws=draws, **bits.counted_of(request, find_runtime(runtime, RUNTIMES[runtime].family)))
-    parts.append(WorkItem("directional", text, 1.0 + 2.0 * draws, losses=draws))
+    parts += measuring(text, draws=draws)
     session.expect(f"weights and cache{session.on_text(data)}{on_check(check)}", model, parts)
     options = {**request.given(*_MEASURED), **request.terms, "runtime": runtime, "rule": request.rule}
     with session.progress("measuring formats") as progress:

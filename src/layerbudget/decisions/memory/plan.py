@@ -121,7 +121,7 @@ def plan_memory(
 
     Raises:
         InfeasibleBudget: A memory below the smallest plan; said before anything is measured.
-        CoverageError: A streamed model.
+        CoverageError: A streamed model whose layers do not run alone.
         InvalidInput: A model without a cache, or a context beyond the model's.
     """
     wanted: dict[str, Any] = {"memory": memory, "gpu": gpu, "ram": ram, "context": context, "batch": batch, "cache": cache}

@@ -17,7 +17,9 @@ and the wrong parts then seem cheap. It costs no more passes.
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,19 +31,22 @@ from ...execution.divergence import Reference
 from ...execution.inputs import InputMoments, InputStatistics, moments_of_sites, share_statistics
 from ...execution.loss import assign_folds, count_scored_tokens
 from ...execution.modes import inference
-from ...execution.panels import pack, unpack
+from ...execution.panels import panels
 from ...execution.processes import Teams, among
 from ...models.blocks import is_conv1d, matrix_of, partition
+from ...models.machine import zeros_in_file
 from ...progress import Progress
 from ...sensitivity.directional.directions import Directions, Written
 from ...sensitivity.directional.terms import QuadraticTerms, quadratic_terms
 from ...sensitivity.directional.trials import Originals
+from ...storage.writing import check_space
 from .layouts import Where
 from .program import GONE, PrunablePart, ShapeSpace
 from .units import damped, refitted, stays, where_is
 
 PARTS = "parts of the text"  # of which every team of processes has some
 _FOLDS = 4
+_IN_MEMORY = 1 << 28  # bytes of the moments of one state, at most
 _NOTHING = -1  # units of a layer that goes
 Grams = dict[str, InputMoments]
 
@@ -121,12 +126,13 @@ class ShapePoint:
         self.biases = {n: (o.bias, o.bias.detach().clone()) for n, o in owners.items() if o.bias is not None}
         folds = folds_of(model, data)
         self.teams = Teams.of([fold.samples for fold in folds], PARTS)
+        self.folder = _gram_folder(model, [m.d_in for b in blocks for m in b.modules], len(self.teams.mine))
         self.folds, self.references = len(folds), dict[int, Reference]()
         grams = dict[int, Grams]()
         with among(self.teams.team):
             for fold in self.teams.mine:
-                listen = InputStatistics(model, [m for b in blocks for m in b.modules], "gram")
-                self.references[fold] = Reference(model, folds[fold], batch_size, listen)
+                listen = InputStatistics(model, [m for b in blocks for m in b.modules], "gram", folder=self.folder)
+                self.references[fold] = Reference(model, folds[fold], batch_size, listen, len(self.teams.mine) - 1)
                 grams[fold] = {name: listen.found[name][0] for name in self.matrices}
         self.dense = self._others(grams)
         self.passes = 1.0
@@ -143,6 +149,7 @@ class ShapePoint:
         m, module = self.matrices[name], self.model.get_submodule(name)
         dense = (self.originals.held[name].T if is_conv1d(module) else self.originals.held[name]).double()
         h = damped(torch.as_tensor(gram.value), self.damping)
+        gram.rest()
         units = sorted({u for u in wanted if u > 0})
         keep = {u: m.where.columns(k) for u, k in stays(m.where, dense, h, units, m.part.by).items()} if units else {}
         made = []
@@ -212,7 +219,8 @@ class ShapePoint:
         known, gathered = {b.name: b for b in partition(self.model, "linear")}, dict[int, Grams]()
         for fold, reference in self.references.items():
             self.move(state, grams[fold])
-            listen = InputStatistics(self.model, [m for name in self.matrices for m in known[name].modules], "gram")
+            modules = [m for name in self.matrices for m in known[name].modules]
+            listen = InputStatistics(self.model, modules, "gram", folder=self.folder)
             with among(self.teams.team), inference(self.model):
                 listen.finals(reference.walk)
             gathered[fold] = {name: listen.found[name][0] for name in self.matrices}
@@ -224,13 +232,20 @@ class ShapePoint:
             return dict(grams)
         others = {fold: Grams() for fold in grams}
         for name in self.matrices:
-            mine = {fold: torch.as_tensor(made[name].value) for fold, made in grams.items()}
-            width = len(next(iter(mine.values())))
-            values = self.teams.tensors({fold: pack(value) for fold, value in mine.items()})
+            mine = {fold: torch.as_tensor(made.pop(name).value) for fold, made in grams.items()}
+            values = self.teams.squares(mine)
             for fold, made in others.items():
-                rest = [v for k, v in enumerate(values) if k != fold]
-                made[name] = InputMoments("gram", value=unpack(torch.stack(rest).sum(0), width))
+                made[name] = self._sum([v for k, v in enumerate(values) if k != fold])
+                made[name].rest()
         return others
+
+    def _sum(self, values: Sequence[torch.Tensor]) -> InputMoments:
+        """Moments of several folds together, panel by panel."""
+        like, folder = values[0], self.folder
+        total = torch.zeros_like(like) if folder is None else zeros_in_file(like.shape, folder, like.dtype)
+        for panel, *each in zip(panels(total), *(panels(value) for value in values), strict=True):
+            panel.copy_(torch.stack(each).sum(0))
+        return InputMoments("gram", value=total, folder=folder)
 
     def _evaluate(
         self,
@@ -263,10 +278,24 @@ class ShapePoint:
             seed=seed,
             batch_size=self.batch_size,
             progress=progress,
-            listen=moments_of_sites(gathered, "gram"),
+            listen=moments_of_sites(gathered, "gram", self.folder),
         )
         share_statistics(gathered)
         return forms, {name: moments[0] for name, moments in gathered.items()}
+
+
+def _gram_folder(model: nn.Module, widths: Sequence[int], folds: int) -> Path | None:
+    """Where second moments of inputs of so many widths lie: in files where those of some states would fill the memory.
+
+    Held are those of ``folds`` of the dense model, twice where two units of heads are looked at, of the present state, of the
+    one that is tried, and those that are being summed.
+    """
+    need = 4.0 * sum(width**2 for width in widths)
+    if next(model.parameters()).device.type != "cpu" or folds * need < _IN_MEMORY:
+        return None
+    folder = Path(tempfile.gettempdir())
+    check_space({folder: (5 * folds + 2) * need})
+    return folder
 
 
 def folds_of(model: nn.Module, data: CalibrationSet) -> list[CalibrationSet]:

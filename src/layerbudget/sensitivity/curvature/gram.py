@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -28,12 +30,15 @@ from ...execution.backward import Accumulator, Fed, Loss, data_loss, feed
 from ...execution.loss import Batch, Data
 from ...execution.processes import ProcessGroup, process_group
 from ...execution.sites import Site
+from ...models.machine import give_back, let_go, zeros_in_file
 from ...progress import Progress, Steps
 from ...records import Block, Module
+from ...storage.writing import check_space
 from .common import real_type
 from .gradients import Sketch
 
 MEMORY = 2 << 30  # bytes of the pieces of one pass
+_FACTORS = 1 << 29  # bytes of factors of one layer that wait in memory
 _CHUNK = 1 << 16
 
 
@@ -106,6 +111,7 @@ class InnerProducts(Accumulator):
         self._waiting: list[_Piece] = []
         self._active: dict[str, list[_Piece]] = {}
         self._rows = slice(0, 0)
+        self._folder: Path | None = None
 
     def bytes(self, blocks: Sequence[Block]) -> int:
         """Pieces of one pass."""
@@ -122,7 +128,25 @@ class InnerProducts(Accumulator):
         modules = [self.place[name][1] for name in names if name in self.place]
         total = sum(self._bytes_of(m) for m in modules)
         self._waiting = [piece for m in modules for piece in self._pieces(m, self._by_factors(m, total))]
+        self._folder = self._factor_folder()
         self._next()
+
+    def _factor_folder(self) -> Path | None:
+        """Where factors lie until their matrix is multiplied: in files where those of one process take much memory."""
+        need = sum(piece.bytes for piece in self._waiting if piece.factors)
+        if process_group().size > 1 or self.device.type != "cpu" or need <= _FACTORS:
+            return None
+        folder = Path(tempfile.gettempdir())
+        check_space({folder: need})
+        return folder
+
+    def _aside(self, factor: torch.Tensor) -> torch.Tensor:
+        """A factor that waits."""
+        if self._folder is None:
+            return factor
+        filed = zeros_in_file(factor.shape, self._folder, factor.dtype).copy_(factor)
+        let_go(filed)
+        return filed
 
     def _by_factors(self, module: Module, total: int) -> bool:
         """Whether the factors are fewer bytes, sent to as many processes as have a part of the matrix."""
@@ -164,6 +188,7 @@ class InnerProducts(Accumulator):
         sketch = self.sketch or (lambda side, name, x: x)
         names = [name for name in site.names if name in self._active]
         a = sketch("in", site.names[0], site.a.to(self.dtype)) if names and self.sketch else site.a
+        waits = None
         for name in names:
             b = sketch("out", name, site.b[name].to(self.dtype)) if self.sketch else site.b[name]
             if a.dtype != b.dtype:
@@ -173,7 +198,8 @@ class InnerProducts(Accumulator):
                 if piece.values is not None:
                     found.add_to(piece.values)
                 elif piece.factors:
-                    piece.kept.append(found)
+                    waits = self._aside(a) if waits is None else waits  # matrices of a site share their inputs
+                    piece.kept.append(_Kept(self._rows, (self._aside(found.parts[0]), waits)))
                 else:
                     product = torch.bmm(found.parts[0].to(self.dtype).transpose(1, 2), a.to(self.dtype))
                     piece.kept.append(_Kept(self._rows, (product,)))
@@ -230,11 +256,14 @@ class InnerProducts(Accumulator):
 
     def finalize(self, names: Sequence[str]) -> bool:
         """Multiply what was kept, forget it, and ask for another pass while pieces wait."""
+        if self._folder is not None:
+            give_back()  # what the graph took lies between what is held, and would lie beside the products
         for piece in [piece for name in names for piece in self._active.get(name, ())]:
             if piece.values is not None:
                 self.grams[self.place[piece.module.name][0]] += inner(piece.values)
             elif piece.kept:
                 self._multiply(piece)
+                piece.kept = []
         self._next()
         return bool(self._active)
 
