@@ -1,7 +1,7 @@
 """The command that is running, as a decision sees it: what it was asked, what it loads, and where it speaks. No torch here.
 
 ``plan`` and ``apply`` ask every decision for its own request, a subclass of the requests here, and hand it a
-:class:`Session`. The command line has the only one (:mod:`layerbudget.cli.session`).
+:class:`Session`. The command line has the only one.
 """
 
 from __future__ import annotations

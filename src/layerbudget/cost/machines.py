@@ -20,7 +20,7 @@ from .sizes import Shape, Text
 from .timing import Pace
 from .work import WORK, WorkItem, moments_bytes, norms_bytes
 
-#: What a card of a data centre does in a second: operations in 16 bits, bytes read from a disk, bytes sent over the network.
+#: Operations in 16 bits, bytes read from a disk and bytes sent over a network that a card of a data centre does in a second.
 RATES = {"operations": 4e14, "reading": 3e9, "exchange": 2.5e10}
 _TRIED = 2.0  # walks that try whether the layers of a model whose weights stay in files can run one at a time
 _PARTS = 4  # of the text of ``plan shapes``, each of which processes refit by the others

@@ -165,7 +165,7 @@ def grid_table(
 ) -> Table | None:
     """One word for every block as a picture: layers downwards, matrices across; None where one column would say it all.
 
-    More than :data:`LAYERS` layers lose their middle. What stands in no layer is said in the title.
+    More than ``LAYERS`` layers lose their middle. What stands in no layer is said in the title.
     """
     outside = {k: b.name.rpartition(".")[2] for k, b in enumerate(blocks) if not _PLACE.match(b.name)}
     title = "; ".join([title, *(f"{name} {words[k]}" for k, name in outside.items())])

@@ -50,7 +50,7 @@ def choosing(
 ) -> list[WorkItem]:
     """Parts of ``plan bits``: ``1 + 2 draws`` passes along the rounding errors, and the check of whole plans.
 
-    Some ``rows`` of every matrix are rounded to all formats of the menu, and :data:`~layerbudget.compressors.formats.ROWS` of
+    Some ``rows`` of every matrix are rounded to all formats of the menu, and ``ROWS`` of
     them to the ``anchors``, along whose errors damages are measured. The check rounds the whole model by the ``method``.
     """
     target, statistic = find_runtime(runtime, RUNTIMES[runtime].family), find_quantiser(method).statistic
