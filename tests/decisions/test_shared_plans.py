@@ -34,14 +34,16 @@ import json, sys
 sys.path.insert(0, {root!r})
 sys.modules["hqq"] = None  # transformers imports it where it is installed, and with it torch's compilers, for seconds
 from layerbudget.cli import main
-from layerbudget.execution.processes import join, shutdown
+from layerbudget.execution.processes import EXCHANGED, join, shutdown
 from tests.decisions.test_shared_plans import everything
 group = join("cpu")
-out, codes = everything(sys.argv[1], sys.argv[2]), []
+out, codes, sent = everything(sys.argv[1], sys.argv[2]), [], []
 for words in json.loads(sys.argv[3]):
+    before = EXCHANGED.bytes
     codes.append(main(words))
+    sent.append(EXCHANGED.bytes - before)
     join("cpu").barrier()
-open(f"{{sys.argv[4]}}-{{group.rank}}", "w").write(json.dumps([out, codes]))
+open(f"{{sys.argv[4]}}-{{group.rank}}", "w").write(json.dumps([out, codes, sent]))
 shutdown()
 """
 
@@ -76,6 +78,12 @@ def stored(folder):
     return {file.name.split(".")[0]: load_file(file) for file in folder.glob("*.safetensors")}
 
 
+def counted_job(root):
+    """A plan in groups of 32, which is all that rows of 96 inputs allow."""
+    few = ["--samples", "4", "--length", "16", "--check", "2", "--device", "cpu", "--quiet"]
+    return ["plan", "bits", str(root / "small"), *few, "--bits", "5", "--method", "gptq", "--runtime", "transformers"]
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """A folder, what one process gave, what each of two gave, and what the two said."""
@@ -96,6 +104,7 @@ def runs(tmp_path_factory):
         ["plan", "memory", small, *few, "--check", "1", "--memory", "2MiB", "--context", "64", "-o", str(root / "m.json")],
         ["apply", small, str(root / "of-scores.json"), *few, "--samples", "1", "--method", "gptq", "-o", str(root / "short")],
         ["apply", "some.gguf", str(root / "of-scores.json"), "--quiet", "-o", str(root / "again.gguf")],
+        [*counted_job(root), "-o", str(root / "counted.json")],
     ]
     (root / "work.py").write_text(LAUNCHED.format(root=str(ROOT)))
     words = [root / "work.py", root / "begun", root / "two", json.dumps(jobs), root / "found"]
@@ -109,7 +118,7 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize("name", [*CASES, "resumed", "experts", "memory"])
 def test_two_processes_make_the_plan_of_one(runs, name):
     """Damages, choice and check, to the last digit."""
-    assert all(out[name] == runs[1][name] for out, _ in runs[2])
+    assert all(out[name] == runs[1][name] for out, *_ in runs[2])
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -124,7 +133,7 @@ def test_two_processes_write_the_files_of_one(runs, name):
 
 def test_other_batches_change_no_more_than_the_last_digits(runs):
     """Five sequences are a batch of one process, and three and two of two."""
-    for out, _ in runs[2]:
+    for out, *_ in runs[2]:
         for mine, one in zip(out["other batches"][1:], runs[1]["other batches"][1:], strict=True):
             assert mine == (one if isinstance(one, dict) and "exact" not in one else pytest.approx(one, rel=1e-6))
 
@@ -142,13 +151,20 @@ def test_a_run_continues_with_another_number_of_processes(runs):
 
 def test_the_main_process_writes_and_texts_that_are_too_short_are_refused(runs):
     root, _, found, done, _ = runs
-    assert [codes for _, codes in found] == [[0, 2, 2, 2, 2]] * 2
+    assert [codes for _, codes, _ in found] == [[0, 2, 2, 2, 2, 0]] * 2
     assert lb.Plan.load(root / "of-scores.json").payload.formats
     assert "gptq needs 4 or more. Give more of them (--samples)" in done.stderr
     assert "The text that checks the plan has 1 sequences" in done.stderr
     assert "1 sequence cannot be shared between 2 processes" in done.stderr
     assert "A GGUF file gets other types in one process" in done.stderr
     assert not any((root / name).exists() for name in ("few.json", "m.json", "short", "again.gguf"))
+
+
+def test_a_plan_of_bits_exchanges_what_its_dry_run_says(runs, capsys):
+    """Errors in the formats of the menu, whose groups the rows of the model decide."""
+    root, _, found, *_ = runs
+    assert main([*counted_job(root), "--dry-run", "--machines", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["share"]["sent"] == pytest.approx(found[0][2][5], rel=0.1)
 
 
 def test_what_needs_the_same_input_stays_together_where_that_is_quicker():

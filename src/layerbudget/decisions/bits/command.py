@@ -23,6 +23,8 @@ from .terms import whole_bytes
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import nn
+
     from ...session import Session
     from .request import BitsRequest, BitsWrite
 
@@ -57,7 +59,7 @@ def _by_damage(session: Session) -> Plan:
     if family == GGUF and (narrow := narrow_rows(model)):
         session.announce(narrow)
     checked, draws = None if check is None else session.size(check), request.draws or 4
-    parts = choosing(session.size(data), checked, draws=draws, **counted_of(request, find_runtime(request.runtime, family)))
+    parts = choosing(session.size(data), checked, draws=draws, **counted_of(request, find_runtime(request.runtime, family), model))
     session.expect(f"measuring what every format costs{session.on_text(data)}{on_check(check)}", model, parts)
     options = request.given(*_MEASURED, "runtime", "seed", "save_scores", "resume")
     with session.progress("measuring formats") as progress:
@@ -68,12 +70,14 @@ def _by_damage(session: Session) -> Plan:
     return result
 
 
-def counted_of(request: Any, runtime: Any) -> dict[str, Any]:
+def counted_of(request: Any, runtime: Any, model: nn.Module) -> dict[str, Any]:
     """Return what a measurement of formats rounds, as :func:`~layerbudget.decisions.bits.forecast.choosing` takes it."""
+    from .blocks import blocks_of
     from .rounding import anchors_of
 
     method = request.method or "rtn"
-    menu = [form.name for form in runtime.formats([256], request.formats, request.group)]
+    widths = sorted({m.d_in for block in blocks_of(model, runtime) for m in block.modules})  # groups divide them
+    menu = [form.name for form in runtime.formats(widths, request.formats, request.group)]
     anchors = anchors_of(menu, runtime.family, feedback=method in BY_MOMENTS)
     counted = {"runtime": runtime.name, "method": method, "names": request.formats, "group": request.group}
     return {**counted, "rows": request.rows or 16, "anchors": anchors}

@@ -51,7 +51,8 @@ def _by_damage(session: Session) -> Plan:
     model, tokenizer, data, check = session.load_checked(8 if request.checked is None else request.checked)
     text, draws = session.size(data), request.draws or 4
     checked = None if check is None else session.size(check)
-    parts = choosing(text, checked, draws=draws, **bits.counted_of(request, find_runtime(runtime, RUNTIMES[runtime].family)))
+    counted = bits.counted_of(request, find_runtime(runtime, RUNTIMES[runtime].family), model)
+    parts = choosing(text, checked, draws=draws, **counted)
     parts += measuring(text, draws=draws)
     session.expect(f"weights and cache{session.on_text(data)}{on_check(check)}", model, parts)
     options = {**request.given(*_MEASURED), **request.terms, "runtime": runtime, "rule": request.rule}
