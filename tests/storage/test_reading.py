@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 
 import pytest
 
@@ -78,3 +79,11 @@ def test_a_full_disk_is_said_before(tmp_path):
     with pytest.raises(InvalidInput, match="a and .*b.c will take"):  # each would fit
         writing.check_space({tmp_path / "a": 0.7 * free, tmp_path / "b" / "c": 0.7 * free})
     writing.check_space({tmp_path / "a": 0.5 * free})
+
+
+def test_temporary_files_that_find_no_room_are_refused_with_the_name_of_their_folder():
+    """An output cannot be chosen in their place; TMPDIR can."""
+    with pytest.raises(InvalidInput, match="Free some space. TMPDIR=FOLDER names another folder"):
+        writing.check_space({tempfile.gettempdir(): 1 << 62})
+    with pytest.raises(InvalidInput, match="Free some space. Choose another output"):
+        writing.check_space({tempfile.gettempdir(): 1 << 61, f"{tempfile.gettempdir()}/planned": 1 << 62})

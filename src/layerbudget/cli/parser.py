@@ -77,7 +77,7 @@ def _missing(request: type[Request], error: cyclopts.CycloptsError) -> str:
 
 
 def _help(field: dataclasses.Field[Any]) -> str:
-    """What an option does."""
+    """The effect of an option."""
     said = field.metadata["help"]
     return str(said() if callable(said) else said)
 

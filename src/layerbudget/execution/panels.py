@@ -5,8 +5,6 @@ Panel i has rows ``a = PANEL i`` to ``b = a + PANEL`` and columns from ``a`` on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 PANEL = 256  #: Rows of a panel.
@@ -26,15 +24,10 @@ def count_numbers(width: int) -> int:
     return sum(min(PANEL, width - a) * (width - a) for a in range(0, width, PANEL))
 
 
-def products(rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Both sides of every panel of ``rows' rows``, of inputs ``(tokens, width)``."""
-    for a in range(0, rows.shape[1], PANEL):
-        yield rows[:, a : a + PANEL].T, rows[:, a:]
-
-
 def add_products(sums: torch.Tensor, rows: torch.Tensor) -> None:
     """Add ``rows' rows`` to sums in place; where sums have another type, products are made in that of the rows."""
-    for panel, (left, right) in zip(panels(sums), products(rows), strict=True):
+    for k, panel in enumerate(panels(sums)):
+        left, right = rows[:, k * PANEL : (k + 1) * PANEL].T, rows[:, k * PANEL :]
         if panel.dtype == rows.dtype:
             panel.addmm_(left, right)
         else:

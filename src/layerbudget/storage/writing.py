@@ -241,10 +241,12 @@ def check_space(needs: Mapping[Path | str, float]) -> None:
         folder, needed = _above(real(paths[0])), sum(needs[path] for path in paths)
         free = shutil.disk_usage(folder).free
         if needed > free:
+            temporary = all(str(path) == tempfile.gettempdir() for path in paths)
+            remedy = "TMPDIR=FOLDER names another folder for temporary files." if temporary else "Choose another output."
             raise InvalidInput(
                 f"{' and '.join(map(str, paths))} will take about {_size(needed)}, and {_size(free)} are free in {folder}.",
                 "The result is not computed where it could not be kept.",
-                "Free some space, or choose another output.",
+                f"Free some space. {remedy}",
             )
 
 

@@ -157,7 +157,7 @@ def write_bits(
         group.check_shares([rounding.data.samples])
 
     def begin() -> tuple[Counted, Path] | None:
-        """What the main process counts before, and where it writes."""
+        """The count that the main process makes before, and where it writes."""
         if not group.is_main:
             return None
         counted = Counted.of(model, plan, tokenizer)
@@ -171,7 +171,7 @@ def write_bits(
         return counted, folder
 
     def finish() -> QuantisationReceipt | None:
-        """What the main process wrote."""
+        """The files that the main process wrote."""
         if begun is None:
             return None
         for name, text in (text_files or {}).items():

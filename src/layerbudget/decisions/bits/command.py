@@ -59,7 +59,9 @@ def _by_damage(session: Session) -> Plan:
     if family == GGUF and (narrow := narrow_rows(model)):
         session.announce(narrow)
     checked, draws = None if check is None else session.size(check), request.draws or 4
-    parts = choosing(session.size(data), checked, draws=draws, **counted_of(request, find_runtime(request.runtime, family), model))
+    parts = choosing(
+        session.size(data), checked, draws=draws, **counted_of(request, find_runtime(request.runtime, family), model)
+    )
     session.expect(f"measuring what every format costs{session.on_text(data)}{on_check(check)}", model, parts)
     options = request.given(*_MEASURED, "runtime", "seed", "save_scores", "resume")
     with session.progress("measuring formats") as progress:

@@ -1,4 +1,4 @@
-"""What ``plan bits`` and ``apply`` of its plans count.
+"""The work that ``plan bits`` and ``apply`` of its plans count.
 
 Beside the work of all pruners and quantisers these are the errors along which damages are measured, and what is written:
 packing, reading back and the vocabulary, timed on a few rows here.

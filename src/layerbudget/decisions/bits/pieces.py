@@ -102,7 +102,7 @@ class Shared:
             made = make()
             self._folder = self._folder or tempfile.TemporaryDirectory(prefix="layerbudget-", ignore_cleanup_errors=True)
             file = Path(self._folder.name) / f"{len(self._files)}.npy"
-            check_space({self._folder.name: made.nbytes})
+            check_space({tempfile.gettempdir(): made.nbytes})
             np.save(file, made)
             self._files[key] = file
             return made

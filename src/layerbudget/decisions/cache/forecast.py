@@ -1,4 +1,4 @@
-"""What the damage of a cache counts: forwards and backwards of one sequence after the other."""
+"""The work of measuring the damage of a cache: forwards and backwards of one sequence after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``plan expert-pruning`` counts: a look, and forwards with experts masked."""
+"""The work of ``plan expert-pruning``: a look, and forwards with experts masked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``plan shapes`` counts: forwards, backwards and refits at every point."""
+"""The work of ``plan shapes``: forwards, backwards and refits at every point."""
 
 from __future__ import annotations
 

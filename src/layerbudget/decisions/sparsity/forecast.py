@@ -1,4 +1,4 @@
-"""What ``plan sparsity`` counts: looks along masks, and the pruner."""
+"""The work of ``plan sparsity``: looks along masks, and the pruner."""
 
 from __future__ import annotations
 
