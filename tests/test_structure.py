@@ -130,6 +130,7 @@ ROOMS = (
     "decisions/describe",
     "decisions/charts",
     "decisions/rules",
+    "decisions/making",
     "decisions/capacity",
     "decisions/adapters",
     "decisions/formats",

@@ -17,7 +17,8 @@ from ...solvers.inputs import Vector, bound_vector, choice
 from ...solvers.joint import JointSolution, solve_joint
 from ...solvers.programs import allocate
 from ...solvers.rounding import RoundedCapacity, round_capacity, round_parameters
-from ..capacity import CapacityBounds, make_plan, smallest_sides
+from ..capacity import CapacityBounds, smallest_sides
+from ..making import make_plan
 from ..rules import RuleResult
 from .payload import Capacity, JointPayload
 

@@ -11,8 +11,9 @@ from ...plan import Plan, payload_of
 from ...records import Receipt
 from ...scores import Scores
 from ...session import Session
-from ..capacity import blocks_of, counted_options
+from ..capacity import counted_options
 from ..files import load_scores
+from ..making import blocks_of
 from .describe import MOSTLY_NOISE, advice_on, advises_uniform, noise_alone, summary_of
 from .export import EXPORTS
 from .gains import gain_of, increments_of, measured

@@ -12,7 +12,8 @@ from ...budget import Budget, rank_parameters
 from ...plan import Plan
 from ...records import Block
 from ...scores import Scores
-from ..capacity import CapacityBounds, blocks_of, decide, one_budget
+from ..capacity import CapacityBounds, decide, one_budget
+from ..making import blocks_of
 from .gains import measured, on_gains
 from .rules import served
 

@@ -19,7 +19,7 @@ from ...solvers.programs import sparsify
 from ...solvers.rounding import round_parameters
 from ...solvers.separable import Function
 from ...solvers.utilities import CalibratedPenalty
-from ..capacity import blocks_of, constants_of, make_plan, matching, record_of, recorded
+from ..making import blocks_of, constants_of, make_plan, matching, record_of, recorded
 from ..rules import Problem, RuleResult, find_rule, rule
 from . import maps as _maps  # noqa: F401 - registers the rules
 
