@@ -102,7 +102,7 @@ EXPORTS = (
         kinds=("cache",),
         file="cache.txt",
         summary="llama.cpp's types of keys and values",
-        use="llama-server -m MODEL.gguf $(cat {file}) keeps them so.{options}",
+        use="llama-server -m MODEL.gguf $(cat {word}) keeps them so.{options}",
         options=llama_build,
     ),
 )

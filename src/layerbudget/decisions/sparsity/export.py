@@ -50,6 +50,6 @@ EXPORTS = (
         kinds=("sparsity",),
         file="recipe.yaml",
         summary="llm-compressor's recipe",
-        use="llmcompressor.oneshot(model=..., recipe='{file}', pipeline='sequential') prunes by it.",
+        use="llmcompressor.oneshot(model=..., recipe={file!r}, pipeline='sequential') prunes by it.",
     ),
 )
