@@ -5,6 +5,8 @@ import dataclasses
 import io
 import itertools
 import json
+import re
+import shlex
 
 import numpy as np
 import pytest
@@ -145,6 +147,20 @@ def test_tables_hold_the_plan(sparsity, tmp_path):
     ]
     assert main(["export", str(tmp_path / "plan.json"), "--to", "layers", "-o", str(tmp_path / "l.json")]) == 0
     assert json.loads((tmp_path / "l.json").read_text()) == {m: b.value for m, b in sparsity.by_module().items()}
+
+
+@pytest.mark.parametrize("name", [name for name, e in EXPORTS.all().items() if "{file" in e.use or "{word" in e.use])
+def test_a_command_names_the_file_as_a_shell_or_python_reads_it(name, sparsity):
+    """Also where a folder has a blank or an apostrophe in its name: the command is copied as it stands."""
+    path, export = "my plans/it's.txt", dataclasses.replace(EXPORTS.find(name), options=None)
+    sentence = export.sentence(sparsity, path)
+    words = re.sub(r"\$\(cat (.*?)\)", r"\1", sentence)
+    if sentence.startswith(("llama-", "python -m", "mlx_lm.lora")):
+        assert path in shlex.split(words)
+    elif "(" in sentence:
+        assert f'"{path}"' in sentence  # Python
+    else:
+        assert path in sentence
 
 
 def test_what_a_format_does_not_write_or_read_is_refused(sparsity, tmp_path, capsys):

@@ -16,6 +16,7 @@ An installed package names its module in an entry point of the group ``layerbudg
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -103,13 +104,13 @@ class Export:
     kinds: tuple[str, ...] = ()  #: names of the decisions whose plans it writes, all where it is empty
     file: str = "plan.txt"  #: name of the file where none is given
     summary: str = ""  #: a line for the help
-    use: str = ""  #: how the file is used, a sentence with {file} and {options}
+    use: str = ""  #: how the file is used, a sentence with {file}, {word} (the same, as a word of a shell) and {options}
     options: Callable[[Plan], str] | None = None  #: options of a command that the sentence names
 
     def sentence(self, plan: Plan, path: object) -> str:
         """Return how the file is used."""
         options = "" if self.options is None else self.options(self._part(plan)).rstrip()
-        return self.use.format(file=path, options=options).strip()
+        return self.use.format(file=str(path), word=shlex.quote(str(path)), options=options).strip()
 
     def text(self, plan: Plan, chosen: Mapping[str, Any]) -> str:
         """Return the content of the file.

@@ -69,7 +69,7 @@ class Plan(BlockRecord):
     scores_digest: str | None = None  #: Content hash of the scores file, null for rules that use none.
     #: The ``Payload`` of the decision. It has what only its plans say, and is ``extra`` in the file. See :func:`payload_of`.
     payload: Any = None
-    #: ``{source, samples, length, digest, seed}`` of the text that decided, where the plan was made from measured damages.
+    #: ``{source, samples, length, digest, seed}`` of the text that decided; empty where no text did.
     data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     made_by: str = ""  #: The command that made it; empty where Python did.
 

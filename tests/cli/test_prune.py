@@ -49,6 +49,16 @@ def test_json_is_the_recount(saved, capsys, method):
     assert json.loads((saved / "out" / "receipt.json").read_text())["method"] == method
 
 
+def test_a_plan_from_scores_is_applied_on_the_text_of_the_scores(saved, monkeypatch, capsys):
+    monkeypatch.chdir(saved)
+    small = ["--samples", "4", "--length", "16"]
+    assert main(["score", "model", "--estimator", "gradient-norm", "--data", "text.txt", *small, "-o", "s.json"]) == 0
+    assert main(["plan", "sparsity", "s.json", "--sparsity", "0.5", "-o", "p.json"]) == 0
+    assert main(["apply", "model", "p.json", "-o", "out", *small]) == 0
+    assert json.loads((saved / "out" / "receipt.json").read_text())["data"]["source"] == "text.txt"
+    assert "Nothing names a text" not in capsys.readouterr().err
+
+
 def test_a_plan_is_applied_on_the_text_that_it_was_made_on(saved, capsys):
     """Sparsity reads as much of it as always, shapes as much as their refit was measured on; a text that is gone is said."""
     text, model = saved / "text.txt", str(saved / "model")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -136,3 +137,9 @@ def test_the_doctor_prices_a_configuration_for_several_cards(tmp_path, capsys):
     assert many["sent"] < eight["sent"] / 4 and found[8]["plan bits --method gptq"]["limit"] == "exchange"
     assert eight["sequences"] == 16 and found[64]["plan sparsity"]["limit"] == "text"
     assert found[8]["finetune"] is None  # torch's own sums
+    assert main([*words[:-2], "--machines", "32", "--samples", "32"]) == 0
+    (samples,) = re.findall(r"--samples (\d+) gives each", " ".join(capsys.readouterr().out.split()))
+    assert main([*words, "32", "--samples", samples]) == 0  # one kind of plan reads half of the text at a time
+    rows = json.loads(capsys.readouterr().out)["forecast"]
+    assert not [row["verb"] for row in rows if row["share"] and row["share"]["limit"] == "text"]
+    assert {row["samples"] for row in rows if "rtn" not in row["verb"]} == {int(samples)} == {64}

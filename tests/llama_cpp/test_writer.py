@@ -590,4 +590,6 @@ def test_fewer_heads_are_refused_before_they_go_where_all_heads_are_as_wide_as_t
 
 def test_rows_that_256_does_not_divide_are_named():
     assert narrow_rows(build("llama")).startswith("Rows of 64, 96 hold no K and IQ types")
+    said = narrow_rows(build("llama", hidden_size=32, intermediate_size=48))  # each width has types of its own
+    assert "types for 32 are MXFP4, Q4_0" in said and said.endswith("types for 48 are F16.")
     assert narrow_rows(build("llama", hidden_size=256, intermediate_size=512)) == ""

@@ -58,7 +58,7 @@ def test_fp8_is_numbers_in_one_precision_and_is_saved_as_these(tmp_path, name, d
 
 
 def test_an_adapter_is_no_model_alone_or_beside_one(tmp_path, tokenizer, capsys):
-    base = tmp_path / "base"
+    base = tmp_path / "the base"
     zoo.speaker("llama").save_pretrained(base)
     adapted = get_peft_model(load_model(str(base)), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     adapted.peft_config["default"].base_model_name_or_path = str(base)
@@ -72,7 +72,7 @@ def test_an_adapter_is_no_model_alone_or_beside_one(tmp_path, tokenizer, capsys)
                 load(str(tmp_path / folder))
         for verb in (["doctor"], ["evaluate"], ["score"]):
             assert main([*verb, str(tmp_path / folder)]) == 2
-            assert "adapter_config.json" in (said := capsys.readouterr().err) or "--adapter" in said
+            assert "adapter_config.json" in (said := capsys.readouterr().err) or f"evaluate '{base}' --adapter" in said
 
 
 @pytest.fixture

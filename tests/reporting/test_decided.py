@@ -30,6 +30,12 @@ def test_a_text_that_decided_the_plan_is_named_beside_the_verdict(tmp_path, comm
     assert told == (f" But {read} decided the plan of {tmp_path}, which flatters it: judge it on other text." if warned else "")
 
 
+def test_the_text_of_scores_decided_a_plan_that_is_made_from_them(tmp_path):
+    scores = dataclasses.replace(zoo.scores(np.arange(1.0, 4.0)), data={"source": "my.txt", "samples": 4, "length": 16})
+    plan_sparsity(scores, sparsity=0.5).save(tmp_path / "plan.json")
+    assert texts_of_folder(tmp_path) == {"my.txt"}
+
+
 def test_a_folder_without_a_plan_or_with_a_broken_one_says_nothing(tmp_path):
     assert texts_of_folder(tmp_path) == set() == texts_of_folder(tmp_path / "none")
     (tmp_path / "plan.json").write_text("{")

@@ -197,8 +197,8 @@ def _priced(session: Session, place: tuple[Any, ...], title: str, refused: dict[
         if verb in refused:
             continue
         cost, text = price(verb, parts, *place), parts[0].text
-        costs.append({**dataclasses.asdict(cost), "samples": text.samples, "length": text.length})
-        row = (verb, f"{text.samples} x {text.length}", cost.how, f"{cost.memory / 2**30:.2f} GiB", duration(cost.seconds))
+        costs.append({**dataclasses.asdict(cost), "samples": text.whole, "length": text.length})
+        row = (verb, f"{text.whole} x {text.length}", cost.how, f"{cost.memory / 2**30:.2f} GiB", duration(cost.seconds))
         table.add_row(*row, f"{cost.forwards:.1f}", "yes" if cost.fits else Text("no", "bold red"))
     session.console.print(table)
     for why in dict.fromkeys(why for verb, why in refused.items() if verb in verbs):
@@ -215,15 +215,17 @@ def _shared(session: Session, verbs: dict[str, Any], place: tuple[Any, ...], mac
     from ..cost.machines import share_of
     from ..cost.price import duration
 
-    rows, shares = [], {}
+    rows, shares, wanted = [], {}, machines
     for verb, parts in verbs.items():
         part = share_of(verb, parts, place[0], place[1], place[2], machines, *place[3:])
         shares[verb] = dataclasses.asdict(part)
+        if part.limit == "text":
+            wanted = max(wanted, machines * max(-(-p.text.whole // p.text.samples) for p in parts))
         limit = f"{part.limit}, {duration(part.seconds)}" if part.seconds else part.limit
         amounts = (part.memory / 2**30, part.operations / 1e12, part.read / 2**30, part.sent / 2**30)
         rows.append((verb, part.sequences, *(f"{amount:.3g}" for amount in amounts), limit))
     heads = ("verb", "sequences", "memory, GiB", "operations, 10^12", "read, GiB", "exchanged, GiB", "limit")
     session.show(f"what each of {machines} processes does, with a card of its own", heads, rows)
     if any(row["limit"] == "text" for row in shares.values()):
-        session.say(f"text: fewer sequences than processes. --samples {machines} gives each of them one.")
+        session.say(f"text: fewer sequences than processes. --samples {wanted} gives each of them one.")
     return shares

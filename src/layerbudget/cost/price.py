@@ -48,7 +48,7 @@ def place_of(model: nn.Module, text: Text) -> tuple[Shape, Pace, int, bool]:
 
 
 def price(verb: str, parts: Sequence[WorkItem], shape: Shape, pace: Pace, machine: int, streamed: bool | None = None) -> Cost:
-    """Return what a verb takes: seconds and forwards add up over its parts, memory is that of the largest.
+    """Return what a verb takes: seconds and forwards of the whole first text add up over its parts, memory is the largest.
 
     Args:
         verb: The verb as users type it.
@@ -64,7 +64,7 @@ def price(verb: str, parts: Sequence[WorkItem], shape: Shape, pace: Pace, machin
         passes = work.forwards + work.each * shape.layers if part.forwards is None else part.forwards
         jobs = work.job(shape, part.text) + part.job(shape, part.text)
         seconds += part.times * (passes * part.text.tokens * _token(part, shape, pace) + jobs)
-        forwards += part.times * passes * part.text.tokens / parts[0].text.tokens
+        forwards += part.times * passes * part.text.tokens / (parts[0].text.whole * parts[0].text.length)
         needs, walks = _memory(part, shape, pace.device, machine, False if part.resident else streamed)
         memory, how = max(memory, needs), max(how, walks, key=list(HOWS).index)
     return Cost(verb=verb, how=how, memory=int(memory), seconds=seconds, forwards=forwards, fits=memory <= machine)

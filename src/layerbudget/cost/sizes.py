@@ -71,16 +71,22 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Text:
-    """How much text: ``samples`` sequences of ``length`` tokens, ``batch`` of them at a time."""
+    """How much text: ``samples`` sequences of ``length`` tokens, ``batch`` at a time; a part of ``drawn`` ones where named."""
 
     samples: int
     length: int = 256
     batch: int = 8
+    drawn: int | None = None
 
     @property
     def tokens(self) -> int:
         """Tokens of all sequences."""
         return self.samples * self.length
+
+    @property
+    def whole(self) -> int:
+        """Sequences that were drawn, of which these are all or a part."""
+        return self.drawn or self.samples
 
 
 def shape_of(model: nn.Module) -> Shape:

@@ -82,6 +82,7 @@ def make_plan(
         hyperparameters=to_jsonable(dict(hyperparameters)),
         certificate=to_jsonable(solution.certificate()) if solution is not None else {},
         scores_digest=record.digest if record is not None else None,
+        data=dict(record.data) if record is not None else {},
         payload=_payload(kind, rule, decision.payload),
     )
 

@@ -96,10 +96,10 @@ def rounded_before(file: Path) -> str:
     bits = sum(8 * n * each[kind][1] / each[kind][0] for kind, n in gguf_file.types().items()) / sum(gguf_file.types().values())
     said = f"Its weights were rounded before ({', '.join(sorted(kinds))}; {bits:.2g} bits a weight)"
     if set(kinds) <= {"Q8_0", "Q8_1", "Q8_K"}:
-        return f"{said}: what is measured here is beside these, which cost little."
+        return f"{said}: damage is measured beside these, which cost little."
     return (
-        f"{said}: what is measured here is beside the rounded model and not beside the one before it. Errors of a second "
-        "rounding come on top of the first ones. Decide on a file in 16 bits, where there is one."
+        f"{said}: damage is measured beside the rounded model and not beside the one before it, and errors of a second "
+        "rounding come on top of the first ones. Plan on a file in 16 bits, where there is one."
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -44,7 +45,8 @@ def check_adapter(name: str | Path) -> None:
     record = reading.read(
         file, "adapter configuration", limit=1 << 26, as_type=dict[str, Any], remedy="Save the adapter again."
     )
-    base = record.get("base_model_name_or_path") or "its base"
+    named = record.get("base_model_name_or_path")
+    base = str(named or "its base")
     if weight_files(file.parent):
         raise BadModel(
             f"{name} holds the weights of a model and an adapter of {base} beside them.",
@@ -55,7 +57,8 @@ def check_adapter(name: str | Path) -> None:
     raise BadModel(
         f"{name} is an adapter of {base} and no model.",
         "MODEL is the model that it was trained for.",
-        f"Give {base} as MODEL, and the adapter to a command that reads one: layerbudget evaluate {base} --adapter {name}.",
+        f"Give {base} as MODEL, and the adapter to a command that reads one: "
+        f"{shlex.join(['layerbudget', 'evaluate', base if named else 'MODEL', '--adapter', str(name)])}.",
     )
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
+from ..decisions.files import text_of_plan
 from ..errors import LayerbudgetError
 from ..plan import Plan
 
@@ -14,13 +14,11 @@ _SPLIT = ("stdlib", "c4", "wikitext2")  # sources with a part of their own for e
 
 
 def texts_of(plan: Plan) -> set[str]:
-    """Return the sources of the text that a plan was made on, as they were typed; none of a plan that Python made.
+    """Return the source of the text that a plan, or the scores that it was made from, was made on.
 
-    A source that has a part of its own for evaluation is not among them.
+    A source that has a part of its own for evaluation is left out.
     """
-    words = shlex.split(plan.made_by or "")
-    sources = {after for before, after in zip(words, words[1:], strict=False) if before == "--data"}
-    return {source for source in sources if source not in _SPLIT}
+    return {text_of_plan(plan).get("data", "")} - {"", *_SPLIT}
 
 
 def texts_of_folder(folder: Path | str) -> set[str]:

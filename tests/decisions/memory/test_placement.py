@@ -13,10 +13,11 @@ from tests import zoo
 import gguf
 from layerbudget.cli import main
 from layerbudget.compressors.ggml import library_file
-from layerbudget.decisions.memory.plan import plan_memory, write_memory
+from layerbudget.decisions.memory.plan import files_of, plan_memory, write_memory
 from layerbudget.decisions.memory.program import MemoryLimits, fit_of
 from layerbudget.decisions.memory.splits import splits_of
 from layerbudget.errors import InfeasibleBudget, InvalidInput
+from layerbudget.exports import EXPORTS
 from layerbudget.plan import Plan
 from layerbudget.reporting.explain import explain_plan
 from layerbudget.scores import Scores
@@ -149,6 +150,8 @@ def test_the_sides_are_those_of_the_tensors_in_the_file(measured, tmp_path):
     assert here.card.weights == sum(tensors.values()) - alone
     assert here.options in (tmp_path / "out" / "cache.txt").read_text()
     assert here.options == ("--n-gpu-layers 1" if here.whole else "--n-gpu-layers 999 --n-cpu-moe 2")
+    written = files_of(plan)["cache.txt"]  # a GGUF file that gets the types has no such file beside it: export writes it
+    assert EXPORTS.find("llama-cache").text(plan, {}) == written and here.options in written
     assert Plan.load(plan.save(tmp_path / "plan.json")).payload.placement == here
     said = " ".join(explain_plan(plan)["sentences"])
     assert f"{here.processor.bytes:,} of 67,108,863" in said and f"llama-server -m FILE.gguf {here.options}" in said

@@ -641,6 +641,29 @@ def test_a_memory_in_which_everything_fits_in_sixteen_bits_is_said_before_anythi
         plan_memory(model, data, memory="1 GiB", context=8, save_scores=tmp_path / "scores.json")
 
 
+def test_a_plan_that_rounds_nothing_names_no_other_quantiser(tmp_path, capsys, monkeypatch, tokenizer):
+    monkeypatch.chdir(tmp_path)
+    zoo.build("llama", vocab_size=len(tokenizer), hidden_size=64, head_dim=16).save_pretrained("model")
+    tokenizer.save_pretrained("model")
+    words = [
+        "--runtime",
+        "vllm",
+        "--context",
+        "32",
+        "--save-scores",
+        "s.json",
+        "--draws",
+        "1",
+        "--samples",
+        "2",
+        "--length",
+        "16",
+    ]
+    assert main(["plan", "memory", "model", "--memory", "1 GiB", *words, "--check", "0", "-o", "all.json"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "16.000 bits per weight" in said and "gptq" not in said
+
+
 def test_of_a_card_vllm_takes_the_share_that_is_counted_and_said():
     scores = zoo.fit_scores(3)
     cache = {**scores.extra["cache"], "runtime": "vllm", "formats": ["fp8", "bf16"], "group": None}

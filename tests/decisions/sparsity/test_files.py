@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from tests import zoo
 
@@ -29,6 +31,11 @@ def test_recipe_has_one_modifier_per_distinct_ratio():
     with pytest.raises(InvalidInput, match="magnitude"):
         recipe(plan, "magnitude")
     assert recipe(plan).count("WandaPruningModifier") == 3
+    assert "dampening" not in recipe(plan, "sparsegpt")
+    damped = dataclasses.replace(plan, hyperparameters={"method": "sparsegpt", "own": {"damping": 0.5}})
+    for stage in yaml.safe_load(recipe(damped, "sparsegpt")).values():
+        assert next(iter(stage.values()))["SparseGPTModifier"]["dampening_frac"] == 0.5
+    assert "dampening" not in recipe(damped, "wanda")  # another pruner than the one that was measured
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_the_work(tmp_path):

@@ -193,10 +193,15 @@ def narrow_rows(model: nn.Module) -> str:
     if not narrow:
         return ""
     widths = sorted({m.d_in for m in narrow})
-    left = ", ".join(f.name for f in TYPES if f.name != "NVFP4" and all(f.fits(w) for w in widths)) or "none"
+    left: dict[str, list[str]] = {}
+    for width in widths:
+        left.setdefault(", ".join(f.name for f in TYPES if f.name != "NVFP4" and f.fits(width)), []).append(str(width))
+    types = "; ".join(
+        f"types for {'them' if len(left) == 1 else ', '.join(those)} are {names}" for names, those in left.items()
+    )
     share = sum(m.numel for m in narrow) / sum(m.numel for m in matrices)
     rows = f"Rows of {', '.join(map(str, widths))} hold no K and IQ types, whose blocks have 256 weights"
-    return f"{rows} ({share:.0%} of the weights): types for them are {left}."
+    return f"{rows} ({share:.0%} of the weights): {types}."
 
 
 def modules_by_name(model: nn.Module, names: Iterable[str]) -> dict[str, Module]:

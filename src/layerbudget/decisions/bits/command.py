@@ -118,7 +118,8 @@ def follow(session: Session, plan: Plan, weights: Plan) -> str:
             session.say(f"A GGUF file that you have gets these types by {shlex.join(['layerbudget', *requantises])}")
     if needs := find_runtime(weights.payload.runtime, weights.payload.family).needs(formats_of_plan(weights)):
         session.say(needs)
-    if plan.payload.runtime == "vllm" and method == "rtn":
+    rounds = any(not find_format(f).plain for f in formats_of_plan(weights).values())
+    if plan.payload.runtime == "vllm" and method == "rtn" and rounds:
         session.say("The plan was measured with weights that are rounded to nearest (rtn). gptq loses less, and takes longer.")
         options += ["--method", "gptq"]
     return session.follow("apply", model, request.out, "-o", "DIR", *options)

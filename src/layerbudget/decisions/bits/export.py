@@ -336,35 +336,35 @@ EXPORTS = (
         llama_cpp,
         "tensor-types.txt",
         "llama.cpp's types of tensors",
-        "llama-quantize --tensor-type-file {file} quantises by it.",
+        "llama-quantize --tensor-type-file {word} quantises by it.",
     ),
     _export(
         "auto-round",
         auto_round,
         "layer_config.json",
         "AutoRound's layer_config",
-        "AutoRound(model, layer_config=json.load(open('{file}'))) quantises by it.",
+        "AutoRound(model, layer_config=json.load(open({file!r}))) quantises by it.",
     ),
     _export(
         "llm-compressor",
         llm_compressor,
         "bits-recipe.yaml",
         "llm-compressor's groups of formats",
-        "llmcompressor.oneshot(model=..., dataset=..., recipe='{file}') quantises by it.",
+        "llmcompressor.oneshot(model=..., dataset=..., recipe={file!r}) quantises by it.",
     ),
     _export(
         "gptqmodel",
         gptqmodel,
         "quantize_config.json",
         "GPTQModel's QuantizeConfig with dynamic",
-        "GPTQModel.load(MODEL, QuantizeConfig(**json.load(open('{file}')))).quantize(TEXTS) quantises by it.",
+        "GPTQModel.load(MODEL, QuantizeConfig(**json.load(open({file!r})))).quantize(TEXTS) quantises by it.",
     ),
     _export(
         "torchao",
         torchao,
         "torchao.json",
         "torchao's FqnToConfig",
-        "torchao.quantization.quantize_(model, config_from_dict(json.load(open('{file}'))), filter_fn=None) quantises by it "
+        "torchao.quantization.quantize_(model, config_from_dict(json.load(open({file!r}))), filter_fn=None) quantises by it "
         "(from torchao.core.config import config_from_dict).",
     ),
     _export(
@@ -372,14 +372,14 @@ EXPORTS = (
         modelopt,
         "modelopt.yaml",
         "ModelOpt's quant_cfg",
-        "modelopt.torch.quantization.quantize(model, yaml.safe_load(open('{file}'))) quantises by it.",
+        "modelopt.torch.quantization.quantize(model, yaml.safe_load(open({file!r}))) quantises by it.",
     ),
     _export(
         "mlx",
         mlx,
         "quantization.json",
         "mlx_lm's entry quantization",
-        "q = json.load(open('{file}'))['quantization']; mlx_lm.convert(MODEL, quantize=True, q_group_size=q['group_size'], "
+        "q = json.load(open({file!r}))['quantization']; mlx_lm.convert(MODEL, quantize=True, q_group_size=q['group_size'], "
         "quant_predicate=lambda path, _: q.get(path, False)) quantises by it.",
     ),
     _export(
@@ -387,13 +387,13 @@ EXPORTS = (
         exllamav3,
         "exl3-recipe.yaml",
         "exllamav3's recipe of bits by tensor",
-        "python -m exllamav3.conversion.convert_model -i MODEL -o OUT -w WORK --recipe {file} quantises by it.",
+        "python -m exllamav3.conversion.convert_model -i MODEL -o OUT -w WORK --recipe {word} quantises by it.",
     ),
     _export(
         "onnx",
         onnx,
         "onnx-target-options.json",
         "target_options of ONNX Runtime GenAI's model builder",
-        "python -m onnxruntime_genai.models.builder -m MODEL -o OUT -e cpu --target_options {file} quantises by it.",
+        "python -m onnxruntime_genai.models.builder -m MODEL -o OUT -e cpu --target_options {word} quantises by it.",
     ),
 )

@@ -96,7 +96,7 @@ def choosing(
     way: dict[str, Any] = {"job": job, "sent": codes, "together": together}
     measured = [WorkItem("directional", text, 1.0 + 2.0 * draws, losses=draws, **way)]
     if gram:  # every second sequence shows the inputs, and the others have twice as many draws
-        half = dataclasses.replace(text, samples=max(1, text.samples // 2))
+        half = dataclasses.replace(text, samples=max(1, text.samples // 2), drawn=text.samples)
         look = WorkItem("directional", half, 1.0 + 4.0 * draws, losses=2 * draws, **way)
         measured = [look, WorkItem("norms", half, 2.0, sent=moments_bytes)]
     elif statistic == "diagonal":

@@ -126,7 +126,7 @@ def _method(plan: Plan, method: str | None, imatrix: str | None, reads: bool) ->
     if method == "weighted" and imatrix is None:
         raise InvalidInput(
             "weighted needs an importance matrix of the file.",
-            "llama-imatrix makes one. apply MODEL PLAN -o DIR leaves one too (imatrix.gguf), where it writes the model's file.",
+            "llama-imatrix makes one. apply MODEL PLAN --method weighted -o DIR leaves imatrix.gguf, where it writes the file.",
             "Add --imatrix FILE, or --inputs MODEL. (--method rtn needs none, and costs more than the plan says.)",
         )
     if method not in ("rtn", "weighted") or (method == "rtn" and imatrix is not None):

@@ -49,11 +49,12 @@ def modelopt_cache(plan: Plan) -> str:
 
 
 def llama_cache(plan: Plan) -> str:
-    """Return llama.cpp's options of the context, of sequences at a time, and of the types of keys and of values."""
+    """Return llama.cpp's options of the types of keys and values, the context, the sequences, and the places of layers."""
     formats = {b.name: _format(plan, b.modules[0]).lower() for b in _blocks(plan, "llama.cpp")}
     payload = payload_of(plan, CachePayload)
     types = f"--cache-type-k {formats['keys']} --cache-type-v {formats['values']} --flash-attn on"
-    return f"{types} --ctx-size {payload.context * payload.batch} --parallel {payload.batch}\n"
+    placed = f"{payload.placed}\n" if payload.placed else ""
+    return f"{types} --ctx-size {payload.context * payload.batch} --parallel {payload.batch}\n{placed}"
 
 
 def llama_build(plan: Plan) -> str:
@@ -102,7 +103,7 @@ EXPORTS = (
         kinds=("cache",),
         file="cache.txt",
         summary="llama.cpp's types of keys and values",
-        use="llama-server -m MODEL.gguf $(cat {file}) keeps them so.{options}",
+        use="llama-server -m MODEL.gguf $(cat {word}) keeps them so.{options}",
         options=llama_build,
     ),
 )

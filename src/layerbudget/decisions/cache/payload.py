@@ -9,4 +9,10 @@ from ..formats.payload import CachedPayload
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CachePayload(CachedPayload):
-    """Fields of ``extra`` in the file of a plan of the cache."""
+    """Fields of ``extra`` in the file of a plan of the cache.
+
+    Attributes:
+        placed: Options of llama.cpp's server that place the layers, of a plan that was made for a card beside the processor.
+    """
+
+    placed: str | None = None

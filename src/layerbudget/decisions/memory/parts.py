@@ -31,10 +31,12 @@ def parts_of(plan: Plan) -> dict[str, Plan]:
     for name, kind, names in (("weights", "bits", _OF_WEIGHTS), ("cache", "cache", _OF_CACHE)):
         blocks = tuple(b for b in plan.blocks if (b.modules[0] in payload.cache_formats) == (kind == "cache"))
         spent = int(sum(b.count for b in blocks))
-        sizes, size = {}, spent
+        sizes, size, placed = {}, spent, {}
         if kind == "bits":
             size = spent + payload.fixed_bytes
             sizes = sizes_of(spent, payload.family, payload.fixed_bytes, payload.head_bytes)
+        elif payload.placement:
+            placed = {"placed": payload.placement.options}
         parts[kind] = dataclasses.replace(
             plan,
             kind=kind,
@@ -51,6 +53,7 @@ def parts_of(plan: Plan) -> dict[str, Plan]:
                 near_ties=[],
                 whole=whole,
                 **{field: getattr(payload, field) for field in names},
+                **placed,
             ),
         )
     return parts

@@ -48,7 +48,6 @@ from ..cache import cache_damage, cache_space, caching, llama_cache, planned_cac
 from ..formats.payload import CachedPayload
 from .fitted import Fitted, Pick
 from .parts import parts_of
-from .payload import MemoryPayload
 from .program import KIND, Fit, MemoryLimits, measured_for, share_of
 from .splits import check_memories, splits_of
 
@@ -332,8 +331,7 @@ def write_memory(
 
 def files_of(plan: Plan) -> dict[str, str]:
     """Return the files beside the weights of a plan of memory, by name: the plan of its cache, and the server's options."""
-    cache, placement = parts_of(plan)["cache"], payload_of(plan, MemoryPayload).placement
+    cache = parts_of(plan)["cache"]
     options = {"llama.cpp": llama_cache, "vllm": vllm_options}.get(payload_of(cache, CachedPayload).runtime)
-    placed = "" if placement is None else f"{placement.options}\n"
-    more = {"cache.txt": options(cache) + placed} if options else {}
+    more = {"cache.txt": options(cache)} if options else {}
     return {"cache.json": dumps(cache.to_dict()), **more}

@@ -116,7 +116,7 @@ EXPORTS = (
         kinds=("ranks",),
         file="adapter_config.json",
         summary="PEFT's LoraConfig as JSON",
-        use="peft.LoraConfig(**json.load(open('{file}'))) has every rank and alpha.",
+        use="peft.LoraConfig(**json.load(open({file!r}))) has every rank and alpha.",
     ),
     Export(
         name="axolotl",
@@ -140,6 +140,6 @@ EXPORTS = (
         kinds=("ranks",),
         file="mlx-lora.yaml",
         summary="mlx_lm's lora_parameters: one rank and its modules",
-        use="mlx_lm.lora --config {file} --model MODEL --train --data DATA trains by it.",
+        use="mlx_lm.lora --config {word} --model MODEL --train --data DATA trains by it.",
     ),
 )

@@ -27,7 +27,7 @@ def llm_compressor(plan: Plan, *, method: str | None = None, pattern: str | None
         lines.append(f"# at most {levels} levels: no block's sparsity moves by more than {change:.4f}, the total stays")
     lines += [
         "# from llmcompressor import oneshot",
-        '# oneshot(model=MODEL, dataset=DATA, recipe="recipe.yaml", pipeline="sequential")',
+        '# oneshot(model=MODEL, dataset=DATA, recipe=RECIPE, pipeline="sequential")',
         "# sequential: one pass per layer for each modifier; the default of some versions runs the whole model instead",
     ]
     return "\n".join(lines) + "\n" + recipe(plan, method, pattern=pattern)
@@ -50,6 +50,6 @@ EXPORTS = (
         kinds=("sparsity",),
         file="recipe.yaml",
         summary="llm-compressor's recipe",
-        use="llmcompressor.oneshot(model=..., recipe='{file}', pipeline='sequential') prunes by it.",
+        use="llmcompressor.oneshot(model=..., recipe={file!r}, pipeline='sequential') prunes by it.",
     ),
 )

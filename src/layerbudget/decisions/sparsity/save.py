@@ -91,6 +91,9 @@ def recipe(plan: Plan, method: str = "wanda", *, pattern: str | None = None) -> 
             "Its recipe would match nothing.",
             "Prune here: layerbudget apply MODEL PLAN.",
         )
+    measured, options = plan.pruner
+    damped = "damping" in options and method == measured
+    more = [f"      dampening_frac: {options['damping']}"] if damped else []  # llm-compressor's default is ours
     groups: dict[float, list[str]] = {}
     for block in plan.blocks:
         if block.count:
@@ -103,6 +106,7 @@ def recipe(plan: Plan, method: str = "wanda", *, pattern: str | None = None) -> 
             f"    {modifier}:",
             f"      sparsity: {ratio}",
             f"      mask_structure: {json.dumps(pattern or '0:0')}",
+            *more,
             f"      targets: {json.dumps(modules)}",
         ]
     return "\n".join(lines) + "\n"
