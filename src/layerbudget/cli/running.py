@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InvalidInput, LayerbudgetError, LostProcess
 
 if TYPE_CHECKING:
+    from ..requests import Request
     from .display import Display
 
 PROCESSES = (  # these can run in several
@@ -44,7 +45,7 @@ def carried(session: Display, run: Callable[[], dict[str, Any]], line: Callable[
     except LostProcess as error:
         code, said = 1, str(error)
     except LayerbudgetError as error:
-        code, said = 2, str(error)
+        code, said = 2, as_typed(error, session.request)
         tell(code, said)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -62,6 +63,18 @@ def carried(session: Display, run: Callable[[], dict[str, Any]], line: Callable[
         raise
     terminal().print(f"layerbudget: {said}", style=None if code == 130 else "red")
     return code
+
+
+def as_typed(error: LayerbudgetError, request: Request) -> str:
+    """Return the sentences of an error, whose remedy names options as the command has them: ``--draws 4`` for ``draws=4``."""
+    from ..requests import flag_of
+
+    def typed(option: re.Match[str]) -> str:
+        name, value = option["name"], option["value"].strip("'")
+        return f"{flag_of(request, name)} {value}" if name in request.options() else option[0]
+
+    remedy = re.sub(r"\b(?P<name>[a-z_]+)=(?P<value>'[^']*'|[\w.-]*\w)", typed, error.remedy)
+    return " ".join(filter(None, (error.what, error.feasible, remedy)))
 
 
 def _run(session: Display, run: Callable[[], dict[str, Any]], line: Callable[[], str]) -> int:

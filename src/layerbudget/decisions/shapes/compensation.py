@@ -192,7 +192,7 @@ class Stream:
                 raise UnknownStructure(
                     f"The layer {name} does not add its attention and its MLP to the stream as they are.",
                     "Compensation of the stream needs layers that do (not Gemma 2 or 3, whose norms stand between).",
-                    "Use compensate='refit' (--compensate refit).",
+                    "Use compensate='refit'.",
                 )
             self.middle.append(middle)
             self.end.append(out)
