@@ -141,6 +141,8 @@ def test_a_gguf_file_gets_its_rounding_from_the_inputs_of_its_model(tmp_path, ca
     own, placed = ({t.name: t.data.tobytes() for t in gguf.GGUFReader(f).tensors} for f in (place / "model.gguf", out))
     assert own == placed
     assert "Add --inputs MODEL" in sentence(capsys, "apply", source, fine, "-o", folder / "no.gguf")
+    read_late = "--inputs", folder / "no-model"  # the file is looked at before the model is loaded
+    assert "There is no file" in sentence(capsys, "apply", folder / "none.gguf", fine, *read_late, "-o", folder / "no.gguf")
     said = sentence(capsys, "apply", source, fine, "--method", "rtn", "--data", "stdlib", "-o", folder / "no.gguf")
     assert "--inputs MODEL reads text" in said and not (folder / "no.gguf").exists()
 

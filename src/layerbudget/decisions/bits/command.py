@@ -220,11 +220,12 @@ def _requantise(session: Session, plan: Plan, weights: Plan) -> Any:
     from ...cost.work import treating
     from ...execution.processes import one_process
     from .forecast import rounded_of
-    from .requantise import requantise
+    from .requantise import check_source, requantise
 
     one_process("A GGUF file gets other types")
     request: BitsWrite = session.request
     file, options = request.model, request.given("method", "imatrix")
+    check_source(file, weights, method=request.method, imatrix=request.imatrix, reads=request.inputs is not None)
     request.refuse(("dtype", "resume", "verify", *request.more), "a GGUF file")
     if request.inputs is None:
         remedy = "Leave it out: what is known of the inputs is in --imatrix FILE. (--inputs MODEL reads text.)"

@@ -98,6 +98,13 @@ def requantise(
         return output.write(partial(work.write, method=method, progress=progress), partial(_write_others, plan))
 
 
+def check_source(source: Path | str, plan: Plan, *, method: str | None, imatrix: str | None, reads: bool) -> None:
+    """Refuse what :func:`requantise` refuses of a file, a plan and a method; ``reads`` says whether a model will be given too."""
+    formats_of_plan(plan)
+    _method(plan, method, imatrix, reads)
+    GgufSource.open(source)
+
+
 def _write_others(plan: Plan, folder: Path, receipt: QuantisationReceipt) -> None:
     """Write what lies beside the file: its types, a model card, the plan and the record."""
     write_text(folder / "tensor-types.txt", llama_cpp(plan))
