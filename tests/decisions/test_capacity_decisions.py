@@ -86,7 +86,7 @@ def test_a_damaged_file_is_refused(kind, damage, tmp_path):
 def test_what_is_said_of_a_plan(plan):
     summary = DECISIONS.find(plan.kind).describe(plan)
     assert summary.title.endswith(" for") and summary.verdict.endswith(".") and summary.comparison is None
-    assert summary.expected.startswith("Verdict: scores decided") and summary.passes is None
+    assert summary.expected.startswith("Verdict: nothing measured the damage") and summary.passes is None
     assert f"The rule {plan.rule} decides" in summary.sentences[0] and len(summary.sentences) > 2
     assert all(sentence.endswith((".", "it.")) for sentence in (*summary.sentences, *summary.advice))
 

@@ -12,7 +12,7 @@ from layerbudget.errors import InvalidInput
 from layerbudget.finetuning.adapters import classifier_loader
 from layerbudget.models.blocks import partition
 from layerbudget.models.experts import cut_experts, find_experts
-from layerbudget.models.loading import blocks_from_config, load_model
+from layerbudget.models.loading import blocks_from_config, load_model, load_tokenizer
 from layerbudget.models.offload import mapped
 from layerbudget.models.precision import describe_place
 
@@ -170,3 +170,14 @@ def test_a_configuration_says_how_many_experts_each_layer_keeps(tmp_path):
     for by in ("layer", "linear"):
         assert blocks_from_config(tmp_path, by=by) == partition(load_model(str(tmp_path)), by)
     assert shape_of_config(model.config, torch.float32) == shape_of(model)
+
+
+def test_a_folder_without_a_tokenizer_is_refused_with_whole_words_of_the_loader(tmp_path):
+    """The loader's first line ends with a colon; what follows it is part of the reason."""
+    from layerbudget.errors import BadModel
+
+    zoo.build("llama").save_pretrained(tmp_path / "model")
+    with pytest.raises(BadModel) as error:
+        load_tokenizer(str(tmp_path / "model"))
+    assert "Save the tokenizer beside the model." in str(error.value) and "from one of:  " not in str(error.value)
+    assert error.value.what.endswith((".", "...", "'"))

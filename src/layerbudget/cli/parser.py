@@ -44,7 +44,9 @@ def parse(request: type[Request], words: Sequence[str], summary: str) -> Request
     everything = "--help-all" in words
     words = ["--help" if word == "--help-all" else word for word in words]
     if "-" in words:
-        raise WrongCommand("- stands for standard input or output elsewhere. No command here reads or writes these: name a file.")
+        raise WrongCommand(
+            "- stands for standard input or output elsewhere. No command here reads or writes these: name a file."
+        )
     typed = {"": words[0] if words else "", **dict(_pairs(words))}
     known = {*request.options(), *(f"no_{name}" for name in request.options()), "", "help"}
     asked = "--help" in words or "-h" in words

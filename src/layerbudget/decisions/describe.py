@@ -200,10 +200,10 @@ def expected_damage(damage: float | None, where: str = "") -> str:
     """A sentence on the damage of a plan that was applied, by what was known when it was made.
 
     >>> expected_damage(None)
-    'Verdict: scores decided, and nothing is known of the damage; compare it with the dense model on text of your own.'
+    'Verdict: nothing measured the damage of this plan; compare it with the dense model on text of your own.'
     """
     if damage is None:
-        return f"Verdict: scores decided, and nothing is known of the damage; {COMPARE}."
+        return f"Verdict: nothing measured the damage of this plan; {COMPARE}."
     return f"Verdict: planned to cost {damage:.3g} nats per token{f' {where}' if where else ''}; {COMPARE}."
 
 

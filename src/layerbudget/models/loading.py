@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import shlex
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -180,11 +181,12 @@ def foreign(what: str, feasible: str, remedy: str) -> Iterator[None]:
     except LayerbudgetError:
         raise
     except Exception as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+        first = " ".join(lines) if lines[0].endswith(":") else lines[0]  # a list follows
         if "custom code" in first:
             first = "it needs code of its own, which is not run here."
             feasible, remedy = "Models that transformers computes by itself are read.", "Take another model."
-        raise BadModel(f"{what}: {first[:300]}", feasible, remedy) from error
+        raise BadModel(f"{what}: {textwrap.shorten(first, 300, placeholder=' ...')}", feasible, remedy) from error
 
 
 def read_configuration(name: str, revision: str | None = None) -> Any:

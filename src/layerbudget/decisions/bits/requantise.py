@@ -99,7 +99,7 @@ def requantise(
 
 
 def check_source(source: Path | str, plan: Plan, *, method: str | None, imatrix: str | None, reads: bool) -> None:
-    """Refuse what :func:`requantise` refuses of a file, a plan and a method; ``reads`` says whether a model will be given too."""
+    """Refuse what :func:`requantise` refuses of a file, a plan and a method; ``reads``: a model will be given too."""
     formats_of_plan(plan)
     _method(plan, method, imatrix, reads)
     GgufSource.open(source)
