@@ -1,8 +1,8 @@
 """What ranks and LoRA experts share: their bounds, their rules, and the way from scores to a plan. No torch."""
 
 from .bounds import CapacityBounds, smallest_sides
-from .decide import decide
 from .options import ALPHA_POLICIES, FIX, LATENCY, Rounding, check_budgets, counted_options, one_budget
+from .plan import decide
 from .rules import in_proportion
 
 __all__ = [
