@@ -162,7 +162,16 @@ def tokens_of(scores: Scores) -> int:
         InvalidInput: The record does not say it.
     """
     if "tokens" in scores.extra:
-        return int(scores.extra["tokens"])
+        return _count(scores.extra["tokens"], "tokens")
     if {"samples", "length"} <= set(scores.data):
-        return int(scores.data["samples"]) * (int(scores.data["length"]) - 1)
+        return _count(scores.data["samples"], "samples") * (_count(scores.data["length"], "length") - 1)
     raise InvalidInput("The scores do not say how many tokens they are over.", "", "Give it: --tokens, or tokens=.")
+
+
+def _count(value: Any, name: str) -> int:
+    """A count as a file of scores has it."""
+    if isinstance(value, int | float) and value >= 1 and value % 1 == 0:
+        return int(value)
+    raise InvalidInput(
+        f"The scores have {name} {value!r}.", "It is a whole number of one or more.", "Give it: --tokens, or tokens=."
+    )

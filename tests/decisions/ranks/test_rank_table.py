@@ -16,6 +16,7 @@ from layerbudget.errors import InvalidInput
 from layerbudget.plan import Plan
 from layerbudget.reporting.explain import explain_plan
 from layerbudget.reporting.verdict import verdict
+from layerbudget.scores import tokens_of
 
 
 def scores_of(rows, floor=None):
@@ -216,3 +217,15 @@ def test_what_cannot_be_told_is_refused():
         rank_table(scores_of([[1.0] * 64] * 2), 0)
     with pytest.raises(InvalidInput, match="No mean rank of 4, 8 can be planned"):
         rank_table(scores_of([[3.0, 2.0, 1.0]] * 2), 100, ranks=(4, 8))
+
+
+@pytest.mark.parametrize("count", [None, "many", [3], 0, 2.5, float("nan")])
+def test_a_count_of_tokens_that_is_none_is_refused_by_name(count):
+    """In a file of scores; a plan of them has no table, and is made."""
+    scores = dataclasses.replace(scores_of([[3.0, 2.0, 1.0]] * 2), extra={"increments": [], "tokens": count})
+    with pytest.raises(InvalidInput, match="The scores have tokens"):
+        tokens_of(scores)
+    with pytest.raises(InvalidInput, match="The scores have length"):
+        tokens_of(dataclasses.replace(scores, extra={}, data={"samples": 4, "length": count}))
+    with pytest.raises(InvalidInput, match="tokens"):
+        rank_table(scores_of([[3.0, 2.0, 1.0]] * 2), count)

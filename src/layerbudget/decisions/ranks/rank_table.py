@@ -13,6 +13,7 @@ from ...errors import InfeasibleBudget, InvalidInput
 from ...plan import Plan, payload_of
 from ...records import Result
 from ...scores import Scores, tokens_of
+from ...solvers.inputs import whole_number
 from .describe import MOSTLY_NOISE, beside_uniform, share_of_uniform
 from .gains import FEW, TAKE_UNIFORM, increments_of
 from .payload import RanksPayload
@@ -149,8 +150,7 @@ def rank_table(
     Raises:
         InvalidInput: Scores without the gain of every further rank, no tokens, or no rank that was measured.
     """
-    if tokens < 1:
-        raise InvalidInput(f"tokens is {tokens}.", "At least one is learned.", "Give the completion tokens of the rows.")
+    tokens = whole_number(tokens, "tokens")
     most = max(map(len, increments_of(scores, damping)), default=0)
     ranks = [2**n for n in range(most.bit_length())] if ranks is None else ranks
     options: dict[str, Any] = {**terms, **({} if damping is None else {"damping": damping})}
