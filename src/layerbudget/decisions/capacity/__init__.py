@@ -1,4 +1,4 @@
-"""What ranks and LoRA experts share: their bounds, their rules, and the way from scores to a plan. No torch."""
+"""Shared by ranks and LoRA experts: their bounds, their rules, and the way from scores to a plan. No torch."""
 
 from .bounds import CapacityBounds, smallest_sides
 from .options import ALPHA_POLICIES, FIX, LATENCY, Rounding, check_budgets, counted_options, one_budget
