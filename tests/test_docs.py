@@ -171,3 +171,17 @@ def test_every_public_name_is_shown_on_a_page_or_in_an_example():
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.py")]
     shown = set(re.findall(r"\b(?:lb|layerbudget)\.(\w+)", "".join(p.read_text() for p in pages)))
     assert not set(lb.__all__) - shown - {"__version__"}
+
+
+def test_the_figures_of_the_readme_stand_on_the_page_that_their_row_names():
+    results, page, seen = (ROOT / "README.md").read_text().partition("## Results")[2], "", 0
+    for line in results.partition("## More")[0].splitlines():
+        page = next(iter(re.findall(r"\((benchmarks/results/\w+\.md)\)", line)), page)
+        if not line.startswith("|") or not page:
+            continue
+        known = [float(n) for n in re.findall(r"(?<![\w.])\d*\.\d+(?![\w.])", (ROOT / page).read_text())]
+        for figure in re.findall(r"(?<![\w.])\d*\.\d+", "|".join(line.split("|")[3:])):
+            half = 0.5 * 10.0 ** -len(figure.partition(".")[2])
+            assert any(abs(n - float(figure)) <= half * (1 + 1e-9) for n in known), (page, figure)
+            seen += 1
+    assert seen > 20
