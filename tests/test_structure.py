@@ -102,6 +102,7 @@ def test_the_formatter_is_never_switched_off():
 
 ROOMS = (
     "errors",
+    "arguments",
     "progress",
     "canonical",
     "storage",

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arguments import checked
 from ..canonical import digest, dumps, to_jsonable
 from ..errors import InvalidInput
 from ..evaluation.statistics import corrected, difference, holm, ranking
@@ -105,6 +106,7 @@ def check_all(
     return read
 
 
+@checked
 def compare_scores(
     bench: Bench,
     scores: Mapping[str, Given] | Sequence[str],

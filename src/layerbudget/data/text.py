@@ -17,11 +17,13 @@ import itertools
 import json
 import logging
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from ..arguments import checked
 from ..errors import InvalidInput, MissingDependency, NotEnoughText, NotFound
 from ..storage.hub import check_id
 from . import stdlib
@@ -174,8 +176,9 @@ def beginning(tokenizer: Any) -> int | None:
     return bos if bos is not None and list(tokenizer("a")["input_ids"])[:1] == [bos] else None
 
 
+@checked
 def calibration(
-    source: str | Sequence[Row],
+    source: Path | str | Sequence[Row],
     tokenizer: Any,
     *,
     samples: int | None = 128,
@@ -190,7 +193,7 @@ def calibration(
     Where there are fewer samples than asked for, all are used, and that is said.
 
     Args:
-        source: As in :func:`read_documents`, or a list of texts or rows of your own.
+        source: As in :func:`read_documents`, a path, or a list of texts or rows of your own.
         tokenizer: The model's tokenizer.
         samples: How many windows; None for all.
         length: Tokens of a window.
@@ -205,7 +208,10 @@ def calibration(
     if (samples is not None and samples < 1) or length < 2:
         problem = f"samples is {samples}, length is {length}."
         raise InvalidInput(problem, "At least 1 sample of at least 2 tokens.", "Try 128 and 256.")
-    order = np.random.default_rng(seed)
+    if not isinstance(source, Path | str | Sequence):
+        problem = f"source is {source!r}, of type {type(source).__name__}."
+        raise InvalidInput(problem, "It is a name, a path, or a list of texts or rows.", "Name one, for example 'stdlib'.")
+    source, order = str(source) if isinstance(source, Path) else source, np.random.default_rng(seed)
     if isinstance(source, str) and source in _REFERENCES and shuffle == (group != "evaluation"):
         return _of_reference(source, tokenizer, samples, length, seed, group)
     if isinstance(source, str):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..arguments import checked
 from ..decision import DECISIONS, decision_of
 from ..errors import InvalidInput
 from ..plan import Plan
@@ -24,6 +25,7 @@ def maker(kind: str) -> Callable[..., Plan]:
     return call
 
 
+@checked
 def apply_plan(model: nn.Module, plan: Plan, data: CalibrationSet | None = None, **options: Any) -> Receipt:
     """Give a model in memory what a plan of any kind says, and return the receipt, by the plan's kind.
 

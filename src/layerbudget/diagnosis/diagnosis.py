@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..arguments import checked
 from ..data.calibration import CalibrationSet
 from ..data.text import beginning
 from ..decisions.shapes import find_parts
@@ -68,6 +69,7 @@ class Diagnosis:
         return "\n".join(f"{f.severity:8}{f.check:13}{f.what} {f.remedy}".rstrip() for f in self.findings)
 
 
+@checked
 def diagnose(model: nn.Module, tokenizer: Any = None, data: CalibrationSet | None = None) -> Diagnosis:
     """Return what every check that applies has found; a check that itself fails becomes a finding.
 

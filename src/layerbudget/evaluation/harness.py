@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from ..arguments import checked
 from ..canonical import digest
 from ..data.tasks import known_label
 from ..errors import CorruptFile, InvalidInput, LayerbudgetError, MissingDependency, NotFound
@@ -198,6 +199,7 @@ def _cached_only() -> Iterator[None]:
         constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
+@checked
 def evaluate_tasks(
     model: nn.Module,
     tokenizer: Any,

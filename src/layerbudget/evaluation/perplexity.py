@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..arguments import checked
 from ..data.calibration import CalibrationSet, check_fits
 from ..data.encoding import IGNORE
 from ..data.text import calibration
@@ -62,7 +64,8 @@ class Evaluation:
         return record
 
 
-def evaluation_set(source: str, tokenizer: Any, *, length: int = 256, windows: int | None = None) -> CalibrationSet:
+@checked
+def evaluation_set(source: Path | str, tokenizer: Any, *, length: int = 256, windows: int | None = None) -> CalibrationSet:
     """The windows that :func:`perplexity` reads, in order; all of them when ``windows`` is ``None``.
 
     Conversations and answers are rows of their own, of at most ``length`` tokens, read on the answers only.
@@ -103,6 +106,7 @@ def _sequence_losses(model: nn.Module, batch: Batch, outputs: Outputs) -> torch.
     return torch.cat(losses, 1)[:, :-1].double().sum(1)
 
 
+@checked
 def perplexity(
     model: nn.Module,
     data: CalibrationSet,

@@ -387,6 +387,8 @@ def compare_results(first: Mapping[str, Any], second: Mapping[str, Any], names: 
         ModelMismatch: They answered other questions, or read other text.
         InvalidInput: They have nothing in common.
     """
+    if not isinstance(first, Mapping) or not isinstance(second, Mapping):
+        raise InvalidInput("These are no results.", "A result is a mapping.", "Read the files with json.load.")
     a, b = names
     tasks = [t for t in first["tasks"] if t in second["tasks"]]
     texts = [s for s in first["perplexity"] if s in second["perplexity"]]

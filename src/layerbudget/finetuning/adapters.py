@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..arguments import checked
 from ..data.calibration import CalibrationSet
 from ..data.tasks import Task
 from ..data.text import Texts
@@ -197,6 +198,7 @@ def _weight(modules: Mapping[str, nn.Module], name: str) -> Any:
     return getattr(modules[name], "weight", None) if name in modules else getattr(modules.get(parent), last, None)
 
 
+@checked
 def load_adapter(model: nn.Module, folder: Path | str, *, merge: bool = False) -> Any:
     """Return the model with a saved adapter, in evaluation mode; every tensor of the file is in it.
 

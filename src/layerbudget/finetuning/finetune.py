@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from ..arguments import checked
 from ..canonical import dumps, to_jsonable
 from ..data.tasks import Task
 from ..data.text import Texts, read_texts
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 _RESULT, _CHECKPOINTS = "result.json", "checkpoints"
 
 
+@checked
 def finetune(
     model: str | Loader,
     plan: Plan,

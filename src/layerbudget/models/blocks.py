@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
+from ..arguments import checked
 from ..errors import BadModel, CoverageError, InvalidInput, UnknownBlock, UnknownStructure
 from ..records import Block, Module, natural_key
 from ..storage.unread import predicting
@@ -181,6 +182,7 @@ def weight_of(model: nn.Module, name: str, *, packed: bool = False) -> tuple[nn.
     raise UnknownBlock(f"The model has no weight matrix {name!r}.", "", "Partition this model to list its names.")
 
 
+@checked
 def partition(
     model: nn.Module, by: str = "layer", *, include: str | None = None, exclude: str | None = None
 ) -> tuple[Block, ...]:

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from ..arguments import checked
 from ..errors import BadModel, CorruptFile, InvalidInput, LayerbudgetError, NotFound, UnknownStructure
 from ..gguf.folder import folder_of, rounded_before
 from ..gguf.header import open_gguf
@@ -296,8 +297,9 @@ def _streams(
 
 
 @silent()
+@checked
 def load_model(
-    name: str,
+    name: Path | str,
     *,
     dtype: str = "float32",
     revision: str | None = None,
@@ -334,6 +336,7 @@ def load_model(
         raise InvalidInput(
             f"dtype is {dtype!r}.", f"It is one of auto, {', '.join(DTYPES)}.", "Use float32 unless memory is short."
         )
+    name = str(name)
     checkpoint = find_checkpoint(name, revision=revision, device=device, four_bit=four_bit, stream=stream)
     if dtype == "quick":
         quick = quick_dtype(held_dtype(checkpoint.config), checkpoint.place)
@@ -389,6 +392,7 @@ def check_packed(folder: Path) -> None:
     from compressed_tensors.compressors import decompress_module
 
     name = str(folder)
+    name = str(name)
     checkpoint = find_checkpoint(name, revision=None, device="cpu", four_bit=False)
     auto = class_for(checkpoint.auto, checkpoint.config)
     with foreign(f"{name} could not be loaded", _MODEL_IS, ""):
@@ -403,7 +407,8 @@ def check_packed(folder: Path) -> None:
     check_finite(model)
 
 
-def load_tokenizer(name: str, *, revision: str | None = None) -> Any:
+@checked
+def load_tokenizer(name: Path | str, *, revision: str | None = None) -> Any:
     """The tokenizer that belongs to a model.
 
     Raises:
@@ -412,6 +417,7 @@ def load_tokenizer(name: str, *, revision: str | None = None) -> Any:
     """
     from transformers import AutoTokenizer
 
+    name = str(name)
     where = resolve(name, revision)
     if (file := gguf_of(name)) is not None and not (Path(where) / "tokenizer.json").is_file():
         return tokenizer_of(open_gguf(file))

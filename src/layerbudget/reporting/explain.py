@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arguments import checked
 from ..decision import OtherBudgets, decision_of
 from ..errors import InvalidInput
 from ..plan import Plan
@@ -32,6 +33,7 @@ class Explanation(Result):
     budgets: OtherBudgets | None = None
 
 
+@checked
 def explain_plan(plan: Plan, scores: Scores | None = None, *, tokens: int | None = None) -> Explanation:
     """Return in sentences what a plan does and what it rests on; with its scores also what their gains are worth in bits.
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ..arguments import checked
 from ..budget import amount_of, parse_budget, unit_cost
 from ..decision import DECISIONS, Decision, decision_of
 from ..decisions.apply import maker
@@ -20,6 +21,7 @@ from ..solvers.inputs import Vector, choice
 from ..solvers.transfer import Transfer, spearman, transfer_allocation, transfer_sparsity
 
 
+@checked
 def diff_plans(first: Plan, second: Plan) -> dict[str, Any]:
     """Return ``{kind, rules, budgets, moved, largest, rank_correlation, same, blocks}``: how two plans of one kind differ.
 
@@ -63,6 +65,7 @@ def swept() -> tuple[str, ...]:
     return tuple(name for name, decision in DECISIONS.all().items() if decision.swept)
 
 
+@checked
 def sweep(
     scores: Scores,
     *,
@@ -148,6 +151,7 @@ def _row(plan: Plan, kind: Decision, q: Vector, worth: Mapping[str, Any] | None)
     }
 
 
+@checked
 def transfer_scores(
     source: Scores,
     target: Scores,

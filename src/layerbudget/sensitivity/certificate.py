@@ -17,13 +17,14 @@ certificate is as good as that.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from ..arguments import checked
 from ..errors import InvalidInput
 from ..execution.loss import Data, logits_of, summed_loss
 from ..models.blocks import is_conv1d, weight_of
@@ -143,6 +144,7 @@ def _row(p: BlockProducts, tau: float, solved: Solved, base: float, g: torch.Ten
     }
 
 
+@checked
 def direct_check(
     model: nn.Module,
     data: Data,
@@ -219,6 +221,8 @@ def certify_ranking(table: Sequence[dict[str, Any]], *, with_gap: bool = True) -
         which only the remainder ``M/6 |d|^3`` is unknown (the paper counts the damping term as an error although it is
         known); ``agrees``: whether the measured losses have the same order.
     """
+    if not isinstance(table, Sequence) or not all(isinstance(row, Mapping) for row in table):
+        raise InvalidInput("This is no table of losses.", "It is a list of rows.", "Make it: layerbudget.direct_check(...).")
     key = "epsilon_with_gap" if with_gap else "epsilon"
     pairs = []
     for tau in dict.fromkeys(row["relative_damping"] for row in table):

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from ..arguments import checked
 from ..data.calibration import check_fits
 from ..errors import InvalidInput
 from ..execution.loss import Data
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 _OF_ADAPTERS = ("adapter", "rank-gain")
 
 
+@checked
 def score(
     model: nn.Module,
     data: Data | None,

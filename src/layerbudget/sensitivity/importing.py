@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arguments import checked
 from ..errors import CorruptFile, InvalidInput, NotFound
 from ..records import Block, Module
 from ..scores import Scores
@@ -22,6 +23,7 @@ _LAYER = re.compile(r"\.(\d+)(?:\.|$)")
 Row = Mapping[str, Any]
 
 
+@checked
 def import_scores(
     path: Path | str,
     blocks: Sequence[Block],

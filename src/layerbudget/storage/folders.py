@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..arguments import checked
 from ..errors import AlreadyExists
 from . import reading
 from .source import complete, save_weights
@@ -161,6 +162,7 @@ def _open_up(folder: Path) -> None:
         os.chmod(path, mode | (mode & 0o444) >> 2 if path.is_dir() else mode)
 
 
+@checked
 def write_model(
     model: Any,
     tokenizer: Any,

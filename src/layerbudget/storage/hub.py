@@ -24,7 +24,7 @@ def check_id(name: str, kind: str, *, file: str | None = None, revision: str | N
     if not _ID.fullmatch(name) or Path(name.split("/")[0]).is_dir():
         raise NotFound(
             f"There is no {kind} {name!r} here, and that is no hub id.",
-            f"A {kind} is a local path or owner/name."
+            "A dataset is stdlib, c4, wikitext2, a local path or owner/name."
             if kind == "dataset"
             else "MODEL is demo, a local folder, a GGUF file or owner/name.",
             "Check the name.",

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from ...arguments import checked
 from ...compressors.formats import GGUF, RUNTIMES, find_format, find_runtime
 from ...compressors.treating import InputStats
 from ...data.calibration import CalibrationSet
@@ -95,6 +96,7 @@ def round_matrices(
     return rounding.notes
 
 
+@checked
 def write_bits(
     model: nn.Module,
     plan: Plan,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...arguments import checked
 from ...canonical import digest, to_jsonable
 from ...compressors.base import find_quantiser
 from ...compressors.formats import BY_MOMENTS, GGUF, PACKED
@@ -53,6 +54,7 @@ _OF_BYTES = tuple(options_of(formats_table))
 _OPTIONS = (*_OF_BYTES, *options_of(rounding_damage, without=(*_OF_BYTES, "batch_size", "table", "progress")))
 
 
+@checked
 def plan_bits(
     source: nn.Module | Scores,
     data: CalibrationSet | None = None,

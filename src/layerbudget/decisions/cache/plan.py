@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...arguments import checked
 from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
 from ...execution.processes import process_group
@@ -71,6 +72,7 @@ def check_context(context: int, batch: int, longest: int | None) -> None:
     check_positions(context, longest or 0)
 
 
+@checked
 def plan_cache(
     model: nn.Module,
     data: CalibrationSet,

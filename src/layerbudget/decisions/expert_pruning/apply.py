@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ...arguments import checked
 from ...decision import check_kind
 from ...errors import CoverageError
 from ...models.blocks import describe
@@ -31,6 +32,7 @@ class ExpertReceipt(Receipt):
     loads: str  # who loads it
 
 
+@checked
 def keep_experts(model: nn.Module, plan: Plan, *, progress: Progress | None = None) -> ExpertReceipt:
     """Remove all experts but those of a plan, with their rows of the router and their biases, in place, and recount.
 

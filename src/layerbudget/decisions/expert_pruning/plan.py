@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...arguments import checked
 from ...budget import Budget, parse_budget
 from ...canonical import to_jsonable
 from ...data.calibration import CalibrationSet
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+@checked
 def plan_expert_pruning(
     model: nn.Module,
     data: CalibrationSet,

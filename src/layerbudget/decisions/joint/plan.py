@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ...arguments import checked
 from ...budget import parse_budget, unit_cost
 from ...decision import DECISIONS
 from ...errors import InvalidInput, UnknownUnit
@@ -23,6 +24,7 @@ from ..rules import RuleResult
 from .payload import Capacity, JointPayload
 
 
+@checked
 def plan_joint(
     scores: Scores,
     *,

@@ -15,6 +15,7 @@ from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, regis
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ...arguments import checked
 from ...errors import CoverageError, InvalidInput, LayerbudgetError
 from ...plan import Plan
 from ..adapters import attach, base_name, check_modules, counts_by_module, pattern, targets_of
@@ -152,6 +153,7 @@ def adapted_experts(model: nn.Module, adapter_name: str = "default") -> dict[str
     return experts
 
 
+@checked
 def add_lora_experts(
     model: nn.Module, plan: Plan, *, adapter_name: str = "default", config: Any = None, validate: bool = True, **options: Any
 ) -> PeftModel:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ...arguments import checked
 from ...errors import InfeasibleBudget
 from ...plan import Plan
 from ...records import Block
@@ -18,6 +19,7 @@ from ..capacity import CapacityBounds, decide, one_budget
 from ..rules import Problem, RuleResult, rule
 
 
+@checked
 def plan_lora_experts(
     scores: Scores | Sequence[Block],
     *,

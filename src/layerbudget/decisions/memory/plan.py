@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...arguments import checked
 from ...budget import rounded_up, unit_of
 from ...canonical import digest, dumps, to_jsonable
 from ...compressors.base import find_quantiser
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 TRUSTED = 1.5  # times the predicted damage
 
 
+@checked
 def plan_memory(
     source: nn.Module | Scores,
     data: CalibrationSet | None = None,
@@ -317,6 +319,7 @@ def apply_memory(
     return dataclasses.replace(rounded, plan_digest=plan.digest, cache=cache)
 
 
+@checked
 def write_memory(
     model: nn.Module, plan: Plan, out_dir: Path | str, data: CalibrationSet | None = None, **options: Any
 ) -> QuantisationReceipt:

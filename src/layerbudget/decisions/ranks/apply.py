@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ...arguments import checked
 from ...errors import InvalidInput
 from ...models.blocks import weight_of
 from ...plan import Plan
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
 
+@checked
 def to_lora_config(
     plan: Plan, *, alpha_policy: str = "constant-ratio", ratio: float = 2.0, dropout: float = 0.0, **options: Any
 ) -> LoraConfig:
@@ -81,6 +83,7 @@ def to_lora_config(
     return LoraConfig(**{**targets, **settings, **options})
 
 
+@checked
 def add_ranks(
     model: nn.Module, plan: Plan, *, adapter_name: str = "default", config: Any = None, validate: bool = True, **options: Any
 ) -> PeftModel:
@@ -132,6 +135,7 @@ def adapted_ranks(model: nn.Module, adapter_name: str = "default") -> dict[str, 
     return {n: m.lora_A[adapter_name].weight.shape[0] // _copies(m) for n, m in layers}
 
 
+@checked
 def fold_scales(model: nn.Module, ratio: float = 2.0, adapter_name: str = "default") -> None:
     """Give every module the scale ``ratio`` and its B the rest: the same update, ``alpha = ratio * r`` everywhere.
 
@@ -148,6 +152,7 @@ def fold_scales(model: nn.Module, ratio: float = 2.0, adapter_name: str = "defau
     config.use_rslora, config.lora_alpha = False, ratio * config.r
 
 
+@checked
 def pad_ranks(model: nn.Module, ratio: float = 2.0, adapter_name: str = "default") -> int:
     """Give every module the largest rank, by zeros, and the scale ``ratio``: the same update, one rank and one alpha.
 

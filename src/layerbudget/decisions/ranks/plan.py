@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ...arguments import checked
 from ...budget import Budget, rank_parameters
 from ...plan import Plan
 from ...records import Block
@@ -18,6 +19,7 @@ from .gains import measured, on_gains
 from .rules import served
 
 
+@checked
 def plan_ranks(
     scores: Scores | Sequence[Block],
     *,

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from ...arguments import checked
 from ...data.calibration import CalibrationSet
 from ...decision import check_kind
 from ...errors import CoverageError, InfeasibleBudget, InvalidInput, UnknownBlock, UnknownStructure
@@ -44,6 +45,7 @@ class ShapeReceipt(Receipt):
     dropped: Sequence[str]
 
 
+@checked
 def apply_shapes(
     model: nn.Module,
     plan: Plan,
@@ -104,6 +106,7 @@ def apply_shapes(
     )
 
 
+@checked
 def remove_units(
     model: nn.Module,
     data: CalibrationSet,

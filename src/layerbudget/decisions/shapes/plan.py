@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...arguments import checked
 from ...budget import parse_budget
 from ...canonical import to_jsonable
 from ...compressors.formats import RUNTIMES
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 _MEASURING = 5.0  # dense, three times through every layer to cut it, and the smaller model; the stream needs one more
 
 
+@checked
 def plan_shapes(
     model: nn.Module,
     data: CalibrationSet,

@@ -21,6 +21,7 @@ import torch
 from scipy.optimize import nnls
 from torch import nn
 
+from ...arguments import checked
 from ...errors import InvalidInput, MissingDependency
 from ...models.blocks import config_of, layers, text_config
 from ...plan import Plan
@@ -75,6 +76,7 @@ def sizes_of_layers(model: nn.Module, plan: Plan | None = None) -> list[Sizes]:
     return [(a.shape[0], a.shape[1], mlp.inputs) for a, mlp in zip(heads, mlps, strict=True)]
 
 
+@checked
 def measure_speed(model: nn.Module, *, threads: int = 1, rounds: int = 9) -> Speed:
     """Return seconds per token by the sizes of layers, measured in llama.cpp on this machine.
 

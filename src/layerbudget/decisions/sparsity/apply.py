@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from ...arguments import checked
 from ...compressors.base import Level, Treatment, find_treatment
 from ...compressors.select import check_group, parse_pattern, share
 from ...compressors.treating import Job, LayerCompressor
@@ -33,6 +34,7 @@ from ...storage.parts import Parts
 from .receipt import PruningReceipt, check_recount, recount, recount_rows
 
 
+@checked
 def prune(
     model: nn.Module,
     plan: Plan,

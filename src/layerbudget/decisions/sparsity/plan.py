@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ...arguments import checked
 from ...errors import InvalidInput
 from ...plan import Plan
 from ...records import Block, check_fraction
@@ -32,6 +33,7 @@ Curves: TypeAlias = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 _BY_CURVES = {"mdl": "calibrated", "permuted": "calibrated-permuted"}
 
 
+@checked
 def plan_sparsity(
     source: Scores | Sequence[Block] | nn.Module, data: CalibrationSet | None = None, *, sparsity: float = 0.5, **options: Any
 ) -> Plan:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...arguments import checked
 from ...compressors.select import by_groups
 from ...compressors.treating import matrices
 from ...errors import CoverageError
@@ -46,6 +47,7 @@ class Recount(Result):
     modules: Mapping[str, Mapping[str, Any]]
 
 
+@checked
 def recount(model: nn.Module, blocks: Iterable[Block | PlanBlock]) -> Recount:
     """Return the zeros of a model's prunable weights, of the blocks of a partition or of a plan.
 

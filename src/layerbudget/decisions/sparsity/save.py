@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from ...arguments import checked
 from ...compressors.base import TREATMENTS, find_treatment
 from ...errors import InvalidInput
 from ...models.blocks import config_of, pretrained
@@ -36,6 +37,7 @@ def check_room(model: nn.Module, out: Path | str, *, resume: Path | str | None =
     check_space(needs)
 
 
+@checked
 def save_pruned(
     model: nn.Module, tokenizer: Any, plan: Plan, receipt: PruningReceipt, out_dir: Path | str, *, overwrite: bool = False
 ) -> Path:
