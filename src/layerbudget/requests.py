@@ -120,6 +120,12 @@ class Request:
         known = self.options()
         return {name: getattr(self, name) for name, field in known.items() if getattr(self, name) != field.default}
 
+    def reads(self) -> list[str]:
+        """Return the files and texts that options name, beside the model, as they were typed."""
+        fields = {name: f for name, f in self.options().items() if name not in ("model", "source")}
+        values = [getattr(self, name) for name, f in fields.items() if f.metadata["role"] == "reads"]
+        return [text for v in values if v is not None for text in (v if isinstance(v, (list, tuple)) else [v])]
+
     def refuse(self, names: Sequence[str], what: str, remedy: str = "Leave it out.") -> None:
         """Refuse options that were given and would be ignored.
 

@@ -98,7 +98,15 @@ def test_a_dry_run_names_every_file_that_would_be_read(place, monkeypatch, capsy
     monkeypatch.chdir(place)
     train = ["finetune", "MODEL", "ranks.json", "--data", "rows.jsonl", "--held-out", "text.txt", "-o", "OUT"]
     compare = ["evaluate", "MODEL", "--against", "MIXTURE", "--perplexity", "text.txt", "--length", "16", "-o", "OUT"]
-    for words, files in ((train, {"ranks.json", "rows.jsonl", "text.txt"}), (compare, {"MIXTURE", "text.txt"})):
+    ranked = ["compare", "MODEL", "--scores", "gradient-norm,mine.csv", "--sparsity", "0.5", "--evaluate", "text.txt"]
+    ranked += [*TEXT, "--windows", "1", "-o", "OUT"]
+    (place / "mine.csv").write_text("name,score\nmodel.layers.0,1\nmodel.layers.1,2\nmodel.layers.2,3\n")
+    commands = (
+        (train, {"ranks.json", "rows.jsonl", "text.txt"}),
+        (compare, {"MIXTURE", "text.txt"}),
+        (ranked, {"mine.csv", "text.txt"}),
+    )
+    for words, files in commands:
         assert main([*words, "--dry-run", "--json"]) == 0
         assert set(json.loads(capsys.readouterr().out)["reads"][1:]) == files
 

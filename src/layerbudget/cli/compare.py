@@ -98,6 +98,11 @@ class CompareRequest(Request):
             known |= find_rule(kind, rule).options
         return {name: option for name, option in known.items() if name not in cls.options()}
 
+    def reads(self) -> list[str]:
+        """Return the files of scores too; names of estimators are no files."""
+        files = [name for name in names(self.scores) if Path(name.partition(":")[0]).suffix.lower() in (".csv", ".json", ".py")]
+        return [*files, *super().reads()]
+
     def check(self) -> None:
         """Refuse all but one kind of budgets, and options of the other kind."""
         super().check()

@@ -275,10 +275,7 @@ class Display:
         request = self.request
         expectation = self.expectation or {"model": request.model, "runs": self.verb, "expected": None}
         writes = [path for name in ("out", "save_scores", "resume") if (path := getattr(request, name, None))]
-        names = ("plan", "scores", "adapter", "held_out", "against")
-        files = [path for name in names if isinstance(path := getattr(request, name, None), str)]
-        files += [text] if (text := getattr(request, "data", None)) else []
-        files += getattr(request, "perplexity", None) or []
+        files = request.reads()
         known, cost = expectation["expected"], "its cost is not known"
         if known is not None:
             from ..cost.price import HOWS, duration

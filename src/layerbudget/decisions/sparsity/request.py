@@ -83,7 +83,7 @@ class SparsityRequest(PlanRequest):
         """
         super().check()
         if self.measures:
-            what = "a model, whose damage is measured: they belong to scores"
+            what = "a model, whose damage is measured: it belongs to scores"
             self.refuse(("curves", "exclude", "fix", "min_sparsity"), what)
             return
         what = "scores" if self.source.endswith((".json", ".csv")) else f"--rule {self.rule}, which measures no model"
