@@ -54,7 +54,7 @@ def parse_budget(text: str | float | int, *, default: str = "params") -> Budget:
     >>> parse_budget("64M params").amount, parse_budget("1.5 GiB").amount, parse_budget("3% flops").relative
     (64000000.0, 1610612736.0, True)
     """
-    if isinstance(text, (int, float)):
+    if not isinstance(text, str):
         return Budget(amount=_checked(text, text), unit=default, text=str(text))
     match = _TEXT.fullmatch(text.lower())
     if match and _NUMBER.fullmatch(match[1]):
@@ -153,7 +153,7 @@ def amount_of(budget: Budget, blocks: Sequence[Block], **options: Any) -> float:
     return budget.amount * base_amount(blocks, budget.unit, **options) if budget.relative else budget.amount
 
 
-def parse_bytes(text: str, what: str, example: str) -> int:
+def parse_bytes(text: str | float, what: str, example: str) -> int:
     """Return bytes that a user wrote, such as ``"1.2 GiB"``.
 
     Raises:

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import html
 import math
+import numbers
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 import msgspec
 import numpy as np
 
+from .arguments import checked
 from .canonical import digest, dumps, to_jsonable
 from .errors import CorruptFile, InvalidInput, MissingDependency, NotFound, UnknownBlock
 from .frozen import Frozen, freeze
@@ -207,6 +209,7 @@ class Record:
         return write_text(path, dumps(self.written()), overwrite=overwrite)
 
     @classmethod
+    @checked
     def load(cls, path: Path | str) -> Self:
         """Read the file.
 
@@ -408,7 +411,7 @@ def check_fraction(value: float, name: str, *, low: float = 0.0) -> float:
     Raises:
         InvalidInput: It is not.
     """
-    if not isinstance(value, (int, float)) or not math.isfinite(value) or not low <= value <= 1.0:
+    if not isinstance(value, numbers.Real) or not math.isfinite(value) or not low <= value <= 1.0:
         raise InvalidInput(
             f"{name} is {value}.", f"It must lie in [{low:g}, 1].", f"Give {name} as a fraction, for example 0.5."
         )

@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidInput, need_package
@@ -392,6 +392,9 @@ class Runtime:
         """
         if self.family == GGUF and group is not None:
             raise InvalidInput("GGUF has blocks of its own; a group size has no meaning.", "", "Leave it out.")
+        if isinstance(names, str) or not isinstance(names, Iterable | None):
+            what = f"formats is {names!r}, of type {type(names).__name__}."
+            raise InvalidInput(what, "It should be a list of strings.", "For example ['Q4_0', 'Q8_0'].")
         if names is not None and group is not None:
             what = f"A group size of {group} has no meaning beside formats that are named."
             raise InvalidInput(what, "Their names say it: w4-g32 has groups of 32.", "Leave group out, or leave formats out.")

@@ -16,7 +16,7 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,16 @@ def read_documents(source: str, *, group: str = "calibration") -> list[str]:
         MissingDependency: ``datasets`` or ``pyarrow`` is needed and not installed.
     """
     return [text_of(row, where) for row, where in _written_rows(_read_rows(source, group), source)]
+
+
+def _check_rows(rows: Sequence[Any]) -> None:
+    """Refuse what is neither a text nor a row among one's own, and a list of none."""
+    if not rows:
+        raise NotEnoughText("The list of texts is empty.", "At least one text is needed.", "Give some, or name a source.")
+    for n, row in enumerate(rows, 1):
+        if not isinstance(row, str | Mapping):
+            problem = f"Row {n} of your list is of type {type(row).__name__}."
+            raise InvalidInput(problem, "A row is a text or a dictionary.", "A file is given by its path, without a list.")
 
 
 def _written_rows(rows: Sequence[tuple[Row, str]], source: str) -> list[tuple[Row, str]]:
@@ -211,6 +221,8 @@ def calibration(
     if not isinstance(source, Path | str | Sequence):
         problem = f"source is {source!r}, of type {type(source).__name__}."
         raise InvalidInput(problem, "It is a name, a path, or a list of texts or rows.", "Name one, for example 'stdlib'.")
+    if not isinstance(source, Path | str):
+        _check_rows(source)
     source, order = str(source) if isinstance(source, Path) else source, np.random.default_rng(seed)
     if isinstance(source, str) and source in _REFERENCES and shuffle == (group != "evaluation"):
         return _of_reference(source, tokenizer, samples, length, seed, group)

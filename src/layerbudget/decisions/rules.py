@@ -211,12 +211,12 @@ def rules_of(kind: str) -> dict[str, Rule]:
 
 def find_rule(kind: str, rule: str | Callable[..., Any]) -> Rule:
     """Return a rule by its name (``my.py:name`` runs that file first), or a function of one's own as a rule."""
-    if not isinstance(rule, str):
+    if not isinstance(rule, str) and callable(rule):
         return Rule(kind=kind, name=getattr(rule, "__name__", type(rule).__name__), function=rule)
     known = rules_of(kind)
-    if rule in known or (".py:" in rule and kind in RULES):
+    if rule in known or (".py:" in str(rule) and kind in RULES):
         return RULES[kind].find(rule)
     for family in known.values():
-        if family.pattern is not None and re.fullmatch(family.pattern, rule):
+        if family.pattern is not None and re.fullmatch(family.pattern, str(rule)):
             return dataclasses.replace(family, name=rule)
     raise InvalidInput(f"rule is {rule!r}.", f"It is one of {', '.join(known)}.", f"Use rule={next(iter(known))!r}.")

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from scipy import optimize, stats
 
+from ..arguments import checked
 from ..errors import InvalidInput, ModelMismatch
 from ..verdicts import LEVEL_OF_TEST as _LEVEL
 from ..verdicts import SMALL, outcome
@@ -373,6 +374,7 @@ def compare_means(first: Rows, second: Rows) -> Comparison:
     return mcnemar(*((row["correct"], second[name]["correct"]) for name, row in first.items()))
 
 
+@checked
 def compare_results(first: Mapping[str, Any], second: Mapping[str, Any], names: Sequence[str] = ("A", "B")) -> dict[str, Any]:
     """Compare two results of ``evaluate``.
 
@@ -387,8 +389,6 @@ def compare_results(first: Mapping[str, Any], second: Mapping[str, Any], names: 
         ModelMismatch: They answered other questions, or read other text.
         InvalidInput: They have nothing in common.
     """
-    if not isinstance(first, Mapping) or not isinstance(second, Mapping):
-        raise InvalidInput("These are no results.", "A result is a mapping.", "Read the files with json.load.")
     a, b = names
     tasks = [t for t in first["tasks"] if t in second["tasks"]]
     texts = [s for s in first["perplexity"] if s in second["perplexity"]]

@@ -109,6 +109,7 @@ def _read_config(file: Path) -> dict[str, Any]:
     return record
 
 
+@checked
 def blocks_from_config(config: Mapping[str, Any] | Path | str, *, by: str = "layer") -> tuple[Block, ...]:
     """The blocks of a model from its ``config.json`` alone: plans without weights.
 
@@ -301,9 +302,9 @@ def _streams(
 def load_model(
     name: Path | str,
     *,
-    dtype: str = "float32",
+    dtype: str | torch.dtype = "float32",
     revision: str | None = None,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     four_bit: bool = False,
     stream: bool | None = False,
     lean: bool = False,
@@ -317,7 +318,7 @@ def load_model(
         name: ``demo``, a local folder, a GGUF file or a hub id.
         dtype: ``auto`` (what the checkpoint holds, as transformers does), ``quick`` (the same, but float32 where the processor
             can only emulate 16 bits), ``float32`` (default: scores and statistics are computed in it), ``bfloat16``,
-            ``float16``, ``float64``.
+            ``float16``, ``float64``; or one of torch's own, such as ``torch.float32``.
         revision: Hub revision.
         device: Where to put it; ``auto`` is the accelerator where there is one.
         four_bit: Hold its matrices in 4 bits, for scores that read activations and gradients, and for adapters.
@@ -332,12 +333,13 @@ def load_model(
         InvalidInput: Unknown dtype, or a device that this machine does not have.
         MissingDependency: 4 bits without bitsandbytes.
     """
+    dtype = str(dtype).removeprefix("torch.")
     if dtype not in (*DTYPES, "auto", "quick"):
         raise InvalidInput(
             f"dtype is {dtype!r}.", f"It is one of auto, {', '.join(DTYPES)}.", "Use float32 unless memory is short."
         )
     name = str(name)
-    checkpoint = find_checkpoint(name, revision=revision, device=device, four_bit=four_bit, stream=stream)
+    checkpoint = find_checkpoint(name, revision=revision, device=str(device), four_bit=four_bit, stream=stream)
     if dtype == "quick":
         quick = quick_dtype(held_dtype(checkpoint.config), checkpoint.place)
         dtype = "float32" if quick == torch.float32 and not four_bit else "auto"

@@ -14,6 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ..arguments import checked
 from ..canonical import dumps
 from ..decision import decision_of
 from ..plan import Plan
@@ -49,6 +50,7 @@ _CHARTS = (
 _COARSEST = ("gains", "What the smallest format costs each block", "Bars with two standard errors.")
 
 
+@checked
 def write_report(folder: Path | str, out: Path | str, *, overwrite: bool = False) -> Path:
     """Write :func:`build_page` atomically."""
     return write_text(out, build_page(folder), overwrite=overwrite)

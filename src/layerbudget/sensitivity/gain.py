@@ -77,6 +77,8 @@ def score(
         CurvatureFailure: A curvature that is not positive definite at any damping.
     """
     chosen = ESTIMATORS.find(estimator)
+    if not blocks:
+        raise InvalidInput("No block was given.", "At least one is scored.", "Make them with layerbudget.partition(model).")
     shared = {"damping": damping, "damping_unit": damping_unit, "batch_size": batch_size, "seed": seed}
     arguments: dict[str, Any] = chosen.resolve_options({**shared, **options})
     if data is None and chosen.data:

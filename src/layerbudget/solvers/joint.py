@@ -10,6 +10,7 @@ one multiplier decides: ``e_k`` answers the price ``alpha + lambda``, ``rho_k`` 
 from __future__ import annotations
 
 import math
+import numbers
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -117,7 +118,7 @@ def solve_joint(
         raise InvalidInput("The joint program has no measured curves.", "Its penalty is smooth.", "Use penalty='quadratic'.")
     base, low, high = capacity_bounds(0.0, lower, upper, k)
     rho_low, rho_high = sparsity_bounds(0.0, max_sparsity, k, psi)
-    if not (isinstance(budget, (int, float)) and math.isfinite(budget)):
+    if not (isinstance(budget, numbers.Real) and math.isfinite(budget)):
         raise NotFinite(f"budget is {budget!r}.", "It must be a finite number; negative to shrink.", "Give a plain number.")
     total = float(budget)
     adapt = Program(-1, phi, w, a, price, low, high, base, total, total, exactly)

@@ -61,7 +61,7 @@ def plan_bits(
     check: CalibrationSet | None = None,
     *,
     bits: float | None = None,
-    budget: str | None = None,
+    budget: str | float | None = None,
     like: str | None = None,
     forbid: Sequence[str] = (),
     keep: Mapping[str, str] | None = None,

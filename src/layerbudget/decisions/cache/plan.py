@@ -81,7 +81,7 @@ def plan_cache(
     context: int,
     batch: int = 1,
     bits: float | None = None,
-    budget: str | None = None,
+    budget: str | float | None = None,
     rule: str = "exact",
     runtime: str = "transformers",
     formats: Sequence[str] | None = None,

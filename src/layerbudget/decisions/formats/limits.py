@@ -35,7 +35,7 @@ class Limits:
     """
 
     bits: float | None = None
-    budget: str | None = None
+    budget: str | float | None = None
     like: str | None = None
     forbid: Sequence[str] = ()
     keep: Mapping[str, str] = dataclasses.field(default_factory=dict)

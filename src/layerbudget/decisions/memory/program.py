@@ -55,9 +55,9 @@ class MemoryLimits:
     """
 
     context: str | int
-    memory: str | None = None
-    gpu: str | None = None
-    ram: str | None = None
+    memory: str | float | None = None
+    gpu: str | float | None = None
+    ram: str | float | None = None
     batch: int = 1
     forbid: Sequence[str] = ()
     keep: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -155,7 +156,7 @@ def remove_units(
 
 
 def _going(part: PrunablePart, fraction: float, multiple: int) -> int:
-    if not (isinstance(fraction, int | float) and math.isfinite(fraction) and 0 <= fraction < 1):
+    if not (isinstance(fraction, numbers.Real) and math.isfinite(fraction) and 0 <= fraction < 1):
         raise InvalidInput(f"The fraction is {fraction}.", "It must lie in [0, 1).", "Give 0.25, for example.")
     if part.kind == "heads":
         return min(math.floor(part.units * fraction + 1e-9), part.units - 1)
