@@ -13,6 +13,7 @@ from tests import zoo
 
 import layerbudget as lb
 from layerbudget import decision
+from layerbudget.cli import main
 from layerbudget.decisions.bits import export as of_bits
 from layerbudget.decisions.cache import export as of_cache
 from layerbudget.decisions.cache.plan import plan_cache
@@ -228,3 +229,11 @@ def test_every_refusal_was_met():
         assert raised or module is of_sparsity, module
         missed = [ast.unparse(n)[:120] for n in raised if not met & set(range(n.lineno, n.end_lineno + 1))]
         assert not missed, (module.__name__, missed)
+
+
+def test_an_unknown_format_is_answered_with_those_of_the_plan(tmp_path, capsys):
+    lb.plan_lora_experts(zoo.scores([3.0, 1.0]), total=4).save(tmp_path / "plan.json")
+    assert main(["export", str(tmp_path / "plan.json"), "--to", "mola"]) == 2
+    said = capsys.readouterr().err
+    assert "There is no export format 'mola'. For a plan of lora-experts there are layers (" in said
+    assert "csv (" in said and "gptqmodel" not in said

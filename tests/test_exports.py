@@ -169,7 +169,7 @@ def test_what_a_format_does_not_write_or_read_is_refused(sparsity, tmp_path, cap
         (["--to", "lora"], "no format for a plan of kind sparsity"),
         (["--to", "csv", "--levels", "2"], "Unknown option: --levels"),
         (["--to", "gguf"], "export format"),
-        (["--to", "peft"], "lora (PEFT's LoraConfig as JSON), "),
+        (["--to", "peft"], "recipe (llm-compressor's recipe). Choose"),
         (["--method", "magnitude"], "cannot be written"),
     ):  # fmt: skip
         assert main(["export", plan, *words, "-o", str(tmp_path / "x")]) == 2

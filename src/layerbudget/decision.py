@@ -134,12 +134,10 @@ class Export:
         parts = decision_of(plan).parts(plan)
         plan = next((part for kind, part in parts.items() if kind in self.kinds), plan)
         if self.kinds and plan.kind not in self.kinds:
-            kinds = {plan.kind, *parts}
-            fitting = [e.name for e in EXPORTS.all().values() if (not e.kinds or kinds & {*e.kinds}) and e.takes(plan)]
             raise InvalidInput(
                 f"{self.name} is no format for a plan of kind {plan.kind}.",
                 f"It writes {' and '.join(self.kinds)}.",
-                f"For this plan there are {', '.join(fitting)}.",
+                f"For this plan there are {', '.join(e.name for e in exports_of(plan))}.",
             )
         return plan
 
@@ -429,6 +427,12 @@ class _Exports(Registry[Export]):
 
 
 EXPORTS = _Exports("export format", group="layerbudget.exports", summaries=True)  # read it from :mod:`layerbudget.exports`
+
+
+def exports_of(plan: Plan) -> list[Export]:
+    """Return the formats that a plan can be written as with no option given."""
+    kinds = {plan.kind, *decision_of(plan).parts(plan)}
+    return [e for e in EXPORTS.all().values() if (not e.kinds or kinds & {*e.kinds}) and e.takes(plan)]
 
 
 def decision_of(plan: Plan) -> Decision:

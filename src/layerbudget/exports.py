@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .decision import EXPORTS, Export, decision_of
-from .errors import NotFound
+from .decision import EXPORTS, Export, decision_of, exports_of
+from .errors import InvalidInput, NotFound
 from .plan import Plan
 
 Call = Callable[..., str]
@@ -34,6 +34,20 @@ def format_for(plan: Plan) -> str:
     """Return the format of a plan where none is named: the first that is made for its kind, or else for one of its parts."""
     kinds = dict.fromkeys((plan.kind, *decision_of(plan).parts(plan)))
     return next((e.name for kind in kinds for e in EXPORTS.all().values() if kind in e.kinds), "csv")
+
+
+def find_format(name: str | None, plan: Plan) -> Export:
+    """Return the format of a name (``my.py:name`` runs that file first), or the plan's own where none is named.
+
+    Raises:
+        InvalidInput: There is none; the message lists those that this plan can be written as.
+    """
+    name = name or format_for(plan)
+    if name not in EXPORTS.names() and ".py:" not in name:
+        known = ", ".join(f"{e.name} ({e.summary})" for e in exports_of(plan))
+        there = f"For a plan of {plan.kind} there are {known}."
+        raise InvalidInput(f"There is no export format {name!r}.", there, "Choose one of those.")
+    return EXPORTS.find(name)
 
 
 def find_plan(path: Path | str) -> Plan:

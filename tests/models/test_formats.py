@@ -65,8 +65,10 @@ def test_an_adapter_is_no_model_alone_or_beside_one(tmp_path, tokenizer, capsys)
     for folder in (tmp_path / "adapter", tmp_path / "both"):
         adapted.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+    adapted.save_pretrained(tmp_path / "trained" / "seed-0" / "adapter")
     adapted.merge_and_unload().save_pretrained(tmp_path / "both")
-    for folder, words in (("adapter", "is an adapter of .*base and no model.*--adapter"), ("both", "an adapter of .*beside")):
+    no_model = "is an adapter of .*base and no model.*--adapter"
+    for folder, words in (("adapter", no_model), ("trained", f"seed-0/adapter {no_model}"), ("both", "an adapter of .*beside")):
         for load in (load_model, load_tokenizer):
             with pytest.raises(BadModel, match=words):
                 load(str(tmp_path / folder))

@@ -76,6 +76,8 @@ def resolve(name: str, revision: str | None = None) -> str:
         return str(folder_of(file))
     if path.is_dir():
         if not (path / "config.json").is_file():
+            for file in sorted(path.glob("*/adapter/adapter_config.json")):
+                check_adapter(file.parent)  # a result of finetune
             raise NotFound(
                 f"{name} holds no config.json.",
                 "A model folder has config.json and safetensors files.",
