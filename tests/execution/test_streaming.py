@@ -21,6 +21,7 @@ from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.decisions.sparsity.save import save_pruned
 from layerbudget.errors import BadModel, CorruptFile, CoverageError, InvalidInput, ModelMismatch
 from layerbudget.evaluation.perplexity import perplexity
+from layerbudget.execution.inputs import InputMoments
 from layerbudget.models.blocks import fingerprint, partition
 from layerbudget.models.loading import load_model
 from layerbudget.models.offload import Mapped, mapped
@@ -150,6 +151,21 @@ def test_moments_of_many_inputs_lie_among_temporary_files(tmp_path, monkeypatch)
     monkeypatch.setattr("layerbudget.storage.writing.shutil.disk_usage", lambda where: type("Disk", (), {"free": 10})())
     with pytest.raises(InvalidInput, match="are free in"):
         inputs.InputMoments("gram").add(x)
+
+
+def test_every_token_counts_the_same_in_moments_that_say_so():
+    x, lengths = torch.randn(30, 12), torch.rand(30, 1) * 1e4 + 1e-3
+    made = []
+    for tokens in (x, x * lengths, torch.cat([x, torch.zeros(2, 12)])):
+        moments = InputMoments("gram", alike=True)
+        moments.add(tokens)
+        made.append(moments)
+    plain = InputMoments("gram")
+    plain.add(x / x.square().mean(1, keepdim=True).sqrt())
+    for moments in made:
+        assert torch.allclose(moments.value, plain.value, rtol=1e-5, atol=1e-5)
+        assert float(moments.value.diagonal().sum()) == pytest.approx(30 * 12, rel=1e-5)
+    assert made[2].rows == 32 and made[0].copy().alike
 
 
 def test_what_needs_the_whole_graph_refuses_a_streamed_model(folders):

@@ -318,7 +318,7 @@ class GPTQ(Quantiser):
     """
 
     name, summary = "gptq", "later columns make up for the rounding of earlier ones, by second moments of the inputs"
-    statistic = "gram"
+    statistic, alike = "gram", True
 
     def __init__(self, *, damping: float = 0.01, shrinkage: float = 0.0) -> None:
         if not 0 <= shrinkage < 1:

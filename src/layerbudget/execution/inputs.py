@@ -37,12 +37,21 @@ class InputMoments:
     Attributes:
         kind: ``diagonal`` (sum of squares of each input) or ``gram`` (panels of ``X' X``).
         rows: Tokens seen.
+        alike: Whether every token counts the same: its input is brought to a root mean square of one.
         folder: Where a Gram matrix lies as a file; by default in memory, of more than ``EXACT`` inputs among temporary files.
         sums: What :meth:`add` adds to: ``value``, in float64 where that is not too large.
     """
 
-    def __init__(self, kind: str, value: torch.Tensor | None = None, rows: int = 0, folder: Path | None = None) -> None:
-        self.kind, self.rows, self.folder = kind, rows, folder
+    def __init__(
+        self,
+        kind: str,
+        value: torch.Tensor | None = None,
+        rows: int = 0,
+        folder: Path | None = None,
+        *,
+        alike: bool = False,
+    ) -> None:
+        self.kind, self.rows, self.folder, self.alike = kind, rows, folder, alike
         self.sums = value
 
     @property
@@ -71,7 +80,8 @@ class InputMoments:
 
     def copy(self) -> InputMoments:
         """Return moments of the same tokens that grow apart from these."""
-        return type(self)(self.kind, None if self.sums is None else self.sums.clone(), self.rows, self.folder)
+        sums = None if self.sums is None else self.sums.clone()
+        return type(self)(self.kind, sums, self.rows, self.folder, alike=self.alike)
 
     def empty(self, width: int, device: torch.device) -> torch.Tensor:
         """Return sums over no tokens."""
@@ -93,6 +103,9 @@ class InputMoments:
             self.sums = self.sums.double()
         value, kind, x = self.sums, x.dtype, x.detach().to(torch.float32)
         with torch.autocast(x.device.type, enabled=False):  # forwards may run in half precision, sums never
+            if self.alike:
+                lengths = torch.linalg.vector_norm(x, dim=1, keepdim=True)
+                x = x * torch.where(lengths > 0, x.shape[1] ** 0.5 / lengths, 0.0)
             if self.kind == "diagonal":
                 value += torch.linalg.vector_norm(x, dim=0).square_()
             else:
@@ -164,7 +177,7 @@ def _add_up(moments: Mapping[str, Sequence[InputMoments]], together: ProcessGrou
 
 
 class InputStatistics:
-    """Input moments of some matrices; :class:`InputMoments` says what ``kind`` and ``folder`` are.
+    """Input moments of some matrices; :class:`InputMoments` says what ``kind``, ``alike`` and ``folder`` are.
 
     Attributes:
         found: Moments by matrix name, one per copy (a fused mixture has one per expert). Matrices that share an input share
@@ -173,8 +186,16 @@ class InputStatistics:
 
     moments: ClassVar[type[InputMoments]] = InputMoments  #: What adds up the inputs of one matrix.
 
-    def __init__(self, model: nn.Module, modules: Sequence[Module], kind: str, *, folder: Path | None = None) -> None:
-        self.kind, self.folder = kind, folder
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Sequence[Module],
+        kind: str,
+        *,
+        alike: bool = False,
+        folder: Path | None = None,
+    ) -> None:
+        self.kind, self.alike, self.folder = kind, alike, folder
         self.found: dict[str, list[InputMoments]] = {}
         self.owners: dict[str, nn.Module] = {}
         self.fused: dict[nn.Module, dict[str, Module]] = {}
@@ -189,6 +210,9 @@ class InputStatistics:
         self._mask: torch.Tensor | None = None
         self._waiting: set[Any] = set()
         self._ends = True
+
+    def _none(self) -> InputMoments:
+        return self.moments(self.kind, folder=self.folder, alike=self.alike)
 
     def groups(self) -> list[list[str]]:
         """Matrices by shared input, in the order in which the block reads them (after :meth:`run`)."""
@@ -267,7 +291,7 @@ class InputStatistics:
                 self.found[name] = [shared.copy()]
                 self._leader[name] = leader = name
             if leader == name:
-                (moments,) = self.found.setdefault(name, [self.moments(self.kind, folder=self.folder)])
+                (moments,) = self.found.setdefault(name, [self._none()])
                 add_sequences(moments, x, self._mask)
                 self._current[name] = x
             elif self._current.get(leader) is not x:
@@ -295,9 +319,7 @@ class InputStatistics:
                 keep = self._mask.reshape(-1).to(hidden.device)
                 several, index = several[:, keep], index[keep]
             for key, record in wanted.items():
-                statistics = self.found.setdefault(
-                    record.name, [self.moments(self.kind, folder=self.folder) for _ in range(record.copies)]
-                )
+                statistics = self.found.setdefault(record.name, [self._none() for _ in range(record.copies)])
                 for expert in range(record.copies):
                     x = several[expert % len(several)][(index == expert).any(dim=-1)]
                     if x.shape[0]:

@@ -142,7 +142,8 @@ class RoundingErrors(Watch):
         inside = [name for name in names if name not in self.lookups | self.heads]
         self._beside |= dict.fromkeys(inside, inside)
         if self.quantiser.reads_text:
-            self._statistics = InputStatistics(self.model, [self.modules[n] for n in names], self.quantiser.statistic)
+            modules, quantiser = [self.modules[n] for n in names], self.quantiser
+            self._statistics = InputStatistics(self.model, modules, quantiser.statistic, alike=quantiser.alike)
 
     def watching(self, batch: Batch) -> AbstractContextManager[Any] | None:
         """See :meth:`Watch.watching`: the inputs that the quantiser reads."""
