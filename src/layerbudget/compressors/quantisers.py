@@ -431,7 +431,7 @@ class Descent(GPTQ):
 
     name, summary = "descent", "gptq, then codes and scales are improved in turn; two or three times as long"
 
-    def __init__(self, *, damping: float = 0.01, shrinkage: float = 0.2, sweeps: int = 1) -> None:
+    def __init__(self, *, damping: float = 0.01, shrinkage: float = 0.0, sweeps: int = 1) -> None:
         super().__init__(damping=damping, shrinkage=shrinkage)
         if sweeps < 0:
             raise InvalidInput(f"{sweeps} sweeps were given.", "There are 0 or more.", "Try 1.")
