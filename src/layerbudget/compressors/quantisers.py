@@ -312,6 +312,9 @@ class Weighted(Quantiser):
 class GPTQ(Quantiser):
     """Column by column, and the later columns make up for the errors.
 
+    Every token counts the same in the moments, however large its input is: the few that have inputs a hundred times as large as
+    the others would make up the sums by themselves.
+
     Args:
         damping: Relative to the mean of the second moments' diagonal.
         shrinkage: By what share moments of two different inputs are taken to be smaller than the text says.
