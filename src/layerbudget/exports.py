@@ -36,7 +36,7 @@ def format_for(plan: Plan) -> str:
     return next((e.name for kind in kinds for e in EXPORTS.all().values() if kind in e.kinds), "csv")
 
 
-def find_format(name: str | None, plan: Plan) -> Export:
+def find_export(name: str | None, plan: Plan) -> Export:
     """Return the format of a name (``my.py:name`` runs that file first), or the plan's own where none is named.
 
     Raises:

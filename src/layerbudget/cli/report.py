@@ -48,11 +48,11 @@ class ExportRequest(Request):
     @classmethod
     def more_options(cls, typed: Mapping[str, str]) -> dict[str, Option]:
         """Return the options of the format that is named, or of the usual one of the plan; of all where there is no plan."""
-        from ..exports import EXPORTS, find_format, find_plan
+        from ..exports import EXPORTS, find_export, find_plan
 
         name, plan = typed.get("to"), typed.get("", "")
         if Path(plan).exists():
-            formats = [find_format(name, find_plan(plan))]
+            formats = [find_export(name, find_plan(plan))]
         else:
             formats = [EXPORTS.find(each) for each in (EXPORTS.names() if name is None else (name,))]
         return {n: option for each in formats for n, option in options_of(each.call).items()}
@@ -95,12 +95,12 @@ def run_demo(session: Session) -> dict[str, Any]:
 
 def run_export(session: Session) -> dict[str, Any]:
     """Write the file and say how it is used."""
-    from ..exports import find_format, find_plan
+    from ..exports import find_export, find_plan
     from ..storage.writing import check_apart, check_output, write_text
 
     request: ExportRequest = session.request
     plan = find_plan(request.plan)
-    chosen = find_format(request.to, plan)
+    chosen = find_export(request.to, plan)
     out = request.out or chosen.file
     check_apart(out, request.plan)
     check_output(out, overwrite=request.overwrite)

@@ -211,7 +211,7 @@ class InputStatistics:
         self._waiting: set[Any] = set()
         self._ends = True
 
-    def _none(self) -> InputMoments:
+    def _unseen(self) -> InputMoments:
         return self.moments(self.kind, folder=self.folder, alike=self.alike)
 
     def groups(self) -> list[list[str]]:
@@ -291,7 +291,7 @@ class InputStatistics:
                 self.found[name] = [shared.copy()]
                 self._leader[name] = leader = name
             if leader == name:
-                (moments,) = self.found.setdefault(name, [self._none()])
+                (moments,) = self.found.setdefault(name, [self._unseen()])
                 add_sequences(moments, x, self._mask)
                 self._current[name] = x
             elif self._current.get(leader) is not x:
@@ -319,7 +319,7 @@ class InputStatistics:
                 keep = self._mask.reshape(-1).to(hidden.device)
                 several, index = several[:, keep], index[keep]
             for key, record in wanted.items():
-                statistics = self.found.setdefault(record.name, [self._none() for _ in range(record.copies)])
+                statistics = self.found.setdefault(record.name, [self._unseen() for _ in range(record.copies)])
                 for expert in range(record.copies):
                     x = several[expert % len(several)][(index == expert).any(dim=-1)]
                     if x.shape[0]:
