@@ -40,11 +40,11 @@ from layerbudget.sensitivity.sequences import per_token
 
 Way = tuple[str, dict[str, Any], tuple[Any, ...]]  #: a method, its options, and what stands in the place of its steps
 FORMATS = ("w3-g32", "w4-g32", "nvfp4", "Q4_0", "IQ4_NL", "Q3_K", "Q4_K")
-AS_THEY_ARE = "inputs as they are"  #: not brought to one length, as the methods do
 METHODS: dict[str, Way] = {
     **{method: (method, {}, ()) for method in ("weighted", "gptq", "descent")},
-    **{f"{method}, {AS_THEY_ARE}": (method, {}, (AS_THEY_ARE,)) for method in ("gptq", "descent")},
     "descent, 2 sweeps": ("descent", {"sweeps": 2}, ()),
+    "gptq, equal tokens": ("gptq", {"equal_tokens": True}, ()),
+    "descent, equal tokens, not shrunk": ("descent", {"equal_tokens": True, "shrinkage": 0.0}, ()),
 }
 
 
@@ -69,7 +69,7 @@ _CODES = (descent._State, "_choose_codes", _nothing)
 _SCALES = ((descent._State, "_solve_sub", _no_change), (descent._State, "_solve_block", _no_change))
 _NEAREST = ((Descent, "begin", _nearest), (quantisers, "feed_back", _nearest_in_ggml))
 #: What a line of the ablation is made by: the method, its options, and what stands in the place of steps of descent.
-_PARTS: dict[str, Way] = {
+PARTS: dict[str, Way] = {
     "gptq": ("gptq", {}, ()),
     "gptq, moments shrunk": ("gptq", {"shrinkage": 0.2}, ()),
     "descent": ("descent", {}, ()),
@@ -83,7 +83,6 @@ _PARTS: dict[str, Way] = {
     "2 sweeps, shrinkage .4": ("descent", {"sweeps": 2, "shrinkage": 0.4}, ()),
     "4 sweeps": ("descent", {"sweeps": 4}, ()),
 }
-PARTS = {name: (method, options, (AS_THEY_ARE, *steps)) for name, (method, options, steps) in _PARTS.items()}
 
 
 class Bench:
@@ -95,22 +94,23 @@ class Bench:
         self.blocks = [b for i, b in enumerate(partition(self.model, "layer")) if i % a.every == 0]
         self.modules = {m.name: m for b in self.blocks for m in b.modules}
         fit = lb.calibration(a.fit, tokenizer, samples=a.samples, length=a.length)
-        kinds = [InputStatistics(self.model, list(self.modules.values()), "gram", alike=alike) for alike in (True, False)]
+        modules = list(self.modules.values())
+        kinds = [InputStatistics(self.model, modules, "gram", equal_tokens=equal) for equal in (False, True)]
         with torch.no_grad():
             for batch in fit.batches(8, torch.device("cpu")):
                 with kinds[0].listening(None), kinds[1].listening(None):
                     self.model(**batch)
-        self.found, self.as_they_are = (statistics.found for statistics in kinds)
+        self.found = [statistics.found for statistics in kinds]
         held = lb.calibration(a.held_out, tokenizer, samples=a.windows, length=a.window, seed=1)
         self.dense = DenseOutput(self.model, held)
 
-    def round(self, form: str, method: str, options: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[float, int]:
-        """Round every matrix that the format divides, by these moments; return seconds of the processor and bytes."""
+    def round(self, form: str, method: str, options: Mapping[str, Any]) -> tuple[float, int]:
+        """Round every matrix that the format divides; return seconds of the processor and bytes."""
         quantiser, made, spent, size = quantiser_of(method).with_options(options), dict[int, Any](), 0.0, 0
         for name, module in self.modules.items():
             if not find_format(form).fits(module.d_in):
                 continue
-            (view,), (moments,) = matrices(*weight_of(self.model, name)), found[name]
+            (view,), (moments,) = matrices(*weight_of(self.model, name)), self.found[quantiser.equal_tokens][name]
             start = time.process_time()
             if id(moments) not in made and quantiser.statistic != "none":
                 mean = quantiser.statistic == "diagonal"
@@ -122,12 +122,12 @@ class Bench:
 
     def row(self, form: str, method: str, options: Mapping[str, Any], steps: Sequence[Any] = ()) -> dict[str, Any]:
         """KL of every window, seconds and bytes; the model is afterwards as it was."""
-        held, raw = Originals(self.model, self.blocks), AS_THEY_ARE in steps or method == "weighted"
+        held = Originals(self.model, self.blocks)
         try:
             with torch.no_grad(), ExitStack() as stack:
-                for owner, name, step in (s for s in steps if s != AS_THEY_ARE):
+                for owner, name, step in steps:
                     stack.enter_context(patch.object(owner, name, step))
-                spent, size = self.round(form, method, options, self.as_they_are if raw else self.found)
+                spent, size = self.round(form, method, options)
             rows = self.dense.rows(self.model)
         finally:
             held.restore()
@@ -194,7 +194,7 @@ def main() -> None:
     for suffix, (key, formats, ways) in tables.items():
         early += len(read_rows(f"rounding_{a.name}{suffix}", a.out)) if formats else 0
         rows = measure(bench, f"rounding_{a.name}{suffix}", key, formats, ways, a.out)
-        lines += ["", *([f"Parts of descent, of {AS_THEY_ARE}:", ""] if suffix else []), *lines_of(rows, key)] if rows else []
+        lines += ["", *lines_of(rows, key)] if rows else []
     if early:
         lines += ["", f"{early} rows are of earlier runs: the stamp has neither their commit nor their time and memory."]
     write_section("rounding", a.name, lines, out=a.out, peers=("gguf", "xllamacpp"))

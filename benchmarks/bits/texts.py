@@ -51,7 +51,7 @@ class Bench:
         if (text, size) not in self.known:
             files = text.split("+")
             parts = [lb.calibration(f, self.tokenizer, samples=size // len(files), length=256) for f in files]
-            statistics = InputStatistics(self.model, list(self.modules.values()), "gram", alike=True)
+            statistics = InputStatistics(self.model, list(self.modules.values()), "gram")
             with torch.no_grad():
                 for batch in joined(parts).batches(8, torch.device("cpu")):
                     with statistics.listening(None):

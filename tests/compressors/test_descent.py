@@ -202,10 +202,10 @@ def test_rows_of_zeros_and_inputs_that_never_came():
 
 @pytest.mark.parametrize("name", ["IQ3_XXS", "MXFP4"])
 def test_types_without_codes_of_their_own_are_rounded_by_error_feedback(name):
-    """Of the shrunk moments where it is asked for, as all that this method rounds."""
+    """Of the shrunk moments, as all that this method rounds."""
     assert {f.name for f in formats.TYPES if not f.plain} == {*ggml_scales.FIELDS, *formats.FED_BACK}
     weight, moment = case(4)
-    gptq, quantiser = (find_quantiser(name).with_options({"shrinkage": 0.2}) for name in ("gptq", "descent"))
+    gptq, quantiser = find_quantiser("gptq").with_options({"shrinkage": 0.2}), find_quantiser("descent")
     level, shrunk = Level(format=name), quantiser.prepare(moment).moment
     made = [
         q.quantise(weight, p, level).weight for q, p in ((gptq, gptq.prepare(moment)), (quantiser, quantiser.prepare(moment)))

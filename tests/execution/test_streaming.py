@@ -157,7 +157,7 @@ def test_every_token_counts_the_same_in_moments_that_say_so():
     x, lengths = torch.randn(30, 12), torch.rand(30, 1) * 1e4 + 1e-3
     made = []
     for tokens in (x, x * lengths, torch.cat([x, torch.zeros(2, 12)])):
-        moments = InputMoments("gram", alike=True)
+        moments = InputMoments("gram", equal_tokens=True)
         moments.add(tokens)
         made.append(moments)
     plain = InputMoments("gram")
@@ -165,7 +165,7 @@ def test_every_token_counts_the_same_in_moments_that_say_so():
     for moments in made:
         assert torch.allclose(moments.value, plain.value, rtol=1e-5, atol=1e-5)
         assert float(moments.value.diagonal().sum()) == pytest.approx(30 * 12, rel=1e-5)
-    assert made[2].rows == 32 and made[0].copy().alike
+    assert made[2].rows == 32 and made[0].copy().equal_tokens
 
 
 def test_what_needs_the_whole_graph_refuses_a_streamed_model(folders):

@@ -55,7 +55,7 @@ class Treatment(abc.ABC):
         summary: A line for the help.
         statistic: What it must know of the inputs ``x`` of a matrix: ``none``, ``diagonal`` (``sum x_j^2``) or ``gram``
             (``sum x x'``, upper triangle).
-        alike: Whether every token counts the same in that, however large its input is.
+        equal_tokens: Whether every token counts the same in that, however large its input is.
         modifier: Name of the modifier of llm-compressor that does the same, where there is one.
         changes: What a level of it says: ``zeros`` (pruners) or the ``format`` (quantisers). It decides which table it joins.
         unseen: What happens to a matrix that no token reached, in a sentence.
@@ -66,7 +66,7 @@ class Treatment(abc.ABC):
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""
     statistic: ClassVar[str] = "none"
-    alike: ClassVar[bool] = False
+    equal_tokens: bool = False
     modifier: ClassVar[str | None] = None
     changes: ClassVar[str] = "zeros"
     nested: ClassVar[bool] = False

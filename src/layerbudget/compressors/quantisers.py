@@ -312,21 +312,19 @@ class Weighted(Quantiser):
 class GPTQ(Quantiser):
     """Column by column, and the later columns make up for the errors.
 
-    Every token counts the same in the moments, however large its input is: the few that have inputs a hundred times as large as
-    the others would make up the sums by themselves.
-
     Args:
         damping: Relative to the mean of the second moments' diagonal.
         shrinkage: By what share moments of two different inputs are taken to be smaller than the text says.
+        equal_tokens: Let every token count the same in the moments, however large its input is.
     """
 
     name, summary = "gptq", "later columns make up for the rounding of earlier ones, by second moments of the inputs"
-    statistic, alike = "gram", True
+    statistic = "gram"
 
-    def __init__(self, *, damping: float = 0.01, shrinkage: float = 0.0) -> None:
+    def __init__(self, *, damping: float = 0.01, shrinkage: float = 0.0, equal_tokens: bool = False) -> None:
         if not 0 <= shrinkage < 1:
             raise InvalidInput(f"A shrinkage of {shrinkage:g} was given.", "It is 0 or more, and less than 1.", "Try 0.2.")
-        self.damping, self.shrinkage = damping, shrinkage
+        self.damping, self.shrinkage, self.equal_tokens = damping, shrinkage, equal_tokens
 
     def prepare(self, moment: torch.Tensor) -> Factors:
         """The factors of the inverse of the moment, shrunk and damped."""
@@ -429,13 +427,14 @@ class Descent(GPTQ):
     Args:
         damping: Relative to the mean of the second moments' diagonal.
         shrinkage: By what share moments of two different inputs are taken to be smaller than the text says.
+        equal_tokens: Let every token count the same in the moments, however large its input is.
         sweeps: Passes over the columns.
     """
 
     name, summary = "descent", "gptq, then codes and scales are improved in turn; two or three times as long"
 
-    def __init__(self, *, damping: float = 0.01, shrinkage: float = 0.0, sweeps: int = 1) -> None:
-        super().__init__(damping=damping, shrinkage=shrinkage)
+    def __init__(self, *, damping: float = 0.01, shrinkage: float = 0.2, sweeps: int = 1, equal_tokens: bool = False) -> None:
+        super().__init__(damping=damping, shrinkage=shrinkage, equal_tokens=equal_tokens)
         if sweeps < 0:
             raise InvalidInput(f"{sweeps} sweeps were given.", "There are 0 or more.", "Try 1.")
         self.sweeps = sweeps

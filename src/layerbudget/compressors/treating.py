@@ -58,7 +58,7 @@ class LayerCompressor:
         """Statistics of the inputs of some matrices of the walk's current layer; None where none are needed."""
         if self.treatment.statistic == "none" or not modules:
             return None
-        statistics = InputStatistics(self.model, modules, self.treatment.statistic, alike=self.treatment.alike)
+        statistics = InputStatistics(self.model, modules, self.treatment.statistic, equal_tokens=self.treatment.equal_tokens)
         statistics.run(walk)
         return statistics
 

@@ -37,7 +37,7 @@ class InputMoments:
     Attributes:
         kind: ``diagonal`` (sum of squares of each input) or ``gram`` (panels of ``X' X``).
         rows: Tokens seen.
-        alike: Whether every token counts the same: its input is brought to a root mean square of one.
+        equal_tokens: Whether every token counts the same: its input is brought to a root mean square of one.
         folder: Where a Gram matrix lies as a file; by default in memory, of more than ``EXACT`` inputs among temporary files.
         sums: What :meth:`add` adds to: ``value``, in float64 where that is not too large.
     """
@@ -49,9 +49,9 @@ class InputMoments:
         rows: int = 0,
         folder: Path | None = None,
         *,
-        alike: bool = False,
+        equal_tokens: bool = False,
     ) -> None:
-        self.kind, self.rows, self.folder, self.alike = kind, rows, folder, alike
+        self.kind, self.rows, self.folder, self.equal_tokens = kind, rows, folder, equal_tokens
         self.sums = value
 
     @property
@@ -81,7 +81,7 @@ class InputMoments:
     def copy(self) -> InputMoments:
         """Return moments of the same tokens that grow apart from these."""
         sums = None if self.sums is None else self.sums.clone()
-        return type(self)(self.kind, sums, self.rows, self.folder, alike=self.alike)
+        return type(self)(self.kind, sums, self.rows, self.folder, equal_tokens=self.equal_tokens)
 
     def empty(self, width: int, device: torch.device) -> torch.Tensor:
         """Return sums over no tokens."""
@@ -103,7 +103,7 @@ class InputMoments:
             self.sums = self.sums.double()
         value, kind, x = self.sums, x.dtype, x.detach().to(torch.float32)
         with torch.autocast(x.device.type, enabled=False):  # forwards may run in half precision, sums never
-            if self.alike:
+            if self.equal_tokens:
                 lengths = torch.linalg.vector_norm(x, dim=1, keepdim=True)
                 x = x * torch.where(lengths > 0, x.shape[1] ** 0.5 / lengths, 0.0)
             if self.kind == "diagonal":
@@ -177,7 +177,7 @@ def _add_up(moments: Mapping[str, Sequence[InputMoments]], together: ProcessGrou
 
 
 class InputStatistics:
-    """Input moments of some matrices; :class:`InputMoments` says what ``kind``, ``alike`` and ``folder`` are.
+    """Input moments of some matrices; :class:`InputMoments` says what ``kind``, ``equal_tokens`` and ``folder`` are.
 
     Attributes:
         found: Moments by matrix name, one per copy (a fused mixture has one per expert). Matrices that share an input share
@@ -192,10 +192,10 @@ class InputStatistics:
         modules: Sequence[Module],
         kind: str,
         *,
-        alike: bool = False,
+        equal_tokens: bool = False,
         folder: Path | None = None,
     ) -> None:
-        self.kind, self.alike, self.folder = kind, alike, folder
+        self.kind, self.equal_tokens, self.folder = kind, equal_tokens, folder
         self.found: dict[str, list[InputMoments]] = {}
         self.owners: dict[str, nn.Module] = {}
         self.fused: dict[nn.Module, dict[str, Module]] = {}
@@ -212,7 +212,7 @@ class InputStatistics:
         self._ends = True
 
     def _unseen(self) -> InputMoments:
-        return self.moments(self.kind, folder=self.folder, alike=self.alike)
+        return self.moments(self.kind, folder=self.folder, equal_tokens=self.equal_tokens)
 
     def groups(self) -> list[list[str]]:
         """Matrices by shared input, in the order in which the block reads them (after :meth:`run`)."""

@@ -36,10 +36,9 @@ def given(model, matrices):
 
 
 def by_feedback(weight, x, form):
-    """One matrix by the second moments of its inputs, every one as long as the others; to nearest where there are none."""
+    """One matrix by the second moments of its inputs; to nearest where there are none."""
     if not len(x):
         return torch.from_numpy(ggml.dequantise(ggml.quantise(weight.numpy(), form), form))
-    x = x / x.square().mean(1, keepdim=True).sqrt()
     return torch.from_numpy(ggml.dequantise(feed_back(weight, Factors(x.T @ x), form), form))
 
 

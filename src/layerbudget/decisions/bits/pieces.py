@@ -253,7 +253,7 @@ class ModelRounding(LayerCompressor):
     def _of_head(self, walk: Walk, jobs: Sequence[Job]) -> Mapping[str, list[InputMoments]]:
         """Inputs of the head in the model as it was: an embedding that is tied to it is rounded before the layers."""
         modules = [job.module for job in jobs if not find_format(str(job.level.format)).plain]
-        statistics = InputStatistics(self.model, modules, self.quantiser.statistic, alike=self.quantiser.alike)
+        statistics = InputStatistics(self.model, modules, self.quantiser.statistic, equal_tokens=self.quantiser.equal_tokens)
         known = {} if self.shared is None else self.shared.inputs
         if set(statistics.owners) <= set(known):
             return {name: known[name] for name in statistics.owners}

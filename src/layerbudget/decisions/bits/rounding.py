@@ -143,7 +143,7 @@ class RoundingErrors(Watch):
         self._beside |= dict.fromkeys(inside, inside)
         if self.quantiser.reads_text:
             modules, quantiser = [self.modules[n] for n in names], self.quantiser
-            self._statistics = InputStatistics(self.model, modules, quantiser.statistic, alike=quantiser.alike)
+            self._statistics = InputStatistics(self.model, modules, quantiser.statistic, equal_tokens=quantiser.equal_tokens)
 
     def watching(self, batch: Batch) -> AbstractContextManager[Any] | None:
         """See :meth:`Watch.watching`: the inputs that the quantiser reads."""
