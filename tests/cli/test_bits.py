@@ -174,7 +174,9 @@ def test_a_model_that_is_not_written_as_gguf_gets_the_way_that_works(tmp_path, c
     assert told["next"] == f"layerbudget apply model-f16.gguf {fit} -o planned.gguf"
 
 
-@pytest.mark.parametrize(("method", "options"), [("gptq", []), ("gptq", ["--equal-tokens"]), ("descent", ["--sweeps", "1", "--shrinkage", "0.1"])])
+@pytest.mark.parametrize(
+    ("method", "options"), [("gptq", []), ("gptq", ["--equal-tokens"]), ("descent", ["--sweeps", "1", "--shrinkage", "0.1"])]
+)
 def test_a_method_reads_its_data(saved_model, tmp_path, capsys, method, options):
     model, plan, quick = saved_model("llama"), tmp_path / "plan.json", ["--group", "16", "--draws", "1", "--check", "0"]
     document(capsys, "plan", "bits", model, "--bits", "5", *quick, *SMALL, "-o", plan)
