@@ -51,7 +51,7 @@ class ExportRequest(Request):
         from ..exports import EXPORTS, find_export, find_plan
 
         name, plan = typed.get("to"), typed.get("", "")
-        if Path(plan).exists():
+        if plan and Path(plan).exists():
             formats = [find_export(name, find_plan(plan))]
         else:
             formats = [EXPORTS.find(each) for each in (EXPORTS.names() if name is None else (name,))]
