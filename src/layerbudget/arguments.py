@@ -17,7 +17,7 @@ SHOWN = 40  #: characters of a refused value in its message
 
 
 class Kind(NamedTuple):
-    """What an argument is called, whether a value is one, and how one is had."""
+    """One kind of argument: how it is called, whether a value is one, and how one is had."""
 
     called: str
     fits: Callable[[Any], bool]
@@ -105,7 +105,7 @@ def checked(function: F) -> F:
 
 
 def kinds_of(name: str, annotation: str) -> list[Kind]:
-    """What a parameter of this name and annotation may be; empty where that is not looked at."""
+    """The kinds that a parameter of this name and annotation may be; empty where that is not looked at."""
     if name in NAMED:
         return NAMED[name]
     parts = [p if p in KINDS else p.partition("[")[0] for p in re.split(r" \| (?![^\[]*\])", annotation)]
