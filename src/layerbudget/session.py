@@ -22,6 +22,7 @@ class Session(Protocol):
 
     request: Any  #: the decision's own :class:`~layerbudget.requests.Request`
     facts: dict[str, Any]  #: what planning learns of the model, and the command that follows depends on
+    usual: dict[str, Any]  #: text and its size where none is named
 
     def load(self, *, data: bool = True, lean: bool = False) -> tuple[Any, Any, Any]:
         """Return model, tokenizer and calibration tokens that the request names; without ``data`` no text is read.

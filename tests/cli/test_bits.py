@@ -287,7 +287,10 @@ def test_apply_reads_the_text_of_the_plan_and_never_that_of_its_check(folder, pl
 
     monkeypatch.setattr(module, "write_bits", spied)
     words = ("apply", "demo", plan, "--method", "gptq", "-o", folder / "alike")
-    assert "Seen" in sentence(capsys, *words) and given[-1] == decided
+    assert "Seen" in sentence(capsys, *words, "--samples", 4) and given[-1] == decided
+    said = sentence(capsys, *words)  # rounding to nearest, which the plan was measured with, learns no inputs
+    assert re.search(r"gptq wants 4 tokens for each of the [\d,]+ columns .* samples of 32 tokens are taken, not 4", said)
+    assert given[-1] > decided and not given[-1] & checked
     said = sentence(capsys, *words, "--samples", 12)
     assert len(given[-1]) == 12 and given[-1] > decided and not given[-1] & checked
     assert "The 2 sequences that checked the plan are left out" in said

@@ -54,7 +54,7 @@ def _by_damage(session: Session) -> Plan:
     request: BitsRequest = session.request
     family = request.family or (RUNTIMES[request.runtime].family if request.runtime else PACKED if not request.like else GGUF)
     request.check_formats(request.runtime, family)
-    need_samples(session)
+    need_samples(session, request.method)
     model, tokenizer, data, check = session.load_checked(16 if request.checked is None else request.checked)
     if family == GGUF and (narrow := narrow_rows(model)):
         session.announce(narrow)
@@ -193,7 +193,7 @@ def _quantise(session: Session, plan: Plan, weights: Plan, text_files: Mapping[s
     if blind:
         request.refuse(READING, f"the method {method}{' with an importance matrix' if request.imatrix else ''}")
     else:
-        _use_text_of(session, plan)
+        _use_text_of(session, plan, weights, method)
     request.dtype = request.dtype or "float32"  # grids of formats are finer than what checkpoints hold
     model, tokenizer, data = (
         session.load(data=False, lean=True) if blind else session.load_apart(plan, _checked(plan), lean=True)
@@ -232,21 +232,26 @@ def _requantise(session: Session, plan: Plan, weights: Plan) -> Any:
         request.refuse(READING, "a GGUF file", remedy)
         request.refuse(("device", "stream"), "a GGUF file")
     else:
-        _use_text_of(session, plan)
-        request.model, request.dtype = request.inputs, "float32"
+        method, request.model, request.dtype = request.method or str(weights.payload.method), request.inputs, "float32"
+        _use_text_of(session, plan, weights, method)
         model, _, data = session.load_apart(plan, _checked(plan))
         options |= {"inputs": model, "data": data, "batch_size": session.batch(model, data)}
-        method, text = request.method or str(weights.payload.method), session.size(data)
+        text = session.size(data)
         session.expect(f"{method}{session.on_text(data)}", model, treating(method, text, **rounded_of(weights)))
         request.model, request.dtype = file, None
     with session.progress("requantise, tensors") as progress:
         return requantise(file, weights, request.out, overwrite=request.overwrite, progress=progress, **options)
 
 
-def _use_text_of(session: Session, plan: Plan) -> None:
-    """Read the text that decided a plan, as it was drawn then unless another one is named."""
+def _use_text_of(session: Session, plan: Plan, weights: Plan, method: str) -> None:
+    """Read the text that decided a plan, as it was drawn then unless another one is named.
+
+    There is more of it where the plan was measured with a method that learns less of the inputs.
+    """
     name = text_of_plan(plan).get("data", "stdlib")
     session.use_text_of(plan, as_drawn=session.request.data in (None, name))
+    if weights.payload.method not in BY_MOMENTS:
+        need_samples(session, method)
 
 
 def _checked(plan: Plan) -> int:

@@ -134,10 +134,10 @@ class FormatsRequest(PlanRequest):
             target.check(find_format(name, family))
 
 
-def need_samples(session: Session) -> None:
-    """Ask for as many samples as the widest matrix wants where the method learns inputs and nobody named a number of them."""
+def need_samples(session: Session, method: str | None) -> None:
+    """Ask for as many samples as the widest matrix wants where a method learns inputs and nobody named a number of them."""
     request: Any = session.request
-    if request.method not in BY_MOMENTS or request.samples is not None:
+    if method not in BY_MOMENTS or request.samples is not None:
         return
     import torch
 
@@ -146,11 +146,11 @@ def need_samples(session: Session) -> None:
     columns = 0
     with contextlib.suppress(LayerbudgetError):  # what cannot be loaded is refused when it is
         columns = max(shape_of_config(session.configuration(), torch.bfloat16).inputs)
-    usual, length = request.usual["samples"], request.usual["length"] if request.length is None else request.length
+    usual, length = session.usual["samples"], session.usual["length"] if request.length is None else request.length
     wanted = -(-TOKENS * columns // max(length, 1))
     if wanted > usual:
         request.samples = wanted
-        why = f"{request.method} wants {TOKENS} tokens for each of the {columns:,} columns of the widest matrix"
+        why = f"{method} wants {TOKENS} tokens for each of the {columns:,} columns of the widest matrix"
         session.announce(f"{why}: {wanted} samples of {length} tokens are taken, not {usual} (--samples).")
 
 

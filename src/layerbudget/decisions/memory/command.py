@@ -47,7 +47,7 @@ def _by_damage(session: Session) -> Plan:
     request: MemoryRequest = session.request
     runtime = request.target
     MemoryLimits(**request.terms, utilization=share_of(runtime, request.utilization)).check(request.rule)  # before it is loaded
-    need_samples(session)
+    need_samples(session, request.method)
     model, tokenizer, data, check = session.load_checked(8 if request.checked is None else request.checked)
     text, draws = session.size(data), request.draws or 4
     checked = None if check is None else session.size(check)
