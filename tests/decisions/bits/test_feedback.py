@@ -14,6 +14,7 @@ from layerbudget.compressors.feedback import Factors, feed_back
 from layerbudget.decisions.bits.apply import round_matrices, write_bits
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.bits.sensitivity import rounding_damage
+from layerbudget.execution.loss import sampled_targets, unlabelled
 from layerbudget.models.blocks import layers
 
 pytest.importorskip("gguf")
@@ -42,6 +43,21 @@ def by_feedback(weight, x, form):
     return torch.from_numpy(ggml.dequantise(feed_back(weight, Factors(x.T @ x), form), form))
 
 
+def of_both_uses(model):
+    """Rows whose second moments count the errors of a tied matrix: the inputs of its logits, and gradients of its lookups."""
+    (batch,), rows = unlabelled(model, TEXT, len(TEXT)), []
+    handle = model.get_input_embeddings().register_forward_hook(lambda m, a, out: rows.append(out.requires_grad_()))
+    with torch.enable_grad():
+        hidden = model.model(TEXT.input_ids).last_hidden_state
+        logits = model.lm_head(hidden.detach()).requires_grad_()
+        labels = sampled_targets(logits.detach(), batch, 0).flatten()
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
+        (by_logits,) = torch.autograd.grad(loss, logits)
+        (by_rows,) = torch.autograd.grad(hidden, rows, by_logits @ model.lm_head.weight)
+    handle.remove()
+    return torch.cat([hidden.detach() * by_logits.norm(dim=-1, keepdim=True), by_rows]).flatten(0, 1)
+
+
 def agreement(found, model, formats, *, below=True):
     """Share of equal weights in ends and layers, each made the plainest way from the inputs that ``found``'s layers below give.
 
@@ -50,7 +66,7 @@ def agreement(found, model, formats, *, below=True):
     rounded, inside, shares = dict(found.named_parameters()), dict(model.named_modules()), []
     with torch.no_grad():
         ends, head = [n for n in formats if ".layers." not in n], model.get_output_embeddings()
-        last = model.model(TEXT.input_ids).last_hidden_state.flatten(0, 1)  # the head comes first, by the dense model's inputs
+        last = of_both_uses(model) if ends else []  # the head comes first, by the dense model's inputs
         for name in ends:
             weight = model.get_submodule(name).weight
             weight.copy_(by_feedback(weight, last if weight is head.weight else [], formats[name]))

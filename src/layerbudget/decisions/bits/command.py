@@ -74,6 +74,7 @@ def _by_damage(session: Session) -> Plan:
 
 def counted_of(request: Any, runtime: Any, model: nn.Module) -> dict[str, Any]:
     """Return what a measurement of formats rounds, as :func:`~layerbudget.decisions.bits.forecast.choosing` takes it."""
+    from ...execution.tied import tied_columns
     from .blocks import blocks_of
     from .rounding import anchors_of
 
@@ -82,7 +83,7 @@ def counted_of(request: Any, runtime: Any, model: nn.Module) -> dict[str, Any]:
     menu = [form.name for form in runtime.formats(widths, request.formats, request.group)]
     anchors = anchors_of(menu, runtime.family, feedback=method in BY_MOMENTS)
     counted = {"runtime": runtime.name, "method": method, "names": request.formats, "group": request.group}
-    return {**counted, "rows": request.rows or 16, "anchors": anchors}
+    return {**counted, "rows": request.rows or 16, "anchors": anchors, "tied": tied_columns(model)}
 
 
 def has_no_file(model: Any, plan: Plan) -> bool:
@@ -177,13 +178,12 @@ def write(
 
 def _quantise(session: Session, plan: Plan, weights: Plan, text_files: Mapping[str, str] | None) -> Any:
     """Write the model's own file."""
-    from ...cost.work import treating
     from ...execution.processes import is_main
     from ...execution.sharing import together
     from ...storage.writing import check_space
     from ..sparsity import BESIDE
     from .apply import write_bits
-    from .forecast import rounded_of
+    from .forecast import applying
 
     request: BitsWrite = session.request
     request.refuse(("inputs",), "a model that is no GGUF file")
@@ -202,7 +202,7 @@ def _quantise(session: Session, plan: Plan, weights: Plan, text_files: Mapping[s
     places = filter(None, (request.out, request.resume))
     together(lambda: check_space(dict.fromkeys(places, size)) if is_main() else None)
     text = session.size(data)
-    session.expect(f"{method}{session.on_text(data)}", model, treating(method, text, **rounded_of(weights)))
+    session.expect(f"{method}{session.on_text(data)}", model, applying(method, text, weights, model))
     options = {**request.more, **request.given("imatrix", "resume"), "method": method, "overwrite": request.overwrite}
     options |= {} if request.verify is None else {"check": request.verify}
     with session.progress(f"quantise by {method}") as progress:
@@ -217,9 +217,8 @@ def _quantise(session: Session, plan: Plan, weights: Plan, text_files: Mapping[s
 
 def _requantise(session: Session, plan: Plan, weights: Plan) -> Any:
     """Give a GGUF file the types of a plan; with the inputs of its model, where that is named."""
-    from ...cost.work import treating
     from ...execution.processes import one_process
-    from .forecast import rounded_of
+    from .forecast import applying
     from .requantise import check_source, requantise
 
     one_process("A GGUF file gets other types")
@@ -237,7 +236,7 @@ def _requantise(session: Session, plan: Plan, weights: Plan) -> Any:
         model, _, data = session.load_apart(plan, _checked(plan))
         options |= {"inputs": model, "data": data, "batch_size": session.batch(model, data)}
         text = session.size(data)
-        session.expect(f"{method}{session.on_text(data)}", model, treating(method, text, **rounded_of(weights)))
+        session.expect(f"{method}{session.on_text(data)}", model, applying(method, text, weights, model))
         request.model, request.dtype = file, None
     with session.progress("requantise, tensors") as progress:
         return requantise(file, weights, request.out, overwrite=request.overwrite, progress=progress, **options)

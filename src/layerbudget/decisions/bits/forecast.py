@@ -16,13 +16,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from ...compressors.base import Level, find_quantiser
 from ...compressors.formats import BY_MOMENTS, GGUF, HEAD_ROWS, ROWS, RUNTIMES, find_format, find_runtime
 from ...cost import timing
 from ...cost.sizes import Shape, Text
 from ...cost.work import WorkItem, collecting_seconds, derivatives_bytes, moments_bytes, treating
+from ...execution.tied import BITS, is_tied, tied_columns, wanted
 from ...gguf.names import need_gguf
+from ...models.blocks import end_modules
 from ...plan import Plan, payload_of
 from ..formats.program import formats_of_plan
 from .packed import _pack, _unpack
@@ -47,11 +50,13 @@ def choosing(
     group: int | None = None,
     rows: int = 16,
     anchors: Sequence[str] = ("Q3_K", "Q4_K", "Q6_K", "Q5_0", "Q8_0"),
+    tied: int = 0,
 ) -> list[WorkItem]:
     """Parts of ``plan bits``: ``1 + 2 draws`` passes along the rounding errors, and the check of whole plans.
 
     Some ``rows`` of every matrix are rounded to all formats of the menu, and ``ROWS`` of
     them to the ``anchors``, along whose errors damages are measured. The check rounds the whole model by the ``method``.
+    ``tied`` are the columns of a matrix that is embedding and head.
     """
     target, statistic = find_runtime(runtime, RUNTIMES[runtime].family), find_quantiser(method).statistic
     gram = statistic == "gram"
@@ -105,10 +110,27 @@ def choosing(
         return measured
     plans = 3.0 if runtime == "llama.cpp" else 2.0
     whole = treating(method, text, formats=anchors, ends=target.ends, forwards=0.0)
-    whole = [dataclasses.replace(part, times=plans) for part in whole]
+    whole = [
+        *(dataclasses.replace(part, times=plans) for part in whole),
+        *(both_uses(method, text, tied) if target.ends else ()),
+    ]
     if runtime == "llama.cpp" and method in BY_MOMENTS:
         whole += [dataclasses.replace(part, forwards=1.0) for part in treating("weighted", text, formats=anchors, ends=True)]
     return [*measured, *whole, WorkItem("forward", check, 1.0 + plans + (method in BY_MOMENTS))]
+
+
+def both_uses(method: str, text: Text, columns: int) -> list[WorkItem]:
+    """The forward and backward for a matrix of so many columns that is embedding and head; empty where there is none."""
+    if not columns or method not in BY_MOMENTS:
+        return []
+    return [WorkItem("gradient-norm", dataclasses.replace(text, samples=min(text.samples, wanted(columns, text.length))))]
+
+
+def applying(method: str, text: Text, plan: Plan, model: nn.Module) -> list[WorkItem]:
+    """Parts of ``apply``: what every method takes, and what it takes of a matrix that is embedding and head."""
+    small = {name for name, form in formats_of_plan(plan).items() if find_format(form).bits < BITS}
+    tied = any(m.name in small and is_tied(model, m.name) for m in end_modules(model))
+    return [*treating(method, text, **rounded_of(plan)), *(both_uses(method, text, tied_columns(model)) if tied else ())]
 
 
 def rounded_of(plan: Plan) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from ...execution.inputs import InputMoments, InputStatistics
 from ...execution.modes import inference
 from ...execution.processes import broadcast, process_group, shard
 from ...execution.sharing import Part, together
+from ...execution.tied import BITS, is_tied, tied_moments
 from ...execution.walk import Walk
 from ...llama_cpp.check import Followed
 from ...llama_cpp.imatrix import counted, entries, importances
@@ -86,12 +87,14 @@ class Shared:
 
     Attributes:
         inputs: Of the head, by its name.
+        tied: What takes their place where the head is the embedding too.
         importances: Of all matrices, where they were heard.
     """
 
     def __init__(self, *, heard: bool = False) -> None:
         self.heard = heard
         self.inputs: dict[str, list[InputMoments]] = {}
+        self.tied: dict[str, list[InputMoments]] = {}
         self.importances: dict[str, list[InputMoments]] = {}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._files: dict[Any, Path] = {}
@@ -218,7 +221,7 @@ class ModelRounding(LayerCompressor):
 
     def run(self, batch_size: int, progress: Progress | None) -> None:
         """Round all pieces, and write them; what was written into a streamed model leaves the memory after that."""
-        walk = None
+        walk, self.batch_size = None, batch_size
         if self.data is not None:
             size = self.group.batch(self.data.samples, batch_size)
             walk = Walk(self.model, shard(self.data, size), batch_size=size)
@@ -251,21 +254,29 @@ class ModelRounding(LayerCompressor):
                     offloaded.rest_ends()
 
     def _of_head(self, walk: Walk, jobs: Sequence[Job]) -> Mapping[str, list[InputMoments]]:
-        """Inputs of the head in the model as it was: an embedding that is tied to it is rounded before the layers."""
-        modules = [job.module for job in jobs if not find_format(str(job.level.format)).plain]
+        """Inputs of the head in the model as it was: an embedding that is tied to it is rounded before the layers.
+
+        With error feedback such a matrix is rounded for both, by moments of its own, where its type has few bits.
+        """
+        forms = {job.module: find_format(str(job.level.format)) for job in jobs}
+        modules = [module for module, form in forms.items() if not form.plain]
         statistics = InputStatistics(self.model, modules, self.quantiser.statistic, equal_tokens=self.quantiser.equal_tokens)
-        known = {} if self.shared is None else self.shared.inputs
+        fed_back = self.quantiser.statistic == "gram"
+        tied = [m for m in modules if fed_back and forms[m].bits < BITS and is_tied(self.model, m.name)]
+        known = {} if self.shared is None else self.shared.tied if tied else self.shared.inputs
         if set(statistics.owners) <= set(known):
             return {name: known[name] for name in statistics.owners}
-        several = [statistics]
+        several = [] if tied else [statistics]
         if self.shared is not None and self.shared.heard:
             every = [job.module for jobs in self.pieces.values() for job in jobs]
             several.append(InputStatistics(self.model, every, "diagonal"))
-        InputStatistics.of_model(walk, several)
+        if several:
+            InputStatistics.of_model(walk, several)
         if self.shared is not None:
             self.shared.importances |= several[-1].found if self.shared.heard else {}
-        known |= statistics.found
-        return statistics.found
+        found = tied_moments(self.model, tied, cast(CalibrationSet, self.data), self.batch_size) if tied else statistics.found
+        known |= found
+        return found
 
     def _piece(self, layer: str, index: int, jobs: Sequence[Job], walk: Walk | None) -> None:
         """Round and write a piece, or take it as it was kept."""
