@@ -20,6 +20,7 @@ from torch import nn
 
 from ..data.calibration import CalibrationSet
 from ..models.blocks import end_modules, reader_of, weight_of
+from ..progress import Progress, Steps
 from ..records import Block, Module
 from .backward import Accumulator, SampledLoss, feed
 from .inputs import InputMoments, share_statistics
@@ -64,7 +65,7 @@ def wanted(columns: int, length: int) -> int:
 
 
 def tied_moments(
-    model: nn.Module, modules: Sequence[Module], data: CalibrationSet, batch_size: int
+    model: nn.Module, modules: Sequence[Module], data: CalibrationSet, batch_size: int, progress: Progress | None = None
 ) -> dict[str, list[InputMoments]]:
     """Return the moments of matrices that are embedding and head, by name, from a forward and backward of part of a text.
 
@@ -73,11 +74,13 @@ def tied_moments(
         modules: Those matrices.
         data: The text, of which every process takes its share.
         batch_size: Sequences per pass.
+        progress: Called with sequences done and in total.
     """
     data = data.select(slice(0, wanted(max(m.d_in for m in modules), data.length)))
     size, moments = process_group().batch(data.samples, batch_size), _TiedMoments()
-    runs = list(unlabelled(model, shard(data, size), size))
+    mine = shard(data, size)
+    tick = Steps(progress, mine.samples, "embedding and head")
     blocks = [Block(name=m.name, modules=(m,)) for m in modules]
-    feed(model, runs, blocks, moments, walk="auto", alone=True)
+    feed(model, list(unlabelled(model, mine, size)), blocks, moments, tick=tick, alone=True)
     share_statistics(moments.found)
     return moments.found

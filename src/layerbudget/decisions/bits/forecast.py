@@ -110,10 +110,8 @@ def choosing(
         return measured
     plans = 3.0 if runtime == "llama.cpp" else 2.0
     whole = treating(method, text, formats=anchors, ends=target.ends, forwards=0.0)
-    whole = [
-        *(dataclasses.replace(part, times=plans) for part in whole),
-        *(both_uses(method, text, tied) if target.ends else ()),
-    ]
+    whole = [dataclasses.replace(part, times=plans) for part in whole]
+    whole += both_uses(method, text, tied) if target.ends else []
     if runtime == "llama.cpp" and method in BY_MOMENTS:
         whole += [dataclasses.replace(part, forwards=1.0) for part in treating("weighted", text, formats=anchors, ends=True)]
     return [*measured, *whole, WorkItem("forward", check, 1.0 + plans + (method in BY_MOMENTS))]

@@ -221,7 +221,7 @@ class ModelRounding(LayerCompressor):
 
     def run(self, batch_size: int, progress: Progress | None) -> None:
         """Round all pieces, and write them; what was written into a streamed model leaves the memory after that."""
-        walk, self.batch_size = None, batch_size
+        walk, self.batch_size, self.progress = None, batch_size, progress
         if self.data is not None:
             size = self.group.batch(self.data.samples, batch_size)
             walk = Walk(self.model, shard(self.data, size), batch_size=size)
@@ -259,24 +259,25 @@ class ModelRounding(LayerCompressor):
         With error feedback such a matrix is rounded for both, by moments of its own, where its type has few bits.
         """
         forms = {job.module: find_format(str(job.level.format)) for job in jobs}
-        modules = [module for module, form in forms.items() if not form.plain]
-        statistics = InputStatistics(self.model, modules, self.quantiser.statistic, equal_tokens=self.quantiser.equal_tokens)
-        fed_back = self.quantiser.statistic == "gram"
-        tied = [m for m in modules if fed_back and forms[m].bits < BITS and is_tied(self.model, m.name)]
-        known = {} if self.shared is None else self.shared.tied if tied else self.shared.inputs
-        if set(statistics.owners) <= set(known):
-            return {name: known[name] for name in statistics.owners}
-        several = [] if tied else [statistics]
-        if self.shared is not None and self.shared.heard:
+        fed_back, equal = self.quantiser.statistic == "gram", self.quantiser.equal_tokens
+        tied = [m for m, form in forms.items() if fed_back and form.bits < BITS and is_tied(self.model, m.name)]
+        modules = [m for m, form in forms.items() if not form.plain and m not in tied]
+        statistics = InputStatistics(self.model, modules, self.quantiser.statistic, equal_tokens=equal)
+        shared = self.shared or Shared()
+        several = [] if set(statistics.owners) <= set(shared.inputs) else [statistics]
+        unseen = [m for m in tied if m.name not in shared.tied]
+        if shared.heard and (several or unseen):
             every = [job.module for jobs in self.pieces.values() for job in jobs]
             several.append(InputStatistics(self.model, every, "diagonal"))
         if several:
             InputStatistics.of_model(walk, several)
-        if self.shared is not None:
-            self.shared.importances |= several[-1].found if self.shared.heard else {}
-        found = tied_moments(self.model, tied, cast(CalibrationSet, self.data), self.batch_size) if tied else statistics.found
-        known |= found
-        return found
+            shared.importances |= several[-1].found if shared.heard else {}
+            shared.inputs |= statistics.found
+        if unseen:
+            data = cast(CalibrationSet, self.data)
+            shared.tied |= tied_moments(self.model, unseen, data, self.batch_size, self.progress)
+        known = {n: shared.inputs[n] for n in statistics.owners if n in shared.inputs}
+        return known | {m.name: shared.tied[m.name] for m in tied}
 
     def _piece(self, layer: str, index: int, jobs: Sequence[Job], walk: Walk | None) -> None:
         """Round and write a piece, or take it as it was kept."""
