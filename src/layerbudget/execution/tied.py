@@ -7,7 +7,7 @@ row it moves the stream by e where token i stands. To second order the KL is
 
 where b are the derivatives of the loss with labels drawn from the model by its logits, and g those by the rows looked up. All
 rows share one matrix, so what is gathered is the sum over rows: ``sum_t |b_t|^2 x_t x_t' + sum_t g_t g_t'``. A token that is
-often predicted is often read, so one row has about the same share of both. A part of a long text is enough: a forward and
+often predicted is often read, so one row is taken to have the same share of both. Of a long text a part is read: a forward and
 backward through the head is the dearest there is.
 """
 
@@ -28,8 +28,8 @@ from .loss import unlabelled
 from .processes import process_group, shard
 from .sites import Site
 
-TOKENS = 16  # for each column, that are read; with 8 most of what this gains is lost
-BITS = 6  # types of as many bits or more lose next to nothing
+TOKENS = 16  # for each column, at most, that are read; SmolLM2 lost most of what this gains with 8
+BITS = 6  # types of as many bits or more lose too little for the pass: Q8_0 of SmolLM2 1e-4 nats, Q6_K was not measured
 
 
 def is_tied(model: nn.Module, name: str) -> bool:
