@@ -7,6 +7,7 @@ PARTS = {
     "clock": "one process and two of every verb, by the clock",
     "commands": "peak memory and processor seconds of whole commands on a real model, beside another checkout",
     "forecasts": "what every long verb forecasts, beside the time and memory that it took",
+    "goal": "a whole plan of bits beside six forwards and backwards of its text and ggml's own rounding",
     "machines": "what each of several processes does of every verb, on paper and beside a run",
     "tasks": "time and memory of every verb beside one forward and backward",
 }
