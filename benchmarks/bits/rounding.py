@@ -25,7 +25,7 @@ import torch
 from benchmarks.stamp import RESULTS, keep_row, read_rows, write_section
 
 import layerbudget as lb
-from layerbudget.compressors import descent, quantisers
+from layerbudget.compressors import descent, feedback, quantisers
 from layerbudget.compressors.base import Level
 from layerbudget.compressors.feedback import Factors
 from layerbudget.compressors.formats import Format, find_format
@@ -65,6 +65,10 @@ def _nearest_in_ggml(weight: torch.Tensor, factors: Factors, name: str) -> np.nd
     return Weighted().in_ggml(weight, factors.moment.diagonal(), find_format(name))
 
 
+def _as_ggml_chose(values: Any, upper: Any, data: np.ndarray, *_: Any) -> np.ndarray:
+    return data
+
+
 _CODES = (descent._State, "_choose_codes", _nothing)
 _SCALES = ((descent._State, "_solve_sub", _no_change), (descent._State, "_solve_block", _no_change))
 _NEAREST = ((Descent, "begin", _nearest), (quantisers, "feed_back", _nearest_in_ggml))
@@ -72,6 +76,7 @@ _NEAREST = ((Descent, "begin", _nearest), (quantisers, "feed_back", _nearest_in_
 PARTS: dict[str, Way] = {
     "gptq": ("gptq", {}, ()),
     "gptq, moments shrunk": ("gptq", {"shrinkage": 0.2}, ()),
+    "gptq, words of lattices as ggml chose them": ("gptq", {}, ((feedback, "_choose_words", _as_ggml_chose),)),
     "descent": ("descent", {}, ()),
     "no sweep, scales kept": ("descent", {"sweeps": 0}, (_CODES, *_SCALES)),
     "no sweep, scales solved": ("descent", {"sweeps": 0}, ()),
@@ -176,6 +181,7 @@ def main() -> None:
     p.add_argument("--formats", nargs="+", default=list(FORMATS))
     p.add_argument("--methods", nargs="+", default=list(METHODS))
     p.add_argument("--ablation", nargs="*", default=[], help="formats in which parts of descent are measured too")
+    p.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, help="which parts")
     p.add_argument("--samples", type=int, default=64)
     p.add_argument("--length", type=int, default=256)
     p.add_argument("--windows", type=int, default=24)
@@ -184,7 +190,10 @@ def main() -> None:
     p.add_argument("--out", type=Path, default=RESULTS)
     a = p.parse_args()
     bench = None if a.kept else functools.cache(lambda: Bench(a))
-    tables = {"": ("method", a.formats, {m: METHODS[m] for m in a.methods}), "_ablation": ("part", a.ablation, PARTS)}
+    tables = {
+        "": ("method", a.formats, {m: METHODS[m] for m in a.methods}),
+        "_ablation": ("part", a.ablation, {part: PARTS[part] for part in a.parts}),
+    }
     lines = [
         f"All matrices of one layer in {a.every} are rounded to one format and the others stay, as do matrices whose rows the format "
         f"does not divide. Inputs of {a.samples} x {a.length} tokens of {Path(a.fit).name}; KL from the dense model, in nats per "

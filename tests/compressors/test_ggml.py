@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import gguf
-from layerbudget.compressors import ggml
+from layerbudget.compressors import ggml, ggml_scales
 from layerbudget.compressors.base import Level, find_quantiser
+from layerbudget.compressors.descent import descend
 from layerbudget.compressors.feedback import Factors, feed_back, feed_back_each
 from layerbudget.compressors.formats import TYPES, find_format
 from layerbudget.errors import InvalidInput
@@ -94,7 +95,10 @@ def test_feedback_lowers_the_error_of_the_output(name: str, weight: np.ndarray, 
 
 @pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q6_K", "IQ4_XS", "Q4_0", "Q8_0", "NVFP4", "IQ3_S"])
 def test_feedback_is_the_plainest_version(name: str, weight: np.ndarray, moments: np.ndarray) -> None:
-    """One column at a time, the inverse Hessian of the rest by a dense inverse; a lattice goes block by block."""
+    """One column at a time, the inverse Hessian of the rest by a dense inverse; a lattice goes block by block.
+
+    Its blocks are improved for the inverse of what is left of them in the inverse.
+    """
     weight, form = weight.copy(), find_format(name)
     weight[1], weight[2, 32:64], weight[3, :40] = 0, 0, 1e-6  # scales of zero
     size, heavy = form.group, np.diag(moments)
@@ -112,8 +116,11 @@ def test_feedback_is_the_plainest_version(name: str, weight: np.ndarray, moments
         back, counts = order[part].argsort(), np.array([1 / inverse[j][0, 0] for j in range(start, start + size)])
         data, out = ggml.quantise(work[:, part][:, back], name, counts[back]), back.argsort()
         if lattice:
-            done[:, part] = ggml.dequantise(data, name)[:, out]
             inside, rest = inverse[start][:size, :size], inverse[start][:size]
+            codes, layout = ggml_scales.read_codes(data, name), ggml_scales.layout_of(name)
+            moment = torch.from_numpy(np.linalg.inv(inside)[back][:, back]).float()
+            descend(torch.from_numpy(work[:, part][:, back].T.copy()).float(), moment, codes, layout)
+            done[:, part] = codes.weight(layout).T.numpy()[:, out]
             work[:, start:] -= np.linalg.solve(inside, (work[:, part] - done[:, part]).T).T @ rest
             continue
         base, step = (g[:, out] for g in ggml.grid(data, name))

@@ -8,6 +8,9 @@ descent ends nearer to the weights than from those of error feedback, and at les
 
 All types are one form, ``d s[sub] t[code] + c m[sub]``: d and c belong to a block and are numbers of 8 or 16 bits, s and m are
 whole numbers of a few bits and belong to some of its columns (:class:`Layout`).
+
+Weights of a lattice share a code. Eight of them move together, if the form falls: to the best of all words under the signs of
+what is aimed at.
 """
 
 from __future__ import annotations
@@ -15,10 +18,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 
 PANEL = 128  # columns whose part of (W - Q) H is made in one product
+OCTET = 8  # weights of a lattice that are chosen together
 _CHUNK = 32  # columns that are corrected for each other one by one
 _TINY = 1e-30
 
@@ -36,6 +41,9 @@ class Layout:
         scales: Least and largest s; None where there is none, and s = 1.
         minima: Least and largest m; ``(1, 1)`` where c alone is the minimum. None where there is no minimum.
         tied: Whether c is d, and m a zero point.
+        words: Of a lattice: the t that weights beside each other may have, without their signs, ``(words, weights of a word)``.
+            Its s are odd.
+        even_signs: Whether every ``OCTET`` weights of a lattice have an even number of minuses.
     """
 
     block: int
@@ -46,6 +54,8 @@ class Layout:
     scales: tuple[int, int] | None = None
     minima: tuple[int, int] | None = None
     tied: bool = False
+    words: torch.Tensor | None = None
+    even_signs: bool = False
 
     def to_half(self, values: torch.Tensor) -> torch.Tensor:
         """The nearest numbers that d and c can be; those of compressed-tensors (bfloat16, e4m3) are above zero."""
@@ -70,6 +80,13 @@ class Layout:
     def even(self) -> bool:
         """Whether levels are one apart."""
         return self.ends[1] - self.ends[0] == len(self.levels) - 1
+
+    @functools.cached_property
+    def features(self) -> torch.Tensor:
+        """Of every word its weights, and their products two by two, ``(words, weights + pairs)``: a form of them is linear."""
+        words = cast(torch.Tensor, self.words)
+        first, second = torch.triu_indices(words.shape[1], words.shape[1])
+        return torch.cat([words, words[:, first] * words[:, second]], 1)
 
     @functools.cached_property
     def _between(self) -> torch.Tensor:
@@ -150,8 +167,10 @@ class _State:
                 columns = slice(low, low + sub)
                 if first and self.layout.half is not None:
                     self._change(panel, pull, columns, self._solve_sub(panel, pull, columns))
-                if with_codes:
+                if with_codes and self.layout.words is None:
                     self._choose_codes(panel, pull, columns)
+                elif with_codes:
+                    self._choose_words(panel, pull, columns)
                 if with_codes and self.layout.half is not None:
                     self._change(panel, pull, columns, self._solve_sub(panel, pull, columns))
 
@@ -179,6 +198,27 @@ class _State:
             moved *= step
             self.error[start:stop] -= moved
             pull[columns.start - panel.start :].addmm_(self.moment[columns.start : panel.stop, start:stop], moved, alpha=-1)
+
+    def _choose_words(self, panel: slice, pull: torch.Tensor, columns: slice) -> None:
+        """Choose the words of a sub again, an octet after the other: signs by its best weights, then the best word under them.
+
+        An octet stays as it is where the form does not fall.
+        """
+        codes, layout = self.codes, self.layout
+        step = codes.d[columns.start // layout.block] * codes.s[columns.start // layout.sub]
+        inverse = torch.where(step == 0, 0.0, 1 / step)
+        for start in range(columns.start, columns.stop, OCTET):
+            octet = slice(start, start + OCTET)
+            inside, there = self.moment[octet, octet], pull[start - panel.start : start - panel.start + OCTET]
+            level = codes.level[octet]
+            aim = level + torch.cholesky_solve(there, torch.linalg.cholesky(inside)) * inverse
+            moved = _nearest_octet(aim, inside, layout) - level
+            change = moved * step
+            falls = (change * (inside @ change - 2 * there)).sum(0) < 0
+            moved, change = (torch.where(falls, x, 0.0) for x in (moved, change))
+            codes.level[octet] += moved
+            self.error[octet] -= change
+            pull[columns.start - panel.start :].addmm_(self.moment[columns.start : panel.stop, octet], change, alpha=-1)
 
     def _solve_sub(self, panel: slice, pull: torch.Tensor, columns: slice) -> torch.Tensor:
         """Solve the scales of one sub again; return the change of its weights, ``(columns, rows)``."""
@@ -215,6 +255,36 @@ class _State:
             change += add * (best.values[1] - c)
         codes.d[block], codes.c[block] = best.values
         return change
+
+
+def _nearest_octet(aim: torch.Tensor, moment: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return levels of a lattice near those that are aimed at, ``(OCTET, rows)``, by the form with a moment.
+
+    Signs are those of the aim. Words that do not fill the octet are chosen one after the other, as error feedback does it.
+    """
+    words = cast(torch.Tensor, layout.words)
+    size = words.shape[1]
+    signs = torch.where(aim < 0, -1.0, 1.0)
+    if layout.even_signs:  # the sign that costs least is turned where their number is odd
+        least = (aim.abs() * moment.diagonal()[:, None]).argmin(0, keepdim=True)
+        odd = signs.prod(0, keepdim=True)
+        signs.scatter_(0, least, signs.gather(0, least) * odd)
+    out, first, second = torch.empty_like(aim), *torch.triu_indices(size, size)
+    twice = torch.where(first == second, 1.0, 2.0)[:, None]
+    for start in range(0, OCTET, size):
+        part, rest = slice(start, start + size), slice(start + size, OCTET)
+        own = moment[part, part]
+        if start + size < OCTET:  # what an error costs after the rest has made up for it
+            own = own - moment[part, rest] @ torch.linalg.solve(moment[rest, rest], moment[rest, part])
+        signed = signs[part]
+        linear = -2 * signed * (own @ aim[part])
+        square = own[first, second][:, None] * twice * signed[first] * signed[second]
+        form = torch.cat([linear, square]).T @ layout.features.T
+        best = torch.from_numpy(form.numpy().argmin(1))  # numpy's is many times as quick as torch's
+        out[part] = words[best].T * signed
+        if start + size < OCTET:
+            aim[rest] += torch.linalg.solve(moment[rest, rest], moment[rest, part] @ (aim[part] - out[part]))
+    return out
 
 
 class _Best:
@@ -300,9 +370,16 @@ def _candidates(
     else:
         inverse, back = torch.where(d == 0, 0.0, 1 / d), torch.where(c == 0, 0.0, 1 / c)
         aim = (step + x) * inverse
-        for whole in (aim.floor(), aim.ceil(), s):
+        low, high = (aim.floor(), aim.ceil()) if layout.words is None else _odd_beside(aim)
+        for whole in (low, high, s):
             fitted = whole.clamp(*layout.scales)
             least = m
             if layout.minima is not None:
                 least = ((base + form.rest(d * fitted - step)) * back).round().clamp(*layout.minima)
             yield d, c, fitted, least
+
+
+def _odd_beside(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The next odd numbers below and above."""
+    low = 2 * ((values - 1) / 2).floor() + 1
+    return low, low + 2

@@ -13,8 +13,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
+from .descent import descend
 from .formats import find_format
 from .ggml import code_bits, dequantise, grid, levels, quantise, with_codes
+from .ggml_scales import FIELDS, layout_of, read_codes, write_codes
 from .sparsegpt import INNER, inverse_factor
 
 COLUMNS = 256  # later columns than these get their feedback in one product
@@ -62,9 +64,10 @@ def feed_back(weight: torch.Tensor, factors: Factors, name: str, *, threads: int
 
     Every block of columns is taken as the columns before it have left it, ``W_b``. ggml chooses its scales, for columns that
     count ``1 / U_jj^2`` each: what an error costs after the later columns have made up for it. Then codes are chosen column by
-    column, and ``(w_j - q_j) / U_jj`` is taken from the later columns in proportion to ``U_j,:``. Codes of a lattice stay as
-    ggml chose them, and the error of the whole block is fed back, ``E U_bb^-1 U_b,:`` with ``E = W_b - Q_b``, which is the same
-    step for all its columns together. Rows do not depend on each other.
+    column, and ``(w_j - q_j) / U_jj`` is taken from the later columns in proportion to ``U_j,:``. Of a lattice the words and
+    scales that ggml chose are improved by one sweep of :func:`~layerbudget.compressors.descent.descend` for what the error
+    ``E = W_b - Q_b`` costs then, ``|E U_bb^-1|^2``, and ``E U_bb^-1 U_b,:`` is fed back, which is the same step for all columns
+    of the block together. Rows do not depend on each other.
 
     Args:
         weight: ``(rows, columns)``.
@@ -111,6 +114,8 @@ def _in_blocks(
                     quantise(values.T.numpy(), name, counts, threads=threads)
                     for name, values in zip(group, block[part][back][:, each].split(rows, 1), strict=True)
                 ]
+                if group[0] in FIELDS and code_bits(group[0]) is None:
+                    data = [_choose_words(block[part][back][:, each], inside[part, part], data[0], group[0], back)]
                 if code_bits(group[0]) is None:
                     change = block[part][:, each] - torch.from_numpy(dequantise(data[0], group[0])).T[back.argsort()]
                     errors[part][:, each] = torch.linalg.solve_triangular(inside[part, part].T, change, upper=False)
@@ -122,6 +127,14 @@ def _in_blocks(
         work[stop:].addmm_(upper[start:stop, stop:].T, errors, alpha=-1)
     for k, name in enumerate(names):
         yield name, np.concatenate([data_by_column[first][k] for first in sorted(data_by_column)], 1)
+
+
+def _choose_words(values: torch.Tensor, upper: torch.Tensor, data: np.ndarray, name: str, back: torch.Tensor) -> np.ndarray:
+    """The bytes of a block of a lattice, improved for what its errors cost after the later columns have made up for them."""
+    inverse = torch.linalg.solve_triangular(upper, torch.eye(len(upper)), upper=True)[back]
+    codes, layout = read_codes(data, name), layout_of(name)
+    descend(values.contiguous(), inverse @ inverse.T, codes, layout)
+    return write_codes(data, name, codes)
 
 
 def _groups(names: Sequence[str]) -> list[list[str]]:

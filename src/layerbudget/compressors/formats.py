@@ -29,7 +29,7 @@ from typing import Any
 from ..errors import InvalidInput, need_package
 
 BY_MOMENTS = ("gptq", "descent")  # methods that choose codes by the second moments of all inputs together
-FED_BACK = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "MXFP4", "NVFP4")  # descent leaves as gptq does
+FED_BACK = ("IQ1_S", "IQ1_M", "MXFP4", "NVFP4")  # descent leaves as gptq does
 TOKENS = 4  # per column of the widest matrix: fewer, and these learn the text rather than the inputs
 ROWS = 4096  # of a matrix, along whose errors its damage is measured
 HEAD_ROWS = 1 << 14  # of a head: with more of them its damage comes from the rows of the labels that are drawn

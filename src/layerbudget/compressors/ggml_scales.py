@@ -1,7 +1,8 @@
 """Scales of llama.cpp's types: where they lie in a block, read and written, so that other scales may stand beside other codes.
 
 :mod:`layerbudget.compressors.ggml` finds by trying where codes lie. Scales of a super-block are whole numbers of 4, 6 or 8 bits
-under numbers of 16 bits, and stand where ``ggml-common.h`` and ``ggml-quants.c`` of llama.cpp put them.
+under numbers of 16 bits, and stand where ``ggml-common.h`` and ``ggml-quants.c`` of llama.cpp put them. So do the code words of
+lattices and the signs of their weights.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ def _run(byte: int, low: int, width: int) -> list[int]:
 
 _SIX = [_run(4 + j, 0, 6) if j < 4 else _run(8 + j, 0, 4) + _run(j, 6, 2) for j in range(8)]  # of Q4_K and Q5_K
 _SIX_MINIMA = [_run(8 + j, 0, 6) if j < 4 else _run(8 + j, 4, 4) + _run(4 + j, 6, 2) for j in range(8)]
+SIGNS = 8  # weights of a lattice whose signs stand together
+_BYTES, _OCTETS, _NIBBLES = range(64), range(32), [(j // 2, j % 2 * 4) for j in range(16)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,9 @@ class Fields:
         minima: Bits of every m.
         zero: What s = 0 is stored as; None where s is a two's complement.
         sign: Of the minimum: -1 where it is taken away.
+        unit: What d is stored times. Of a lattice s is ``1 + 2 x`` for a stored x.
+        words: Bits of the number of every code word, of a lattice.
+        signs: Bits of the signs of every ``SIGNS`` weights: of seven of them where they have an even number of minuses.
     """
 
     d: int
@@ -44,6 +50,9 @@ class Fields:
     minima: list[list[int]] | None = None
     zero: int | None = 0
     sign: int = 1
+    unit: float = 1.0
+    words: list[list[int]] | None = None
+    signs: list[list[int]] | None = None
 
 
 FIELDS = {
@@ -61,7 +70,61 @@ FIELDS = {
     "Q5_K": Fields(d=0, c=2, scales=_SIX, minima=_SIX_MINIMA, sign=-1),
     "Q6_K": Fields(d=208, scales=[_run(192 + j, 0, 8) for j in range(16)], zero=None),
     "IQ4_XS": Fields(d=0, scales=[_run(4 + j // 2, j % 2 * 4, 4) + _run(2 + j // 4, j % 4 * 2, 2) for j in range(8)], zero=32),
+    "IQ2_XXS": Fields(
+        d=0,
+        unit=8,
+        words=[_run(2 + j // 4 * 8 + j % 4, 0, 8) for j in _OCTETS],
+        signs=[_run(6 + j // 4 * 8, j % 4 * 7, 7) for j in _OCTETS],
+        scales=[_run(9 + j * 8, 4, 4) for j in range(8)],
+    ),
+    "IQ2_XS": Fields(
+        d=0,
+        unit=8,
+        words=[_run(2 + 2 * j, 0, 9) for j in _OCTETS],
+        signs=[_run(2 + 2 * j, 9, 7) for j in _OCTETS],
+        scales=[_run(66 + byte, low, 4) for byte, low in _NIBBLES],
+    ),
+    "IQ2_S": Fields(
+        d=0,
+        unit=8,
+        words=[_run(2 + j, 0, 8) + _run(66 + j // 4, j % 4 * 2, 2) for j in _OCTETS],
+        signs=[_run(34 + j, 0, 8) for j in _OCTETS],
+        scales=[_run(74 + byte, low, 4) for byte, low in _NIBBLES],
+    ),
+    "IQ3_XXS": Fields(
+        d=0,
+        unit=4,
+        words=[_run(2 + j, 0, 8) for j in _BYTES],
+        signs=[_run(66 + j // 4 * 4, j % 4 * 7, 7) for j in _OCTETS],
+        scales=[_run(69 + 4 * j, 4, 4) for j in range(8)],
+    ),
+    "IQ3_S": Fields(
+        d=0,
+        words=[_run(2 + j, 0, 8) + _run(66 + j // 8, j % 8, 1) for j in _BYTES],
+        signs=[_run(74 + j, 0, 8) for j in _OCTETS],
+        scales=[_run(106 + byte, low, 4) for byte, low in _NIBBLES[:8]],
+    ),
 }
+
+
+def _get(blocks: np.ndarray, places: list[list[int]]) -> np.ndarray:
+    """Whole numbers that stand in bits of every block, ``(numbers of a row, rows)``."""
+    bits = np.array(places)
+    value = ((blocks[..., bits // 8] >> (bits % 8)).astype(np.int32) & 1) @ (1 << np.arange(bits.shape[1]))
+    return value.reshape(len(blocks), -1).T
+
+
+def _put(blocks: np.ndarray, places: list[list[int]], values: np.ndarray) -> None:
+    """Write whole numbers, as :func:`_get` gives them."""
+    each = values.T.astype(np.int32).reshape(*blocks.shape[:2], len(places))
+    for j, bits in enumerate(places):
+        for digit, bit in enumerate(bits):
+            blocks[..., bit // 8] &= np.uint8(255 ^ (1 << bit % 8))
+            blocks[..., bit // 8] |= ((each[..., j] >> digit & 1) << bit % 8).astype(np.uint8)
+
+
+def _blocks(data: np.ndarray, name: str) -> np.ndarray:
+    return np.ascontiguousarray(data).reshape(len(data), -1, find_format(name).block_bytes)
 
 
 def read_scales(data: np.ndarray, name: str) -> tuple[np.ndarray, ...]:
@@ -69,24 +132,20 @@ def read_scales(data: np.ndarray, name: str) -> tuple[np.ndarray, ...]:
 
     A weight is ``d s t + c m``; what a type does not have is one, a minimum zero.
     """
-    fields, size = FIELDS[name], find_format(name).block_bytes
-    blocks = np.ascontiguousarray(data).reshape(len(data), -1, size)
+    fields, blocks = FIELDS[name], _blocks(data, name)
 
     def half(byte: int) -> np.ndarray:
         return np.ascontiguousarray(blocks[..., byte : byte + 2]).view(np.float16)[..., 0].T.astype(np.float32)
 
-    def whole(places: list[list[int]]) -> np.ndarray:
-        bits = np.array(places)
-        value = ((blocks[..., bits // 8] >> (bits % 8)).astype(np.int32) & 1) @ (1 << np.arange(bits.shape[1]))
-        return value.reshape(len(data), -1).T.astype(np.float32)
-
-    d = half(fields.d)
+    d = half(fields.d) / np.float32(fields.unit)
     c = np.zeros_like(d) if fields.c is None else fields.sign * half(fields.c)
-    s = np.ones_like(d) if fields.scales is None else whole(fields.scales)
-    if fields.scales is not None:
+    s = np.ones_like(d) if fields.scales is None else _get(blocks, fields.scales).astype(np.float32)
+    if fields.words is not None:
+        s = 1 + 2 * s
+    elif fields.scales is not None:
         s = s - fields.zero if fields.zero is not None else np.where(s >= 128, s - 256, s)
-    m = np.ones_like(s if fields.minima is not None else d) if fields.minima is None else whole(fields.minima)
-    return d, c, s, np.ones_like(s) if fields.minima is None else m
+    m = np.ones_like(s if fields.minima is not None else d) if fields.minima is None else _get(blocks, fields.minima)
+    return d, c, s, np.ones_like(s) if fields.minima is None else m.astype(np.float32)
 
 
 def with_scales(data: np.ndarray, name: str, d: np.ndarray, c: np.ndarray, s: np.ndarray, m: np.ndarray) -> np.ndarray:
@@ -100,27 +159,22 @@ def with_scales(data: np.ndarray, name: str, d: np.ndarray, c: np.ndarray, s: np
         s: Scales of the subs, ``(subs of a row, rows)``.
         m: Minima of the subs, in the same shape.
     """
-    fields, size = FIELDS[name], find_format(name).block_bytes
-    blocks = data.reshape(len(data), -1, size).copy()
-
-    def put(places: list[list[int]], values: np.ndarray) -> None:
-        count = len(places)
-        each = values.T.astype(np.int32).reshape(*blocks.shape[:2], count)
-        for j, bits in enumerate(places):
-            for digit, bit in enumerate(bits):
-                blocks[..., bit // 8] &= np.uint8(255 ^ (1 << bit % 8))
-                blocks[..., bit // 8] |= ((each[..., j] >> digit & 1) << bit % 8).astype(np.uint8)
+    fields, blocks = FIELDS[name], _blocks(data, name).copy()
 
     def put_half(byte: int, values: np.ndarray) -> None:
         blocks[..., byte : byte + 2] = np.ascontiguousarray(values.T.astype(np.float16))[..., None].view(np.uint8)
 
-    put_half(fields.d, d)
+    put_half(fields.d, d * np.float32(fields.unit))
     if fields.c is not None:
         put_half(fields.c, fields.sign * c)
+    if fields.words is not None:
+        s = (s - 1) / 2
+    elif fields.scales is not None:
+        s = s + fields.zero if fields.zero is not None else np.where(s < 0, s + 256, s)
     if fields.scales is not None:
-        put(fields.scales, s + fields.zero if fields.zero is not None else np.where(s < 0, s + 256, s))
+        _put(blocks, fields.scales, s)
     if fields.minima is not None:
-        put(fields.minima, m)
+        _put(blocks, fields.minima, m)
     return blocks.reshape(data.shape)
 
 
@@ -136,9 +190,40 @@ def absolute_levels(name: str) -> np.ndarray:
     return np.round((np.array(values) - base[clearest]) / step[clearest])
 
 
+@functools.cache
+def code_words(name: str) -> np.ndarray:
+    """Return the t of the weights of every code word of a lattice, without their signs, ``(words, weights of a word)``."""
+    fields, form = FIELDS[name], find_format(name)
+    places = fields.words or []
+    number = np.arange(1 << len(places[0]))
+    blocks = np.zeros((len(number), 1, form.block_bytes), dtype=np.uint8)
+    blocks[..., fields.d : fields.d + 2] = np.array([fields.unit], dtype=np.float16).view(np.uint8)
+    _put(blocks, places[:1], number[None])
+    return dequantise(blocks[:, 0], name)[:, : (form.group or 1) // len(places)].round()
+
+
+def _lattice_of(name: str) -> Layout:
+    """What a lattice can hold."""
+    fields, block = FIELDS[name], find_format(name).group or 1
+    scales, words = fields.scales or [], torch.from_numpy(code_words(name))
+    positive = words.unique()
+    return Layout(
+        block=block,
+        sub=block // len(scales),
+        levels=torch.cat([-positive.flip(0), positive]),
+        half=torch.float16,
+        unit=fields.unit,
+        scales=(1, 2 * (1 << len(scales[0])) - 1),
+        words=words,
+        even_signs=len((fields.signs or [[]])[0]) < SIGNS,
+    )
+
+
 def layout_of(name: str) -> Layout:
     """Return what a type of ``FIELDS`` can hold."""
     fields, form = FIELDS[name], find_format(name)
+    if fields.words is not None:
+        return _lattice_of(name)
     block, t = form.group or 1, np.sort(absolute_levels(name))
     if name == "Q8_0":
         t = t[1:]  # ggml never writes -128: some of its kernels negate a code in its byte
@@ -156,15 +241,41 @@ def layout_of(name: str) -> Layout:
 
 def read_codes(data: np.ndarray, name: str) -> Codes:
     """Return codes and scales of a matrix, transposed."""
-    level = absolute_levels(name).astype(np.float32)[codes_of(data, name)].T
+    level = _read_words(data, name) if FIELDS[name].words else absolute_levels(name).astype(np.float32)[codes_of(data, name)].T
     d, c, s, m = (torch.from_numpy(np.ascontiguousarray(part)) for part in read_scales(data, name))
     return Codes(level=torch.from_numpy(np.ascontiguousarray(level)), d=d, c=c, s=s, m=m)
 
 
 def write_codes(data: np.ndarray, name: str, codes: Codes) -> np.ndarray:
     """Return the bytes with other codes and scales, as :func:`read_codes` gives them."""
+    scaled = with_scales(data, name, *(part.numpy() for part in (codes.d, codes.c, codes.s, codes.m)))
+    if FIELDS[name].words is not None:
+        return _with_words(scaled, name, codes.level.numpy())
     t = absolute_levels(name)
     order = t.argsort(kind="stable").astype(np.uint8)
     code = order[np.searchsorted(np.sort(t), codes.level.T.numpy())]
-    scaled = with_scales(data, name, *(part.numpy() for part in (codes.d, codes.c, codes.s, codes.m)))
     return with_codes(scaled, name, code)
+
+
+def _read_words(data: np.ndarray, name: str) -> np.ndarray:
+    """The t of every weight of a lattice, with its sign, ``(columns, rows)``."""
+    fields, blocks, words = FIELDS[name], _blocks(data, name), code_words(name)
+    numbers, bits = _get(blocks, fields.words or []), _get(blocks, fields.signs or [])
+    minus = (bits[:, None] >> np.arange(SIGNS)[:, None]) & 1
+    minus[:, -1] |= minus[:, :-1].sum(1) & 1 if len((fields.signs or [[]])[0]) < SIGNS else 0
+    level = words[numbers].transpose(0, 2, 1).reshape(-1, len(data))
+    return level * (1 - 2 * minus.reshape(level.shape)).astype(np.float32)
+
+
+def _with_words(data: np.ndarray, name: str, level: np.ndarray) -> np.ndarray:
+    """The bytes with other words and signs, as :func:`_read_words` gives them."""
+    fields, blocks, words = FIELDS[name], _blocks(data, name).copy(), code_words(name)
+    values = np.unique(words)
+    digits = len(values) ** np.arange(words.shape[1])
+    number = np.zeros(len(values) ** words.shape[1], dtype=np.int32)
+    number[np.searchsorted(values, words) @ digits] = np.arange(len(words))
+    each = np.searchsorted(values, np.abs(level)).reshape(-1, words.shape[1], len(data))
+    _put(blocks, fields.words or [], number[np.einsum("wkr,k->wr", each, digits)])
+    minus = (level < 0).reshape(-1, SIGNS, len(data))
+    _put(blocks, fields.signs or [], np.einsum("okr,k->or", minus, 1 << np.arange(SIGNS)))
+    return blocks.reshape(data.shape)

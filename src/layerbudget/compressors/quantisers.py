@@ -11,7 +11,7 @@ r"""Quantisers: round a matrix onto the grid of a format, plainly, for the input
   by ggml (:func:`layerbudget.compressors.feedback.feed_back`).
 
 * **descent** begins with gptq, under ranges that are searched as those of weighted, and lowers the same form, column by
-  column, with the scales solved again in between (:mod:`layerbudget.compressors.descent`). Lattices, MXFP4 and NVFP4 of
+  column, with the scales solved again in between (:mod:`layerbudget.compressors.descent`). IQ1_S, IQ1_M, MXFP4 and NVFP4 of
   llama.cpp stay as gptq leaves them, and so do scales that are powers of two (``fp8``, ``mxfp4``, ``mxfp8``).
 
 The grid of a group of compressed-tensors is ``base + d q``, ``q`` an integer or a floating-point number of few bits, with ``d``
@@ -490,7 +490,7 @@ class Descent(GPTQ):
         )
 
     def _in_type(self, weight: torch.Tensor, prepared: Factors, form: Format) -> np.ndarray:
-        """Rows in a type of llama.cpp; lattices, MXFP4 and NVFP4 stay as error feedback leaves them."""
+        """Rows in a type of llama.cpp; IQ1_S, IQ1_M, MXFP4 and NVFP4 stay as error feedback leaves them."""
         data = feed_back(weight, prepared, form.name)
         if form.name not in ggml_scales.FIELDS:
             return data

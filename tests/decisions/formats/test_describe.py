@@ -54,10 +54,10 @@ def test_one_summary_is_what_all_say(plans, name):
 def test_types_that_descent_does_not_improve_are_said(plans):
     """Only those that the plan has, and only of this method."""
     names = plans["bits"].payload.formats
-    forms = dict.fromkeys(names, "Q4_K") | dict(zip(names, ["IQ3_S", "Q4_K", "MXFP4"], strict=False))
+    forms = dict.fromkeys(names, "Q4_K") | dict(zip(names, ["IQ1_M", "Q4_K", "MXFP4"], strict=False))
     for method, said in (("descent", True), ("gptq", False)):
         plan = plans["bits"].with_payload(formats=forms, method=method)
-        assert ("Descent does not improve IQ3_S and MXFP4: they are rounded as by gptq." in verdict(plan)) == said
+        assert ("Descent does not improve IQ1_M and MXFP4: they are rounded as by gptq." in verdict(plan)) == said
         assert "Q4_K and" not in verdict(plan)
 
 
