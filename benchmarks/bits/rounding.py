@@ -100,12 +100,16 @@ class Bench:
         self.modules = {m.name: m for b in self.blocks for m in b.modules}
         fit = lb.calibration(a.fit, tokenizer, samples=a.samples, length=a.length)
         modules = list(self.modules.values())
-        kinds = [InputStatistics(self.model, modules, "gram", equal_tokens=equal) for equal in (False, True)]
+        ways = [*(METHODS[m] for m in a.methods), *(PARTS[p] for p in a.parts if a.ablation)]
+        wanted = {bool(options.get("equal_tokens")) for _, options, _ in ways}
+        kinds = {equal: InputStatistics(self.model, modules, "gram", equal_tokens=equal) for equal in wanted}
         with torch.no_grad():
             for batch in fit.batches(8, torch.device("cpu")):
-                with kinds[0].listening(None), kinds[1].listening(None):
+                with ExitStack() as stack:
+                    for statistics in kinds.values():
+                        stack.enter_context(statistics.listening(None))
                     self.model(**batch)
-        self.found = [statistics.found for statistics in kinds]
+        self.found = {equal: statistics.found for equal, statistics in kinds.items()}
         held = lb.calibration(a.held_out, tokenizer, samples=a.windows, length=a.window, seed=1)
         self.dense = DenseOutput(self.model, held)
 
