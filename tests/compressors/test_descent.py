@@ -239,6 +239,19 @@ def test_rows_of_zeros_and_inputs_that_never_came():
     assert torch.isfinite(nothing.weight).all()
 
 
+@pytest.mark.parametrize("name", ["IQ3_XXS", "IQ3_S", "Q4_K"])
+def test_one_token_that_outweighs_all_others(name):
+    """The first token of many models: its inputs are nearly all of the moments, whose products float32 cannot tell apart."""
+    weight, moment = case(8, 512)
+    first = torch.randn(512, generator=torch.Generator().manual_seed(5))
+    moment += 1e8 * first[:, None] * first
+    for method in ("gptq", "descent"):
+        quantiser = find_quantiser(method)
+        made = quantiser.quantise(weight, quantiser.prepare(moment), Level(format=name)).weight
+        plain = find_quantiser("weighted").quantise(weight, moment.diagonal(), Level(format=name)).weight
+        assert form_of((weight - made).T, moment) < 0.5 * form_of((weight - plain).T, moment)
+
+
 @pytest.mark.parametrize("name", ["IQ1_S", "MXFP4"])
 def test_types_without_codes_of_their_own_are_rounded_by_error_feedback(name):
     """Of the shrunk moments, as all that this method rounds."""

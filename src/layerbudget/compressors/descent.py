@@ -210,8 +210,9 @@ class _State:
         for start in range(columns.start, columns.stop, OCTET):
             octet = slice(start, start + OCTET)
             inside, there = self.moment[octet, octet], pull[start - panel.start : start - panel.start + OCTET]
-            level = codes.level[octet]
-            aim = level + torch.cholesky_solve(there, torch.linalg.cholesky(inside)) * inverse
+            level, (factor, lost) = codes.level[octet], torch.linalg.cholesky_ex(inside)
+            best = there / inside.diagonal()[:, None] if lost else torch.cholesky_solve(there, factor)  # lost in rounding
+            aim = level + best * inverse
             moved = _nearest_octet(aim, inside, layout) - level
             change = moved * step
             falls = (change * (inside @ change - 2 * there)).sum(0) < 0
