@@ -250,6 +250,11 @@ def test_one_token_that_outweighs_all_others(name):
         made = quantiser.quantise(weight, quantiser.prepare(moment), Level(format=name)).weight
         plain = find_quantiser("weighted").quantise(weight, moment.diagonal(), Level(format=name)).weight
         assert form_of((weight - made).T, moment) < 0.5 * form_of((weight - plain).T, moment)
+    bare = first[:, None] * first  # no factor of it exists
+    layout, w, codes = start(name, weight, bare)
+    before = form_of(w - codes.weight(layout), bare)
+    descend(w, bare, codes, layout)
+    assert form_of(w - codes.weight(layout), bare) < 0.5 * before
 
 
 @pytest.mark.parametrize("name", ["IQ1_S", "MXFP4"])

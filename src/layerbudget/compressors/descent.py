@@ -274,17 +274,16 @@ def _nearest_octet(aim: torch.Tensor, moment: torch.Tensor, layout: Layout) -> t
     twice = torch.where(first == second, 1.0, 2.0)[:, None]
     for start in range(0, OCTET, size):
         part, rest = slice(start, start + size), slice(start + size, OCTET)
-        own = moment[part, part]
-        if start + size < OCTET:  # what an error costs after the rest has made up for it
-            own = own - moment[part, rest] @ torch.linalg.solve(moment[rest, rest], moment[rest, part])
+        own, (inverse, lost) = moment[part, part], torch.linalg.inv_ex(moment[rest, rest])
+        made_up = moment[rest, part] * 0 if lost else inverse @ moment[rest, part]  # by the rest, for an error of the part
+        own = own - moment[part, rest] @ made_up
         signed = signs[part]
         linear = -2 * signed * (own @ aim[part])
         square = own[first, second][:, None] * twice * signed[first] * signed[second]
         form = torch.cat([linear, square]).T @ layout.features.T
         best = torch.from_numpy(form.numpy().argmin(1))  # numpy's is many times as quick as torch's
         out[part] = words[best].T * signed
-        if start + size < OCTET:
-            aim[rest] += torch.linalg.solve(moment[rest, rest], moment[rest, part] @ (aim[part] - out[part]))
+        aim[rest] += made_up @ (aim[part] - out[part])
     return out
 
 
