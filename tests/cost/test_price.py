@@ -20,6 +20,7 @@ from layerbudget.cost.work import WorkItem, scoring, treating
 from layerbudget.decisions.bits import choosing
 from layerbudget.diagnosis.fits import what_fits
 from layerbudget.diagnosis.verbs import long_verbs
+from layerbudget.execution.tied import tied_columns
 from layerbudget.models.blocks import partition
 
 SEVEN = LlamaConfig(
@@ -55,6 +56,17 @@ def test_a_model_of_seven_billion_fits_where_its_layers_do():
     assert all(card[v].fits and card[v].how == "whole" for v in (*streamed, "finetune"))
     longer = long_verbs(samples=16, batch=4)
     assert all(price(v, longer[v], shape, PACE, 4 << 30).seconds > small[v].seconds for v in streamed)
+
+
+def test_a_matrix_of_two_uses_is_priced():
+    """One forward and backward more for the methods that round it for both, and nothing for others."""
+    alone, both = (long_verbs(samples=4, tied=columns) for columns in (0, 64))
+    more = {verb for verb, parts in alone.items() if len(both[verb]) != len(parts)}
+    assert more == {"plan bits --method gptq", "apply, gptq"}
+    assert all(sum(part.kind == "gradient-norm" for part in both[verb]) == 1 for verb in more)
+    for kind in ("mistral", "gemma2"):
+        model = zoo.tiny(kind)
+        assert shape_in_memory(model).tied == tied_columns(model)
 
 
 def test_seven_billion_fit_into_sixteen_gigabytes_at_the_default_sizes():

@@ -189,7 +189,9 @@ def _priced(session: Session, place: tuple[Any, ...], title: str, refused: dict[
 
     request: DoctorRequest = session.request
     sizes: dict[str, Any] = {"samples": request.samples, "length": request.length or 256, "batch": request.batch_size or 8}
-    verbs = long_verbs(**sizes, demo=request.model == "demo", experts=place[0].experts, widest=max(place[0].inputs))
+    shape = place[0]
+    about = {"experts": shape.experts, "widest": max(shape.inputs), "tied": shape.tied}
+    verbs = long_verbs(**sizes, **about, demo=request.model == "demo")
     title = f"what the long verbs take {title}; finetune: one epoch"
     head = ("verb", "text", "how", "memory", "time", "forwards", "fits")
     table, costs = Table(*head, box=None, pad_edge=False, title=title, title_justify="left"), []

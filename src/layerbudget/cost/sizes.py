@@ -43,6 +43,11 @@ class Shape:
         return sum(m.numel for m in self.matrices)
 
     @property
+    def tied(self) -> int:
+        """Columns of the matrix that is embedding and head; 0 where these are two."""
+        return self.ends[0].d_in if len(self.ends) == 1 else 0
+
+    @property
     def inputs(self) -> list[int]:
         """Widths of the distinct inputs of a layer; q, k and v share theirs, gate and up too."""
         return [width for width, _ in self.sites]

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .apply import write_bits as write_bits
     from .blocks import formats_table as formats_table
     from .blocks import unwritable as unwritable
+    from .forecast import both_uses as both_uses
     from .forecast import choosing as choosing
     from .plan import check_record as check_record
     from .plan import empty_table as empty_table
@@ -28,7 +29,7 @@ __getattr__ = lazy_names(
         "apply": "apply_bits write_bits",
         "receipt": "QuantisationReceipt",
         "blocks": "formats_table unwritable",
-        "forecast": "choosing",
+        "forecast": "both_uses choosing",
         "plan": "check_record empty_table measured_formats need_sequences plan_bits refuse_measuring",
         "request": "BitsWrite",
         "sensitivity": "DenseOutput",
