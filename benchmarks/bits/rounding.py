@@ -65,10 +65,7 @@ def _nearest_in_ggml(weight: torch.Tensor, factors: Factors, name: str) -> np.nd
     return Weighted().in_ggml(weight, factors.moment.diagonal(), find_format(name))
 
 
-def _as_ggml_chose(values: Any, upper: Any, data: np.ndarray, *_: Any) -> np.ndarray:
-    return data
-
-
+_WITH_WORDS = functools.partial(feedback.feed_back, words=True)
 _CODES = (descent._State, "_choose_codes", _nothing)
 _SCALES = ((descent._State, "_solve_sub", _no_change), (descent._State, "_solve_block", _no_change))
 _NEAREST = ((Descent, "begin", _nearest), (quantisers, "feed_back", _nearest_in_ggml))
@@ -76,7 +73,7 @@ _NEAREST = ((Descent, "begin", _nearest), (quantisers, "feed_back", _nearest_in_
 PARTS: dict[str, Way] = {
     "gptq": ("gptq", {}, ()),
     "gptq, moments shrunk": ("gptq", {"shrinkage": 0.2}, ()),
-    "gptq, words of lattices as ggml chose them": ("gptq", {}, ((feedback, "_choose_words", _as_ggml_chose),)),
+    "gptq, words of lattices chosen in every block": ("gptq", {}, ((quantisers, "feed_back", _WITH_WORDS),)),
     "descent": ("descent", {}, ()),
     "no sweep, scales kept": ("descent", {"sweeps": 0}, (_CODES, *_SCALES)),
     "no sweep, scales solved": ("descent", {"sweeps": 0}, ()),

@@ -59,26 +59,29 @@ class Factors:
         return out
 
 
-def feed_back(weight: torch.Tensor, factors: Factors, name: str, *, threads: int = 1) -> np.ndarray:
+def feed_back(weight: torch.Tensor, factors: Factors, name: str, *, threads: int = 1, words: bool = False) -> np.ndarray:
     r"""Return the bytes of a matrix whose later columns make up for the rounding of earlier ones, ``(rows, bytes of a row)``.
 
     Every block of columns is taken as the columns before it have left it, ``W_b``. ggml chooses its scales, for columns that
     count ``1 / U_jj^2`` each: what an error costs after the later columns have made up for it. Then codes are chosen column by
-    column, and ``(w_j - q_j) / U_jj`` is taken from the later columns in proportion to ``U_j,:``. Of a lattice the words and
-    scales that ggml chose are improved by one sweep of :func:`~layerbudget.compressors.descent.descend` for what the error
-    ``E = W_b - Q_b`` costs then, ``|E U_bb^-1|^2``, and ``E U_bb^-1 U_b,:`` is fed back, which is the same step for all columns
-    of the block together. Rows do not depend on each other.
+    column, and ``(w_j - q_j) / U_jj`` is taken from the later columns in proportion to ``U_j,:``. Codes of a lattice stay as
+    ggml chose them, and the error of the whole block is fed back, ``E U_bb^-1 U_b,:`` with ``E = W_b - Q_b``, which is the same
+    step for all its columns together. Rows do not depend on each other.
 
     Args:
         weight: ``(rows, columns)``.
         factors: Of the matrix's input.
         name: A type of ``layerbudget.compressors.formats.TYPES`` that divides the columns.
         threads: Of ggml.
+        words: Improve the words and scales of a block of a lattice by one sweep of
+            :func:`~layerbudget.compressors.descent.descend`, for what its error costs: ``|E U_bb^-1|^2``. Takes twice as long.
     """
-    return feed_back_each(weight, factors, [name], threads=threads)[name]
+    return feed_back_each(weight, factors, [name], threads=threads, words=words)[name]
 
 
-def feed_back_each(weight: torch.Tensor, factors: Factors, names: Sequence[str], *, threads: int = 1) -> dict[str, np.ndarray]:
+def feed_back_each(
+    weight: torch.Tensor, factors: Factors, names: Sequence[str], *, threads: int = 1, words: bool = False
+) -> dict[str, np.ndarray]:
     """Return the bytes of :func:`feed_back` in several types, by name.
 
     Few rows take as long as their columns take steps. So types whose blocks are equally large lie beside each other, as if they
@@ -87,11 +90,13 @@ def feed_back_each(weight: torch.Tensor, factors: Factors, names: Sequence[str],
     by_size: dict[int, list[str]] = {}
     for name in dict.fromkeys(names):
         by_size.setdefault(int(find_format(name).group or 1), []).append(name)
-    return {name: data for size, some in by_size.items() for name, data in _in_blocks(weight, factors, size, some, threads)}
+    return {
+        name: data for size, some in by_size.items() for name, data in _in_blocks(weight, factors, size, some, threads, words)
+    }
 
 
 def _in_blocks(
-    weight: torch.Tensor, factors: Factors, size: int, names: Sequence[str], threads: int
+    weight: torch.Tensor, factors: Factors, size: int, names: Sequence[str], threads: int, words: bool
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Types whose blocks have as many columns, and their bytes."""
     groups = _groups(names)
@@ -114,7 +119,7 @@ def _in_blocks(
                     quantise(values.T.numpy(), name, counts, threads=threads)
                     for name, values in zip(group, block[part][back][:, each].split(rows, 1), strict=True)
                 ]
-                if group[0] in FIELDS and code_bits(group[0]) is None:
+                if words and group[0] in FIELDS and code_bits(group[0]) is None:
                     data = [_choose_words(block[part][back][:, each], inside[part, part], data[0], group[0], back)]
                 if code_bits(group[0]) is None:
                     change = block[part][:, each] - torch.from_numpy(dequantise(data[0], group[0])).T[back.argsort()]

@@ -491,7 +491,7 @@ class Descent(GPTQ):
 
     def _in_type(self, weight: torch.Tensor, prepared: Factors, form: Format) -> np.ndarray:
         """Rows in a type of llama.cpp; IQ1_S, IQ1_M, MXFP4 and NVFP4 stay as error feedback leaves them."""
-        data = feed_back(weight, prepared, form.name)
+        data = feed_back(weight, prepared, form.name, words=True)
         if form.name not in ggml_scales.FIELDS:
             return data
         codes = ggml_scales.read_codes(data, form.name)
