@@ -245,11 +245,10 @@ def test_one_token_that_outweighs_all_others(name):
     weight, moment = case(8, 512)
     first = torch.randn(512, generator=torch.Generator().manual_seed(5))
     moment += 1e8 * first[:, None] * first
-    for method, most in {"gptq": 1.0, "descent": 0.5}.items():
-        quantiser = find_quantiser(method)
-        made = quantiser.quantise(weight, quantiser.prepare(moment), Level(format=name)).weight
-        plain = find_quantiser("weighted").quantise(weight, moment.diagonal(), Level(format=name)).weight
-        assert form_of((weight - made).T, moment) < most * form_of((weight - plain).T, moment)
+    quantiser = find_quantiser("descent")
+    made = quantiser.quantise(weight, quantiser.prepare(moment), Level(format=name)).weight
+    plain = find_quantiser("weighted").quantise(weight, moment.diagonal(), Level(format=name)).weight
+    assert form_of((weight - made).T, moment) < 0.5 * form_of((weight - plain).T, moment)
     bare = first[:, None] * first  # no factor of it exists
     layout, w, codes = start(name, weight, bare)
     before = form_of(w - codes.weight(layout), bare)
