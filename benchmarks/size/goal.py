@@ -4,7 +4,7 @@
 
 ``plan bits MODEL --like Q4_K_M`` runs with its defaults in a process of its own. An ordinary forward and backward (transformers,
 float32, the gradients of all weights) of as many sequences is timed on some of them, before and after the plan. ggml rounds
-every matrix to the plan's type, with importances, as llama-quantize does. Seconds are the processor's, with one thread.
+every matrix to the plan's type, with importances that are all alike. Seconds are the processor's, with one thread.
 """
 
 from __future__ import annotations
