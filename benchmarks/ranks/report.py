@@ -43,6 +43,8 @@ def _section(setting: tuple, by_rule: Runs) -> list[str]:
         f"{steps} steps of {batch} rows out of {count}, at most {length} tokens, lr {lr:g}, {attention} attention, uniform {form}: {size}.",
         "",
     ]
+    if any(row.get("dtype") == "float32" for runs in by_rule.values() for row in runs.values()):
+        text[0] += " Weights and products are float32."
     if (task, form, lr) in BELOW_BEST:
         text += [
             "**Below uniform's best rate** (by the learning rates of ranks.md): kept to show what that makes of a comparison.",

@@ -96,7 +96,7 @@ class Classification:
             for start in range(0, len(rows), 64):
                 part = order[start : start + 64]
                 batch = self.batch([rows[i] for i in part])
-                with torch.autocast("cpu", torch.bfloat16):
+                with torch.autocast("cpu", torch.bfloat16, enabled=self.options.dtype == "bfloat16"):
                     output = model(**batch)
                 losses += [float(output.loss)] * len(part)
                 predicted[part] = output.logits.float().argmax(-1).numpy()
@@ -132,8 +132,11 @@ class Prose:
     def _rows(self, path: Path, count: int) -> torch.Tensor:
         text = path.read_text(encoding="utf-8-sig")[20000 : 20000 + count * self.options.length * 8]
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        count = min(count, len(ids) // self.options.length)
-        return torch.tensor(ids[: count * self.options.length]).view(count, self.options.length)
+        first = self.tokenizer("")["input_ids"] if self.options.first else []
+        length = self.options.length - len(first)
+        count = min(count, len(ids) // length)
+        rows = torch.tensor(ids[: count * length]).view(count, length)
+        return torch.cat((torch.tensor(first, dtype=rows.dtype).expand(count, -1), rows), dim=1)
 
     def model(self, seed: int) -> torch.nn.Module:
         torch.manual_seed(seed)
@@ -158,7 +161,7 @@ class Prose:
     def evaluate(self, model: torch.nn.Module) -> dict:
         losses = []
         for ids in self.held.split(16):
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.options.dtype == "bfloat16"):
                 logits = model(input_ids=ids).logits
             each = torch.nn.functional.cross_entropy(
                 logits[:, :-1].float().transpose(1, 2), ids[:, 1:], reduction="none"

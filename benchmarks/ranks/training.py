@@ -22,7 +22,7 @@ learned), ``prose`` adapts a causal LM from code to books (three for training, P
 LM of books (``benchmarks.train_second_model``) to the standard library. Every run appends
 one row to ``results/rows/NAME.jsonl`` and is skipped when its line is there, so the command can be stopped
 and repeated. The seed sets the head, the adapter's start and the order of the rows; runs of one seed are paired. Base weights
-are bf16, adapters float32 under bf16 autocast, no dropout, one thread. Attention is eager (``--attention``): the bf16
+are bf16 (``--dtype``), adapters float32 under bf16 autocast, no dropout, one thread. Attention is eager (``--attention``): the bf16
 backward of the CPU's fused kernel takes half of a step; lines without the field were made with ``sdpa``. AdaLoRA's budget is
 a total of ranks and it keeps more of them in the small modules, so its mean rank is set to 9/8 of uniform's (it starts at 1.7
 of it); its parameters are counted after training, over what it kept: on prose at rank 8 it has 17 % more than the others.
@@ -178,7 +178,7 @@ def adapted(bench, form: str, rule: str, seed: int, options: argparse.Namespace,
             norm = 1.0 if rule.endswith("-unit") else 3**-0.5
             initialise_from_gradients(wrapped, scores_for(bench, form, "gradients", cache), norm=norm)
     for parameter in wrapped.parameters():
-        parameter.data = parameter.data.float() if parameter.requires_grad else parameter.data.bfloat16()
+        parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else getattr(torch, options.dtype))
     return wrapped, [b.count for b in plan.blocks]
 
 
@@ -218,7 +218,7 @@ def train(bench, form: str, rule: str, seed: int, options: argparse.Namespace, c
     start, name = time.process_time(), rule
     rule, _, rate = rule.partition("@")
     if rule == "none":
-        plain = bench.model(seed).bfloat16()
+        plain = bench.model(seed).to(getattr(torch, options.dtype))
         return {**_setting(bench, form, name, seed, options), "adapter_parameters": 0, "counts": [], **bench.evaluate(plain)}
     model, counts = adapted(bench, form, rule, seed, options, cache)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -233,7 +233,7 @@ def train(bench, form: str, rule: str, seed: int, options: argparse.Namespace, c
         for batch in bench.batches(seed, epoch):
             if step == options.steps:
                 break
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16, enabled=options.dtype == "bfloat16"):
                 loss = model(**batch).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -258,14 +258,14 @@ def train(bench, form: str, rule: str, seed: int, options: argparse.Namespace, c
 
 def _setting(bench, form: str, rule: str, seed: int, options: argparse.Namespace) -> dict:
     fields = {"task": options.task, "form": form, "rule": rule, "seed": seed, "rows": len(bench.train)}
-    return fields | {k: getattr(options, k) for k in ("steps", "lr", "batch", "length", "attention", "rank", "experts")}
+    return fields | {k: getattr(options, k) for k in ("steps", "lr", "batch", "length", "attention", "dtype", "rank", "experts")}
 
 
 def key_of(row: dict) -> tuple:
     """What identifies a run."""
     names = ("task", "form", "rule", "seed", "steps", "lr", "batch", "length", "rows")
     size = row.get("rank", 8) if row["form"] == "ranks" else row.get("experts", 5)  # the common ones, before they were written
-    return (*(row[k] for k in names), row.get("attention", "sdpa"), size)
+    return (*(row[k] for k in names), row.get("attention", "sdpa"), row.get("dtype", "bfloat16"), size)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -304,6 +304,8 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=5, help="uniform experts per layer")
     parser.add_argument("--train-limit", type=int)
     parser.add_argument("--attention", choices=("eager", "sdpa"), default="eager")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of base weights and products")
+    parser.add_argument("--first", action="store_true", help="rows of prose start with the token that all texts of the model do")
     parser.add_argument("--name", default="ranks", help="of the rows")
     parser.add_argument("--label", default="", help="what the page calls a model other than those of rows named ranks")
     parser.add_argument("--out", type=Path, default=RESULTS)

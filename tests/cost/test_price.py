@@ -272,4 +272,4 @@ def test_the_check_of_error_feedback_collects_inputs_for_every_plan():
     shape, text = shape_of(zoo.build("llama")), Text(samples=16, length=32)
     methods = ("rtn", "gptq", "descent")
     ways = [price("plan bits", choosing(text, text, method=name), shape, PACE, 1 << 40) for name in methods]
-    assert ways[1].forwards > ways[0].forwards + 8 and ways[2].seconds > ways[1].seconds > ways[0].seconds
+    assert ways[1].forwards > ways[0].forwards + 5 and ways[2].seconds > ways[1].seconds > ways[0].seconds

@@ -316,16 +316,26 @@ class Said:
         assert 0 <= done <= total
 
 
-def test_a_plan_with_feedback_stands_beside_the_file_that_llama_quantize_writes():
-    """The mix with ggml's own rounding, by our importances: said and never taken, however low it is."""
+def test_a_plan_with_feedback_stands_beside_the_file_that_llama_quantize_writes(monkeypatch):
+    """The mix with ggml's own rounding, by our importances: said and never taken, however low it is.
+
+    With feedback the mix is rounded only where its prediction is near the plan's: that is a whole plan's time.
+    """
     model, text = zoo.build("llama", hidden_size=64, intermediate_size=64), zoo.tokens(24, 16)
     fit, held_out = text.select(slice(0, 16)), text.select(slice(16, 24))
     said = Said()
-    plan = plan_bits(model, fit, held_out, like="Q4_K_M", family="gguf", method="gptq", draws=2, progress=said)
+    asked = {"like": "Q4_K_M", "family": "gguf", "method": "gptq", "draws": 2}
+    plan = plan_bits(model, fit, held_out, **asked, progress=said)
     checks = [phase for phase in said.phases if phase.startswith("the check: plan")]
-    assert 3 <= len(checks) <= 4 and checks == [f"the check: plan {k} of 4 at most" for k in range(1, len(checks) + 1)]
+    assert 2 <= len(checks) <= 3 and checks == [f"the check: plan {k} of 3 at most" for k in range(1, len(checks) + 1)]
+    far, predicted = plan.payload.check.rows, plan.payload.baselines["mix"]["predicted"]
+    assert set(far) == {"exact", "uniform", PEER} and predicted > 1.5 * plan.payload.predicted
+    assert "than Q4_K_M by llama-quantize within" in verdict(plan) and "mix by llama-quantize" in plan.payload.check.verdict
+    monkeypatch.setattr("layerbudget.decisions.bits.plan._FAR", 2 * predicted / plan.payload.predicted)
+    plan = plan_bits(model, fit, held_out, **asked)
     rows, mix = plan.payload.check.rows, plan_bits(model, fit, like="Q4_K_M", method="gptq", rule="mix", draws=1)
     assert set(rows) == {"exact", "uniform", "mix", PEER} and rows[PEER].bytes == rows["mix"].bytes
+    assert rows[PEER] == far[PEER] and rows["uniform"] == far["uniform"]
     written = DenseOutput(model, held_out).rows_as_quantised(model, mix.payload.formats, fit)
     assert rows[PEER].kl == pytest.approx(per_token(*written[:, :2].T)[0], rel=1e-6) and rows[PEER].kl > rows["mix"].kl
     assert "than Q4_K_M by llama-quantize within" in verdict(plan) and "llama.cpp's" not in verdict(plan)

@@ -108,13 +108,14 @@ def choosing(
         measured.append(WorkItem("norms", text, 1.0))
     if check is None:
         return measured
-    plans = 3.0 if runtime == "llama.cpp" else 2.0
+    quantised = runtime == "llama.cpp" and method in BY_MOMENTS  # the mix is rounded as llama-quantize does, and seldom by the method
+    plans = 3.0 if runtime == "llama.cpp" and not quantised else 2.0
     whole = treating(method, text, formats=anchors, ends=target.ends, forwards=0.0)
     whole = [dataclasses.replace(part, times=plans) for part in whole]
     whole += both_uses(method, text, tied) if target.ends else []
-    if runtime == "llama.cpp" and method in BY_MOMENTS:
+    if quantised:
         whole += [dataclasses.replace(part, forwards=1.0) for part in treating("weighted", text, formats=anchors, ends=True)]
-    return [*measured, *whole, WorkItem("forward", check, 1.0 + plans + (method in BY_MOMENTS))]
+    return [*measured, *whole, WorkItem("forward", check, 1.0 + plans + quantised)]
 
 
 def both_uses(method: str, text: Text, columns: int) -> list[WorkItem]:

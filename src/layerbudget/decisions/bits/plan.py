@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 BESIDE = ("uniform", "mix")
+_FAR = 1.5  # a mix of so many times the predicted damage is not rounded with feedback to see whether it is below the plan
 _OF_BYTES = tuple(options_of(formats_table))
 _OPTIONS = (*_OF_BYTES, *options_of(rounding_damage, without=(*_OF_BYTES, "batch_size", "table", "progress")))
 
@@ -236,12 +237,14 @@ def check_plan(
     parts, payload = parts or SharedParts(None), payload_of(plan, BitsPayload)
     plans = {plan.rule: plan} | {n: other_plan(plan, scores, n) for n in BESIDE if n in payload.baselines and n != plan.rule}
     dense, method = DenseOutput(model, check, batch_size, progress), payload.method
+    peer = plans.get("mix") if method in BY_MOMENTS else None  # that llama-quantize rounds
+    if peer is not None and peer is not plan and payload_of(peer, BitsPayload).predicted > _FAR * payload.predicted:
+        del plans["mix"]
     formats = {name: payload_of(each, BitsPayload).formats for name, each in plans.items()}
     imatrix = plan.hyperparameters.get("imatrix")
     text, options = (data, {}) if imatrix is None else (None, {"imatrix": imatrix})
     measured: dict[str, np.ndarray] = {}  # plans that are the same are measured once
-    peer = "mix" in plans and method in BY_MOMENTS
-    dense.heard = peer and text is not None
+    dense.heard = peer is not None and text is not None
 
     def rounded(formats: Mapping[str, str], method: str) -> list[list[float]]:
         """Rows of the text under a plan by a method, or under one of llama-quantize."""
@@ -252,15 +255,17 @@ def check_plan(
     def measure(formats: Mapping[str, str], method: str = method) -> np.ndarray:
         key = f"check-{digest([formats, method])}"
         if key not in measured:
-            say(progress, f"the check: plan {len(measured) + 1} of {len(plans) + peer} at most")
+            say(progress, f"the check: plan {len(measured) + 1} of {len(plans) + (peer is not None)} at most")
             measured[key] = np.array(parts.json(key, lambda: rounded(formats, method)), dtype=np.float64)
         return measured[key]
 
     rows = {name: measure(each) for name, each in formats.items()}
-    excluded = [n for n, each in plans.items() if not is_allowed(each, scores)]
-    spent = {n: int((payload.baselines[n] if n in excluded else p.budget)["spent"]) for n, p in plans.items()}
-    if peer:
-        rows[PEER], spent[PEER] = measure(formats["mix"], PEER), spent["mix"]
+    if peer is not None:
+        rows[PEER] = measure(payload_of(peer, BitsPayload).formats, PEER)
+    sized = plans if peer is None else plans | {"mix": peer}
+    excluded = [n for n, each in sized.items() if not is_allowed(each, scores)]
+    spent = {n: int((payload.baselines[n] if n in excluded else p.budget)["spent"]) for n, p in sized.items()}
+    spent |= {PEER: spent["mix"]} if peer is not None else {}
     same = [n for n, each in formats.items() if each == payload.formats]
     record = check_record(dense, plan.rule, rows, spent, same, excluded)
     chosen = plans[record.taken]
