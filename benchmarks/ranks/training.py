@@ -258,7 +258,9 @@ def train(bench, form: str, rule: str, seed: int, options: argparse.Namespace, c
 
 def _setting(bench, form: str, rule: str, seed: int, options: argparse.Namespace) -> dict:
     fields = {"task": options.task, "form": form, "rule": rule, "seed": seed, "rows": len(bench.train)}
-    return fields | {k: getattr(options, k) for k in ("steps", "lr", "batch", "length", "attention", "dtype", "rank", "experts")}
+    return fields | {
+        k: getattr(options, k) for k in ("steps", "lr", "batch", "length", "attention", "dtype", "rank", "experts")
+    }
 
 
 def key_of(row: dict) -> tuple:
@@ -305,7 +307,9 @@ def main() -> None:
     parser.add_argument("--train-limit", type=int)
     parser.add_argument("--attention", choices=("eager", "sdpa"), default="eager")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of base weights and products")
-    parser.add_argument("--first", action="store_true", help="rows of prose start with the token that all texts of the model do")
+    parser.add_argument(
+        "--first", action="store_true", help="rows of prose start with the token that all texts of the model do"
+    )
     parser.add_argument("--name", default="ranks", help="of the rows")
     parser.add_argument("--label", default="", help="what the page calls a model other than those of rows named ranks")
     parser.add_argument("--out", type=Path, default=RESULTS)

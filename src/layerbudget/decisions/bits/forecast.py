@@ -108,7 +108,7 @@ def choosing(
         measured.append(WorkItem("norms", text, 1.0))
     if check is None:
         return measured
-    quantised = runtime == "llama.cpp" and method in BY_MOMENTS  # the mix is rounded as llama-quantize does, and seldom by the method
+    quantised = runtime == "llama.cpp" and method in BY_MOMENTS  # then the mix is rounded as llama-quantize does
     plans = 3.0 if runtime == "llama.cpp" and not quantised else 2.0
     whole = treating(method, text, formats=anchors, ends=target.ends, forwards=0.0)
     whole = [dataclasses.replace(part, times=plans) for part in whole]
