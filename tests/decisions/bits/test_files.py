@@ -279,11 +279,18 @@ def test_the_types_that_people_download(tmp_path, formats, bits):
         rounding_damage(dense, text, family="gguf", formats=["IQ2_XS"])
 
 
-def test_super_blocks_whose_scales_were_improved_are_read_by_transformers(tmp_path):
-    """Codes and scales of K types and IQ4_XS by descent, from a plan that was measured to nearest."""
+@pytest.mark.parametrize(
+    ("formats", "bits"),
+    [
+        (["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"], 4.6),
+        pytest.param(["IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"], 2.9, marks=pytest.mark.slow),
+    ],
+)
+def test_super_blocks_whose_scales_were_improved_are_read_by_transformers(tmp_path, formats, bits):
+    """Codes and scales of K types and lattices by descent, from a plan that was measured by importances."""
     size = {**WIDE, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
     model, text = zoo.build("llama", **size), zoo.tokens(24, 24, vocabulary=96)
-    plan = planned(model, "gguf", 4.6, formats=["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"])
+    plan = plan_bits(rounding_damage(model, text, family="gguf", draws=1, method="weighted", formats=formats), bits=bits)
     assert len(set(plan.payload.formats.values())) > 2
     write_bits(model, plan, tmp_path / "out", text, method="descent")
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf", dtype=torch.float32).eval()
