@@ -9,8 +9,8 @@ Rules for ranks: uniform; gain (adapter gain, each block damped relative to its 
 all blocks, the default of ``score --estimator adapter``); permuted and permuted-absolute (their scores in random order);
 by-rank (K-FAC gain of every further rank), by-rank-plain (the same without curvature: the tables keep it, the package does
 not), by-rank-permuted (its curves in random order), by-rank-shuffled (its ranks in random order among modules of equal cost),
-equal-parameters (every module the same number); gain-init (uniform ranks started in the gradient's directions, rows of A as long as PEFT's) and gain-init-unit (rows
-of length 1, as EVA's); gain-absolute-init-unit (both: planned ranks, started so); eva; adalora; replan (uniform, planned
+equal-parameters (every module the same number); gain-init (uniform ranks started in the gradient's directions, rows of A as long as PEFT's), gain-init-unit (rows
+of length 1, as EVA's) and gain-init-matched (rows whose outputs are as large as those of PEFT's own, as the package does); gain-absolute-init-unit (both: planned ranks, started so); eva; adalora; replan (uniform, planned
 again after 30 % of the steps: the tables keep it, the package does not, since a plan at the start gains more); none (the
 model as it is). ``rule+policy`` is the rule with scales that follow the rank
 (``rslora``, ``constant-alpha``: all alike at the mean rank), ``rule@rate`` the rule at a learning rate of its own, chosen on
@@ -49,7 +49,7 @@ from benchmarks.stamp import RESULTS, keep_row, read_rows
 from peft import get_peft_model
 
 from layerbudget.decisions.lora_experts.method import add_lora_experts
-from layerbudget.decisions.ranks.apply import add_ranks, to_lora_config
+from layerbudget.decisions.ranks.apply import add_ranks, lora_layers, to_lora_config
 from layerbudget.decisions.ranks.payload import RanksPayload
 from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.decisions.ranks.start import initialise_from_gradients
@@ -58,7 +58,7 @@ from layerbudget.models.blocks import describe, partition
 from layerbudget.plan import Plan, PlanBlock, payload_of
 from layerbudget.solvers import allocate, published, round_capacity
 
-UNIFORM = ("eva", "adalora", "gain-init", "gain-init-unit")  # these begin with uniform ranks
+UNIFORM = ("eva", "adalora", "gain-init", "gain-init-unit", "gain-init-matched")  # these begin with uniform ranks
 
 
 def scores_for(bench, form: str, rule: str, cache: dict):
@@ -162,7 +162,7 @@ def expert_counts(bench, rule: str, seed: int, layers: int, total: int, cache: d
 def adapted(bench, form: str, rule: str, seed: int, options: argparse.Namespace, cache: dict):
     """A model with its adapters, bf16 base and float32 adapters, and the plan's counts."""
     rule, _, policy = rule.partition("+")
-    planned = "uniform" if rule in UNIFORM else rule.removesuffix("-init-unit")
+    planned = "uniform" if rule in UNIFORM else rule.removesuffix("-init-unit").removesuffix("-init-matched")
     plan = plan_for(bench, form, planned, seed, options, cache)
     model = bench.model(seed)
     torch.manual_seed(seed)
@@ -174,9 +174,13 @@ def adapted(bench, form: str, rule: str, seed: int, options: argparse.Namespace,
         wrapped = _eva(model, plan, bench)
     else:
         wrapped = add_ranks(model, plan, validate=False, alpha_policy=policy or "constant-ratio", **bench.extra)
-        if rule.endswith(("-init", "-init-unit")):
-            norm = 1.0 if rule.endswith("-unit") else 3**-0.5
-            initialise_from_gradients(wrapped, scores_for(bench, form, "gradients", cache), norm=norm)
+        if rule.endswith(("-init", "-init-unit", "-init-matched")):
+            near = (
+                [batch for batch, _ in zip(bench.batches(77, 0), range(4), strict=False)] if rule.endswith("-matched") else []
+            )
+            initialise_from_gradients(wrapped, scores_for(bench, form, "gradients", cache), near)
+            for module in lora_layers(wrapped).values() if rule.endswith("-unit") else ():
+                module.lora_A["default"].weight.data *= 3**0.5
     for parameter in wrapped.parameters():
         parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else getattr(torch, options.dtype))
     return wrapped, [b.count for b in plan.blocks]

@@ -356,14 +356,14 @@ class Decision:
         """Return what is to be known before a plan is trained on text with so many learned ``tokens``; None of labels."""
         return ()
 
-    def adapt(self, model: Any, plan: Plan, protocol: Any, gradients: Any = None, **options: Any) -> Any:
+    def adapt(self, model: Any, plan: Plan, protocol: Any, start: Any = None, **options: Any) -> Any:
         """Return the model with the adapters of a plan.
 
         Args:
             model: The plain model; its modules are those of the plan.
             plan: The plan.
             protocol: The training protocol, :class:`layerbudget.finetuning.protocol.Protocol`.
-            gradients: Of the mean loss by module, where the protocol starts from them.
+            start: Gradients of the mean loss by module and the rows that they are of, where the protocol starts from them.
             **options: Fields of the configuration of PEFT that every kind of adapter has.
         """
         raise NotImplementedError

@@ -234,7 +234,9 @@ def test_a_start_in_the_gradients_directions(encoder, tokenizer, task):
     expected = torch.linalg.svd(plain.get_submodule(name).weight.grad)[2][:4]
     leaf = model.get_base_model().get_submodule(name)
     a = leaf.lora_A["default"].weight.detach()
-    assert torch.allclose((a @ expected.T).abs(), torch.eye(4), atol=1e-3)
+    assert torch.allclose((a / a.norm(dim=1, keepdim=True) @ expected.T).abs(), torch.eye(4), atol=1e-3)
+    torch.testing.assert_close(a.norm(dim=1), a.norm(dim=1).mean().expand(4))  # one factor for the module
+    assert not torch.isclose(a.norm(dim=1).mean(), torch.tensor(3**-0.5), rtol=0.05)
     assert not leaf.lora_B["default"].weight.any()
     with pytest.raises(InvalidInput, match="A plan of lora-experts does not read start"):
         started(load(0), dataclasses.replace(plan, kind="lora-experts", payload=None), protocol, rows, task)

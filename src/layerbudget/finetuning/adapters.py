@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,6 +37,7 @@ from .training import shares_weights
 logger = logging.getLogger(__name__)
 
 Loader = Callable[[int], nn.Module]
+Start = tuple[Mapping[str, Tensor], Sequence[Mapping[str, Tensor]]]  #: Gradients by module, and the rows that they are of.
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 START_SAMPLES = 128
 _CONFIG = "adapter_config.json"
@@ -131,12 +132,12 @@ def check_trained(plan: Plan) -> None:
     check_kind(plan.kind, [name for name, decision in DECISIONS.all().items() if decision.trains], "cannot be trained")
 
 
-def adapt(model: nn.Module, plan: Plan, protocol: Protocol, gradients: Mapping[str, Tensor] | None = None) -> nn.Module:
+def adapt(model: nn.Module, plan: Plan, protocol: Protocol, start: Start | None = None) -> nn.Module:
     """Return the model with the plan's adapters; a BERT-style pooler is trained with the head (frozen, nothing is learned).
 
     What is trained is held in float32 whatever the base is held in: PEFT does so for its adapters, not for heads. Errors are
-    those of the plan's decision, and InvalidInput for a plan that is not trained. ``gradients`` are those of the mean loss by
-    module, from whose top directions the adapters start.
+    those of the plan's decision, and InvalidInput for a plan that is not trained. ``start`` are gradients of the mean loss by
+    module, in whose top directions the adapters start, and the rows that they are of.
     """
     check_trained(plan)
     plan = fit_names(plan, model)
@@ -144,7 +145,7 @@ def adapt(model: nn.Module, plan: Plan, protocol: Protocol, gradients: Mapping[s
     poolers = (m for n, m in model.named_modules() if n.rpartition(".")[2] == "pooler")
     if not is_causal(model) and any(True for pooler in poolers for _ in pooler.parameters()):
         options["modules_to_save"] = ["pooler"]
-    adapted: nn.Module = decision_of(plan).adapt(model, plan, protocol, gradients, **options)
+    adapted: nn.Module = decision_of(plan).adapt(model, plan, protocol, start, **options)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -167,8 +168,9 @@ def started(plain: nn.Module, plan: Plan, protocol: Protocol, rows: Rows | TextR
     chosen = np.random.default_rng(0).permutation(len(examples))[:START_SAMPLES]
     batch = rows.collate(rows.encoded([examples[i] for i in chosen]))
     tokens: dict[str, Any] = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
-    gradients = accumulated_gradients(plain.eval(), CalibrationSet(source=task.name, **tokens), modules)
-    return adapt(plain, plan, protocol, gradients)
+    data = CalibrationSet(source=task.name, **tokens)
+    gradients = accumulated_gradients(plain.eval(), data, modules)
+    return adapt(plain, plan, protocol, (gradients, list(data.batches(8, next(plain.parameters()).device))))
 
 
 def _say_zeros(plain: nn.Module, plan: Plan) -> None:

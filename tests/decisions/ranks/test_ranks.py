@@ -400,6 +400,38 @@ def test_gradient_directions_start_at_the_base_and_capture_the_gradient():
         assert captured == pytest.approx(torch.linalg.svdvals(gradients[name].double())[:4].square().sum().item(), rel=1e-4)
 
 
+def test_the_gradients_directions_give_as_much_as_the_start_that_they_replace():
+    """Whatever the inputs: one factor for each module, over real tokens alone."""
+    model, tokens = zoo.adaptable(), ids()
+    names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in n]
+    gradients = accumulated_gradients(model, CalibrationSet(input_ids=tokens), names)
+    plan, padded = zoo.linears(zoo.adaptable(), 4), torch.cat((tokens, torch.zeros_like(tokens)), dim=1)
+    mask = torch.cat((torch.ones_like(tokens), torch.zeros_like(tokens)), dim=1)
+    found, inputs = [], dict[str, torch.Tensor]()
+    for batches in (
+        [],
+        [{"input_ids": tokens}],
+        [{"input_ids": row[None]} for row in tokens],
+        [{"input_ids": padded, "attention_mask": mask}],
+    ):
+        torch.manual_seed(0)
+        adapted = add_ranks(zoo.adaptable(), plan)
+        leaves = {n: adapted.get_submodule(f"base_model.model.{n}").lora_A["default"] for n in names}
+        own = {n: leaf.weight.detach().clone() for n, leaf in leaves.items()}
+        initialise_from_gradients(adapted, gradients, batches)
+        found.append({n: leaf.weight.detach().clone() for n, leaf in leaves.items()})
+    for name, leaf in leaves.items():
+        leaf.register_forward_pre_hook(lambda module, arguments, name=name: inputs.update({name: arguments[0]}))
+    with torch.no_grad():
+        adapted(input_ids=tokens)
+    for name in names:
+        plain, *matched = (each[name] for each in found)
+        size = (inputs[name] @ own[name].T).norm() / (inputs[name] @ plain.T).norm()
+        assert not size.isclose(torch.tensor(1.0), rtol=0.1)
+        for each in matched:
+            torch.testing.assert_close(each, plain * size, rtol=1e-4, atol=1e-6)
+
+
 def test_a_module_without_a_gradient_is_named():
     adapted = get_peft_model(zoo.adaptable(), to_lora_config(zoo.linears(zoo.adaptable(), 2)))
     with pytest.raises(CoverageError, match="no gradient for model.layers.0"):

@@ -88,7 +88,7 @@ class LoraExperts(Decision):
         """Make the mixture known to PEFT."""
         from . import method  # noqa: F401  (it registers when it is imported)
 
-    def adapt(self, model: Any, plan: Plan, protocol: Any, gradients: Any = None, **options: Any) -> Any:
+    def adapt(self, model: Any, plan: Plan, protocol: Any, start: Any = None, **options: Any) -> Any:
         """Return the model with the experts of a plan."""
         from .method import add_lora_experts
 

@@ -133,15 +133,15 @@ class Ranks(Decision):
         sizes = f"{parameters:,} parameters for {tokens:,} completion tokens"
         return (f"The adapter has {sizes}. {by_rule_of_thumb(parameters, tokens)}",)
 
-    def adapt(self, model: Any, plan: Plan, protocol: Any, gradients: Any = None, **options: Any) -> Any:
+    def adapt(self, model: Any, plan: Plan, protocol: Any, start: Any = None, **options: Any) -> Any:
         """Return the model with the ranks of a plan, started in the top directions of gradients where there are some."""
         from .apply import add_ranks
         from .start import initialise_from_gradients
 
         options |= {"alpha_policy": protocol.alpha_policy, "ratio": protocol.ratio, "dropout": protocol.dropout}
         adapted = add_ranks(model, plan, validate=False, **options)
-        if gradients is not None:
-            initialise_from_gradients(adapted, gradients, norm=1.0)
+        if start is not None:
+            initialise_from_gradients(adapted, *start)
         return adapted
 
     def before_saving(self, model: Any, protocol: Any) -> None:
