@@ -9,8 +9,9 @@ Rules for ranks: uniform; gain (adapter gain, each block damped relative to its 
 all blocks, the default of ``score --estimator adapter``); permuted and permuted-absolute (their scores in random order);
 by-rank (K-FAC gain of every further rank), by-rank-plain (the same without curvature: the tables keep it, the package does
 not), by-rank-permuted (its curves in random order), by-rank-shuffled (its ranks in random order among modules of equal cost),
-equal-parameters (every module the same number); gain-init (uniform ranks started in the gradient's directions, rows of A as long as PEFT's), gain-init-unit (rows
-of length 1, as EVA's) and gain-init-matched (rows whose outputs are as large as those of PEFT's own, as the package does); gain-absolute-init-unit (both: planned ranks, started so); eva; adalora; replan (uniform, planned
+equal-parameters (every module the same number); gain-init (uniform ranks started in the gradient's directions, rows of A as
+long as PEFT's), gain-init-unit (rows of length 1, as EVA's) and gain-init-matched (rows whose outputs are as large as those of
+PEFT's own, as the package does); gain-absolute-init-unit (both: planned ranks, started so); eva; adalora; replan (uniform, planned
 again after 30 % of the steps: the tables keep it, the package does not, since a plan at the start gains more); none (the
 model as it is). ``rule+policy`` is the rule with scales that follow the rank
 (``rslora``, ``constant-alpha``: all alike at the mean rank), ``rule@rate`` the rule at a learning rate of its own, chosen on
@@ -256,7 +257,7 @@ def train(bench, form: str, rule: str, seed: int, options: argparse.Namespace, c
     return {
         **_setting(bench, form, name, seed, options), "adapter_parameters": number, "counts": counts,
         "train_loss": float(np.mean(history[-20:])), "cpu_seconds": round(time.process_time() - start, 1),
-        **cache.get(("said", rule.partition("+")[0].removesuffix("-init-unit")), {}), **bench.evaluate(model),
+        **cache.get(("said", rule.partition("+")[0].removesuffix("-init-unit").removesuffix("-init-matched")), {}), **bench.evaluate(model),
     }  # fmt: skip
 
 
