@@ -148,8 +148,7 @@ def share_of(
     seconds = {"operations": operations, "reading": read, "exchange": 2.0 * summed * (machines - 1) / machines + dealt}
     seconds = {name: amount / RATES[name] for name, amount in seconds.items()}
     limit = max(seconds, key=lambda name: seconds[name])
-    short = min((p.text.samples for p in parts if _shared(p)), default=machines) < machines
-    limit = "text" if short else limit if cost.fits else "memory"
+    limit = "text" if any(_is_short(part.text, machines) for part in parts) else limit if cost.fits else "memory"
     return Share(
         machines=machines,
         sequences=divided[0].text.samples,
@@ -162,9 +161,12 @@ def share_of(
     )
 
 
-def _shared(part: WorkItem) -> bool:
-    """Whether the sequences of a part are divided: a forward of one sequence only opens the layers."""
-    return part.text.samples > 1
+def _is_short(text: Text, machines: int) -> bool:
+    """Whether more text would give all processes a sequence: halves have one of each two, and other parts have no more of it.
+
+    A forward of one sequence only opens the layers.
+    """
+    return 1 < text.samples < machines and text.whole < 2 * machines
 
 
 def _looks(part: WorkItem) -> float:

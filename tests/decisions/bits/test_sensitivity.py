@@ -107,6 +107,21 @@ def test_the_fisher_form_along_the_rounding_error_predicts_what_is_measured(meth
     assert (error > 0).all() and np.median(error / predicted[there]) < 0.5
 
 
+def test_of_much_text_no_more_than_24_sequences_tell_the_damage_of_error_feedback(monkeypatch):
+    """The others show the inputs, which is cheaper, and the damages are those that half of the text tells."""
+    model, data = zoo.build("llama", intermediate_size=64), zoo.tokens(60, 16)
+    options = {"formats": ["w4-g32", "w5-g32"], "method": "gptq"}
+    found = rounding_damage(model, data, **options)
+    few = FormatTable.of(found)
+    assert np.flatnonzero(np.abs(few.rest).sum((0, 1))).tolist() == [*range(2, 60, 3)]
+    assert found.extra["formats"]["passes"] == pytest.approx((20 * 17 + 40 * 2) / 60)
+    monkeypatch.setattr(R, "_JUDGES", 30)
+    half = FormatTable.of(rounding_damage(model, data, **options))
+    off = (few.damage[:, :2] - half.damage[:, :2]) / np.hypot(few.error[:, :2], half.error[:, :2])
+    assert (np.abs(half.rest).sum((0, 1)) > 0).sum() == 30 and 0.3 < np.sqrt(np.mean(off**2)) < 2.0
+    assert abs(np.log(few.damage[:, :2] / half.damage[:, :2]).mean()) < 0.2
+
+
 @pytest.mark.parametrize(("name", "method"), [("llama", "rtn"), ("llama", "gptq"), ("mixtral", "weighted")])
 def test_damages_from_some_rows_are_those_of_all_rows(name, method):
     model, data = zoo.build(name, hidden_size=128, intermediate_size=128, num_hidden_layers=2), zoo.tokens(4, 16)

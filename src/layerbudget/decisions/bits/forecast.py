@@ -31,6 +31,7 @@ from ..formats.program import formats_of_plan
 from .packed import _pack, _unpack
 from .payload import BitsPayload
 from .pieces import quantiser_of
+from .sensitivity import judging_folds
 
 _LABELS = 30.0  # different ones, over the root of those that are drawn
 _ROWS, _COLUMNS = 2048, 1024  # of the matrix that is timed: every format fits, and no cache holds it
@@ -100,10 +101,12 @@ def choosing(
 
     way: dict[str, Any] = {"job": job, "sent": codes, "together": together}
     measured = [WorkItem("directional", text, 1.0 + 2.0 * draws, losses=draws, **way)]
-    if gram:  # every second sequence shows the inputs, and the others have twice as many draws
-        half = dataclasses.replace(text, samples=max(1, text.samples // 2), drawn=text.samples)
-        look = WorkItem("directional", half, 1.0 + 4.0 * draws, losses=2 * draws, **way)
-        measured = [look, WorkItem("norms", half, 2.0, sent=moments_bytes)]
+    if gram:  # some sequences show the inputs, and the others have twice as many draws
+        judging = max(1, text.samples // judging_folds(text.samples))
+        judges = dataclasses.replace(text, samples=judging, drawn=text.samples)
+        shown = dataclasses.replace(text, samples=max(1, text.samples - judging), drawn=text.samples)
+        look = WorkItem("directional", judges, 1.0 + 4.0 * draws, losses=2 * draws, **way)
+        measured = [look, WorkItem("norms", shown, 2.0, sent=moments_bytes)]
     elif statistic == "diagonal":
         measured.append(WorkItem("norms", text, 1.0))
     if check is None:

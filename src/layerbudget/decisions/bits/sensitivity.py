@@ -10,8 +10,9 @@ squared error that is left, both of a sample of rows (:mod:`layerbudget.decision
 :mod:`layerbudget.sensitivity.directional.terms`). The rounding errors are those of the quantiser that will write the file.
 Embedding and head are measured likewise. Standard errors are over sequences and sampled rows.
 
-Error feedback fits its codes to the inputs that it sees, so on these it looks better than it is on other text. There every
-second sequence shows the inputs, and damages are of the others, with twice as many draws.
+Error feedback fits its codes to the inputs that it sees, so on these it looks better than it is on other text. There some of
+the sequences show the inputs, and damages are of the others, with twice as many draws: of every second sequence, and of no more
+than 24. A gradient costs several times the forward that shows inputs, and a damage is known to a tenth from so many.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ from .rounding import RoundingErrors
 _KEPT = 256 << 20  # bytes of log-probabilities that are kept in memory
 _Logits = Callable[[Batch], Iterator[tuple[slice, torch.Tensor]]]
 _Context = Callable[[], contextlib.AbstractContextManager[None]]
+_JUDGES = 24  # sequences that tell the damage of error feedback, at the most
 _LEAST = 0.1  # of the damage of its rest that a format has at the least: what scales weights may by chance undo some of it
 
 
@@ -101,9 +103,10 @@ def rounding_damage(
         shape = len(blocks), errors.levels
         judges, options["watched"], counts = np.arange(data.samples), None, count_scored_tokens(model, data)
         if quantiser.statistic == "gram" and (counts > 0).sum() > 1:
-            dealt = assign_folds(counts, 2)
-            shown = data.select(torch.from_numpy(np.flatnonzero(dealt == 0)))
-            judges, options["draws"], options["watched"] = np.flatnonzero(dealt == 1), 2 * draws, shown
+            folds = judging_folds(int((counts > 0).sum()))
+            judge = assign_folds(counts, folds) == folds - 1
+            shown = data.select(torch.from_numpy(np.flatnonzero(~judge)))
+            judges, options["draws"], options["watched"] = np.flatnonzero(judge), 2 * draws, shown
             options["batch_size"] = -(-batch_size // 2)  # as many batches as of the whole text, also for two processes
         some, errors.draws = data.select(torch.from_numpy(judges)), options["draws"]
         terms = quadratic_terms(model, some, units, errors.of, shape, listen=errors.listen, watch=errors, **options)
@@ -130,6 +133,15 @@ def rounding_damage(
         versions=versions(),
         extra={"formats": {**table.record(), **how}},
     )
+
+
+def judging_folds(sequences: int) -> int:
+    """Of how many sequences one tells the damage of error feedback, where the others show the inputs.
+
+    >>> judging_folds(8), judging_folds(140)
+    (2, 6)
+    """
+    return max(2, -(-sequences // _JUDGES))
 
 
 def _short(values: np.ndarray) -> np.ndarray:
