@@ -22,6 +22,7 @@ from ..compressors.sparsegpt import inverse_factor
 from ..errors import LayerbudgetError
 from ..execution.inputs import InputMoments
 from ..execution.modes import inference, prepared
+from ..execution.panels import count_numbers
 from ..execution.replay import Replay
 from ..sensitivity.directional.directions import Apart, Int8Directions, Itself, Nested
 
@@ -214,12 +215,12 @@ def factor_seconds(columns: int) -> float:
 @functools.cache
 def _moments(kind: str) -> float:
     found, x = InputMoments(kind), torch.randn(_TOKENS, 2 * _WIDE)
-    return seconds_of(functools.partial(found.add, x)) / _TOKENS / (2 * _WIDE) ** (2 if kind == "gram" else 1)
+    return seconds_of(functools.partial(found.add, x)) / _TOKENS / (count_numbers(2 * _WIDE) if kind == "gram" else 2 * _WIDE)
 
 
 def moments_seconds(kind: str, tokens: int, columns: int) -> float:
-    """Return what the ``diagonal`` or ``gram`` of the inputs of so many tokens takes."""
-    return 0.0 if kind == "none" else _moments(kind) * tokens * columns ** (2 if kind == "gram" else 1)
+    """Return what the ``diagonal`` or ``gram`` of the inputs of so many tokens takes; a ``gram`` is half of a square."""
+    return 0.0 if kind == "none" else _moments(kind) * tokens * (count_numbers(columns) if kind == "gram" else columns)
 
 
 @functools.cache
