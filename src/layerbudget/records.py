@@ -412,7 +412,8 @@ def check_fraction(value: float, name: str, *, low: float = 0.0) -> float:
         InvalidInput: It is not.
     """
     if not isinstance(value, numbers.Real) or not math.isfinite(value) or not low <= value <= 1.0:
+        example = 0.5 if low <= 0.5 else (1.0 + low) / 2.0
         raise InvalidInput(
-            f"{name} is {value}.", f"It must lie in [{low:g}, 1].", f"Give {name} as a fraction, for example 0.5."
+            f"{name} is {value}.", f"It must lie in [{low:g}, 1].", f"Give {name} as a fraction, for example {example:g}."
         )
     return float(value)

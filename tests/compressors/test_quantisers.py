@@ -268,6 +268,11 @@ def test_formats_know_their_bytes_and_refuse_what_they_cannot_store():
         gguf.formats([64], group=64)
     with pytest.raises(InvalidInput, match="group size of 32 has no meaning beside formats that are named"):
         packed.formats([256], ["w4-g64"], 32)
+    for group in (7, 0):  # nothing but 16 bits would be left of the menu
+        with pytest.raises(InvalidInput, match=f"group is {group}. .* which are 192, 320. Use group=64"):
+            packed.formats([192, 320], group=group)
+    with pytest.raises(InvalidInput, match="formats names none"):
+        packed.formats([192, 320], ())
     with pytest.raises(InvalidInput, match="no format 'awq'"):
         find_runtime(None, "awq")
     with pytest.raises(InvalidInput, match="removes nothing"):

@@ -289,6 +289,18 @@ def test_ranks_above_a_side_are_refused():
         plan_ranks(zoo.scores([3, 2]), mean_rank=65)
     with pytest.raises((InvalidInput, InfeasibleBudget)):
         plan_ranks(zoo.scores([3, 2]), mean_rank=8, fixed={"model.layers.0": 65})
+    with pytest.raises(InfeasibleBudget, match="lower the budget to 512") as refused:
+        plan_ranks(zoo.scores([3, 2]), mean_rank=4, max_rank=2)
+    assert "at_most" not in refused.value.remedy, "that plan has the smallest rank everywhere"
+
+
+@pytest.mark.parametrize("rank", [0, 65])
+def test_experts_of_a_rank_that_no_matrix_can_have_are_refused(rank):
+    scores, says = zoo.scores([3, 2]), f"expert_rank is {rank}. It is a whole number from 1 to 64.*Use expert_rank=8"
+    with pytest.raises(InvalidInput, match=says):
+        plan_lora_experts(scores, total=4, expert_rank=rank)
+    with pytest.raises(InvalidInput, match=says):
+        plan_joint(scores, budget="100 KB", capacity="lora-experts", expert_rank=rank)
 
 
 def test_a_budget_below_the_floors_is_refused_with_commands_that_work(tmp_path, rng):

@@ -387,8 +387,8 @@ class Runtime:
             inputs: Whether the quantiser reads inputs; by default types that need them are left out without it.
 
         Raises:
-            InvalidInput: A format that it cannot run, or that no matrix can have; a group size where blocks are fixed, or
-                beside names, which say it.
+            InvalidInput: A format that it cannot run, or that no matrix can have; a group size that divides no width, where
+                blocks are fixed, or beside names, which say it.
         """
         if self.family == GGUF and group is not None:
             raise InvalidInput("GGUF has blocks of its own; a group size has no meaning.", "", "Leave it out.")
@@ -398,6 +398,8 @@ class Runtime:
         if names is not None and group is not None:
             what = f"A group size of {group} has no meaning beside formats that are named."
             raise InvalidInput(what, "Their names say it: w4-g32 has groups of 32.", "Leave group out, or leave formats out.")
+        if names is not None and not (names := list(names)):
+            raise InvalidInput("formats names none.", "", "Name some, such as w4-g64 or Q4_K, or leave formats out.")
         if names is not None:
             chosen = [self.check(find_format(n, self.family)) for n in dict.fromkeys(names)]
             for form in chosen:
@@ -412,6 +414,11 @@ class Runtime:
             return [f for f in open_to if f.plain or any(f.fits(w) for w in widths)]
         if group is None:
             group = next((g for g in PACKED_GROUPS if all(w % g == 0 for w in widths)), PACKED_GROUPS[-1])
+        elif group < 1 or not any(w % group == 0 for w in widths):
+            inputs = ", ".join(f"{w:,}" for w in widths)
+            fits = [g for g in PACKED_GROUPS if any(w % g == 0 for w in widths)]
+            remedy = f"Use group={fits[0]}, or leave it out." if fits else "Leave it out."
+            raise InvalidInput(f"group is {group}.", f"It divides the inputs of some matrix, which are {inputs}.", remedy)
         menu = (find_format(f"w{b}-g{group}") for b in _PACKED_BITS if b != 7)  # by name only: transformers alone reads 7 bits
         return [f for f in (*menu, PLAIN[PACKED]) if self._runs(f)]
 

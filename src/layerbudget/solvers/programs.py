@@ -232,7 +232,7 @@ def _capacity_target(c: Vector, total: float, paid: float, low: Vector, high: Ve
         raise InfeasibleBudget(
             f"The caps can take {most:g} and the budget {total:g} is to be spent exactly.",
             f"Under spend='exactly' it must lie in [{least:g}, {most:g}].",
-            "Raise the caps, lower the budget, or spend at most the budget (at_most).",
+            f"Raise the caps, or lower the budget to {most:g}.",
         )
     return min(max(total, least), most) - paid
 
@@ -252,6 +252,6 @@ def _sparsity_target(n: Vector, target: float, low: Vector, high: Vector, *, exa
         raise InfeasibleBudget(
             f"{spoken_amount(target)} parameters are to go and the floors alone prune {spoken_amount(least)}.",
             f"Under spend='exactly' the global sparsity must lie in [{least / everything:.4g}, {most / everything:.4g}].",
-            "Lower min_sparsity, or use spend='at_least'.",
+            f"Lower min_sparsity to {target / everything:.4g}, or prune {least / everything:.4g} or more.",
         )
     return min(max(target, least), most) if exactly else min(target, most)

@@ -647,6 +647,13 @@ def test_the_same_blocks_in_other_formats_are_those_of_a_table_of_their_own():
     assert in_formats(formats_table(model, family="gguf"), names).record() == other != usual
 
 
+@pytest.mark.parametrize("own", [{"bits": 16.0, "rule": "mix"}, {"like": "Q4_K_M", "family": "compressed-tensors"}])
+def test_mixes_of_llama_cpp_are_refused_for_other_files_before_the_measurement(own, monkeypatch):
+    monkeypatch.setattr(planning, "rounding_damage", None)
+    with pytest.raises(InvalidInput, match="llama.cpp, and this plan is for compressed-tensors.*Plan for family='gguf'"):
+        plan_bits(zoo.build("llama"), zoo.tokens(2, 8), **own)
+
+
 def test_an_option_that_no_measurement_reads_is_refused_before_it_begins():
     with pytest.raises(InvalidInput, match="has no option drawz. Its options: formats, family"):
         plan_bits(zoo.build("llama"), zoo.tokens(2, 8), bits=6.0, drawz=2)

@@ -157,6 +157,7 @@ def test_a_plan_of_rows_is_saved_loaded_and_applied_exactly(tmp_path):
         ({"by": "rows:0"}, "rows:G"),
         ({"trust": 0.0}, "trust"),
         ({"sparsity": 0.6, "max_sparsity": 0.5}, "max_sparsity"),
+        ({"sparsity": 0.97}, r"max_sparsity, 0.95.*Use max_sparsity=0.985"),
         ({"method": "sparsegpt", "wrong": 1}, "wrong"),
     ],
 )

@@ -117,6 +117,10 @@ def test_refusals_have_three_parts(rng):
         with pytest.raises(kind) as caught:
             plan_sparsity(scores, **options)
         assert caught.value.what and caught.value.feasible and caught.value.remedy
+    with pytest.raises(InfeasibleBudget, match="Lower min_sparsity to 0.5, or prune 0.6 or more"):
+        plan_sparsity(scores, sparsity=0.5, min_sparsity=0.6)
+    for works in ({"sparsity": 0.5, "min_sparsity": 0.5}, {"sparsity": 0.6, "min_sparsity": 0.6}):
+        assert plan_sparsity(scores, **works).budget["spent"] >= int(works["sparsity"] * scores.numel.sum())
 
 
 def test_caps_above_one_and_caps_below_floors_are_refused_by_every_rule(rng):

@@ -12,6 +12,7 @@ from ...plan import Plan, payload_of
 from ...requests import READING
 from ...storage.checkpoint import GGUF_FILE
 from ..files import need_scores, text_of_plan
+from ..formats.baselines import check_mixes
 from ..formats.limits import Limits
 from ..formats.payload import FormatsPayload
 from ..formats.program import formats_of_plan, plan_from_table
@@ -54,6 +55,7 @@ def _by_damage(session: Session) -> Plan:
     request: BitsRequest = session.request
     family = request.family or (RUNTIMES[request.runtime].family if request.runtime else PACKED if not request.like else GGUF)
     request.check_formats(request.runtime, family)
+    check_mixes(request.rule, request.like, family)
     need_samples(session, request.method)
     model, tokenizer, data, check = session.load_checked(16 if request.checked is None else request.checked)
     if family == GGUF and (narrow := narrow_rows(model)):

@@ -35,7 +35,7 @@ from ...sensitivity.sequences import per_token
 from ...storage.parts import Parts
 from ...storage.writing import check_output
 from ...verdicts import CONVENTION, SAME, outcome, plus_minus
-from ..formats.baselines import PEER, types_like
+from ..formats.baselines import PEER, check_mixes, types_like
 from ..formats.limits import Limits
 from ..formats.payload import Check, CheckRow
 from ..formats.program import formats_of_rules, is_allowed, other_plan, plan_from_table
@@ -118,6 +118,7 @@ def plan_bits(
     need_sequences(data, check, str(options.get("method", "rtn")))
     options |= {"unwritten": unwritten} | ({} if like is None or "family" in options else {"family": GGUF})
     table = from_main(lambda: empty_table(source, tokenizer, options))
+    check_mixes(rule, like, table.family)
     if like is not None and options.get("formats") is None:  # also what the menu leaves out, such as IQ1_S
         options["formats"] = types_like(table, like)
         table = in_formats(table, options["formats"], options.get("group"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from ...budget import OWN_UNITS, Budget, amount_of, rank_parameters, unit_cost
 from ...errors import InfeasibleBudget, InvalidInput
 from ...records import Block
 from ...scores import Scores
-from ...solvers.inputs import Vector, bound_vector, number, spoken_amount
+from ...solvers.inputs import Vector, bound_vector, number, spoken_amount, whole_number
 from ..making import blocks_of, matching, record_of
 from ..rules import Problem
 
@@ -80,6 +81,9 @@ class CapacityBounds:
         """Return what a rule is to decide."""
         blocks, words = blocks_of(scores), _NAMES[self.kind]
         k = len(blocks)
+        whole_number(self.multiple, "multiple")
+        if self.kind == "lora-experts":
+            check_expert_rank(self.expert_rank, blocks)
         cost, limit = self._priced(blocks, wanted)
         sides = smallest_sides(blocks) if self.kind == "ranks" else np.full(k, np.inf)
         base = np.array(bound_vector(self.base, k, words.get("base", "base"), 0.0))
@@ -104,6 +108,18 @@ class CapacityBounds:
 def smallest_sides(blocks: Sequence[Block]) -> Vector:
     """Return the largest rank that makes sense per block: the smallest side of its matrices, shape ``(K,)``."""
     return np.array([min(min(m.d_in, m.d_out) for m in b.modules) for b in blocks], dtype=np.float64)
+
+
+def check_expert_rank(rank: int, blocks: Sequence[Block]) -> None:
+    """Refuse a rank of experts that is none, or that no matrix has the sides for.
+
+    Raises:
+        InvalidInput: It is one of these.
+    """
+    most = max(min(m.d_in, m.d_out) for block in blocks for m in block.modules)
+    if not isinstance(rank, numbers.Integral) or not 1 <= rank <= most:
+        feasible = f"It is a whole number from 1 to {most}, the largest rank that a matrix can have."
+        raise InvalidInput(f"expert_rank is {rank}.", feasible, f"Use expert_rank={min(8, most)}.")
 
 
 def _pin(blocks: Sequence[Block], low: Vector, high: Vector, fixed: Mapping[str, int] | None, sides: Vector) -> np.ndarray:

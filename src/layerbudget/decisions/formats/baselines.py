@@ -46,6 +46,21 @@ def mix_of(table: FormatTable, mix: str) -> tuple[int, np.ndarray | None]:
     return size, None if refused else chosen
 
 
+def check_mixes(rule: str, like: str | None, family: str) -> None:
+    """Refuse what mixes of llama.cpp decide, for files that are not GGUF.
+
+    Raises:
+        InvalidInput: The rule or the budget names them.
+    """
+    if family != GGUF and (rule == "mix" or like is not None):
+        what = "The budget is that of a mix of llama.cpp" if like is not None else "The rule mix takes the types of llama.cpp"
+        raise InvalidInput(
+            f"{what}, and this plan is for {family}.",
+            "Both are for GGUF files.",
+            "Plan for family='gguf' (without another runtime), or give another budget or rule.",
+        )
+
+
 def types_in_mix(table: FormatTable, mix: str) -> tuple[bool, dict[str, str]]:
     """Return whether llama.cpp refuses a mix for want of an importance matrix, and all types of tensors (then as with one)."""
     if table.llama is None:

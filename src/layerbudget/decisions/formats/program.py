@@ -18,7 +18,7 @@ from ...llama_cpp.mixes import MIXES, find_mix
 from ...plan import Plan, PlanBlock, payload_of
 from ...scores import Scores
 from ...solvers.choices import Choice, choose
-from .baselines import BASELINES, RULES, best_mix, bytes_saved_elsewhere, mix_of, types_in_mix
+from .baselines import BASELINES, RULES, best_mix, bytes_saved_elsewhere, check_mixes, mix_of, types_in_mix
 from .limits import Limits
 from .payload import WeightsPayload
 from .table import CACHE, FormatTable
@@ -84,6 +84,7 @@ def is_allowed(plan: Plan, scores: Scores) -> bool:
 def _plan(scores: Scores, limits: Limits, limit: int, hyperparameters: Mapping[str, Any], *, free: bool) -> Plan:
     """The plan of a rule; whether the mix beside it is ``free`` of the limits of plans, and so what llama-quantize writes."""
     whole = FormatTable.of(scores)
+    check_mixes(hyperparameters["rule"], limits.like, whole.family)
     table = limits.restrict(whole)
     mix, mixed = best_mix(whole if free else table, limit, limits.like, free=free)
     others = {name: make(table, limit) for name, make in BASELINES.items()} | ({} if mixed is None else {"mix": mixed})

@@ -18,7 +18,7 @@ from ...solvers.inputs import Vector, bound_vector, choice
 from ...solvers.joint import JointSolution, solve_joint
 from ...solvers.programs import allocate
 from ...solvers.rounding import RoundedCapacity, round_capacity, round_parameters
-from ..capacity import CapacityBounds, smallest_sides
+from ..capacity import CapacityBounds, check_expert_rank, smallest_sides
 from ..making import make_plan
 from ..rules import RuleResult
 from .payload import Capacity, JointPayload
@@ -74,6 +74,8 @@ def plan_joint(
     choice(capacity, "capacity", ("ranks", "lora-experts"))
     if capacity == "ranks" and expert_rank is not None:
         raise InvalidInput(f"expert_rank is {expert_rank} for a plan of ranks.", "Experts have one.", "Leave it out.")
+    if expert_rank is not None:
+        check_expert_rank(expert_rank, scores.blocks)
     limit, text = _limit(budget, bytes_per_parameter)
     numel = scores.numel.astype(np.float64)
     options: dict[str, Any] = {"capacity": capacity, "bytes_per_parameter": bytes_per_parameter}

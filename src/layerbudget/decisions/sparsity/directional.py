@@ -79,7 +79,11 @@ def plan_by_damage(
     itself).
     """
     check_fraction(sparsity, "sparsity")
-    check_fraction(max_sparsity, "max_sparsity", low=sparsity)
+    if check_fraction(max_sparsity, "max_sparsity") < sparsity:
+        what = f"sparsity is {sparsity:g}, and no matrix may lose more than max_sparsity, {max_sparsity:g}."
+        raise InvalidInput(
+            what, f"max_sparsity lies in [{sparsity:g}, 1] then.", f"Use max_sparsity={(1.0 + sparsity) / 2.0:g}."
+        )
     if not 0 < trust <= 1:
         raise InvalidInput(f"trust is {trust}.", "It lies in (0, 1].", "Use trust=0.06.")
     least = 1.0 + PRICE + APPLYING  # dense forward, start, last measurement
