@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import shlex
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ _AT_LEAST = {
     "machines": 1,
 }
 _UNREAD = {"table": "show long tables", "dry_run": "take long"}
+PRECISIONS = ("auto", "float32", "bfloat16", "float16", "float64")  #: Of weights, as ``--dtype`` names them.
 _READ_IN_FOLDERS = ("plan.json", "scores.json", "result.json", "config.json", "tokenizer.json")
 
 
@@ -163,6 +165,7 @@ class Request:
             values = getattr(self, name)
             for value in values if isinstance(values, (list, tuple)) else [values]:
                 _check_number(self, name, value)
+                _check_pattern(self, name, value)
         _check_circle(self)
 
 
@@ -239,11 +242,20 @@ def _check_number(request: Request, name: str, value: Any) -> None:
     flag, least = flag_of(request, name), _AT_LEAST.get(name, -LARGEST)
     if not math.isfinite(value):
         raise NotFinite(f"{flag} is {value}.", "It is a finite number.", "Correct it.")
-    if name in ("epochs", "lr") and value <= 0:
+    if name in ("epochs", "lr", "damping") and value <= 0:
         raise InvalidInput(f"{flag} is {value}.", "It is above 0.", "Correct it.")
     if not least <= value <= LARGEST and (isinstance(value, int) or name in _AT_LEAST):
         remedy = "Leave it out for all." if name in ("limit", "windows") else "Correct it."
         raise InvalidInput(f"{flag} is {value}.", f"It is a whole number from {least} to {LARGEST}.", remedy)
+
+
+def _check_pattern(request: Request, name: str, value: Any) -> None:
+    if isinstance(value, str) and request.options()[name].metadata["metavar"] == "REGEX":
+        try:
+            re.compile(value)
+        except re.error as error:
+            what = f"{flag_of(request, name)} {value!r} is not a regular expression ({error})."
+            raise InvalidInput(what, "", "Correct it: a bracket that is meant as such has a backslash before it.") from error
 
 
 def _check_circle(request: Request) -> None:
@@ -277,7 +289,10 @@ class PlaceRequest(Request):
     """Where a model runs, and in which precision."""
 
     dtype: str | None = option(
-        None, group=PLACE, help="float32, bfloat16, float16; auto (default): what the checkpoint holds, if the CPU can"
+        None,
+        group=PLACE,
+        choices=lambda: PRECISIONS,
+        help="float32, bfloat16, float16; auto (default): what the checkpoint holds, if the CPU can",
     )
     device: str | None = option(
         None, group=PLACE, help="cpu, cuda, cuda:1, ...; auto (default): the accelerator where there is one"

@@ -154,6 +154,23 @@ def test_measure_steps_down_and_says_what_it_spent(saved_model, tmp_path, capsys
 
 
 @pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["score", "nowhere", "--damping=-1"], "--damping is -1.0. It is above 0."),
+        (["score", "nowhere", "--include", "("], "--include '(' is not a regular expression"),
+        (["plan", "sparsity", "nowhere", "--exclude", "*"], "--exclude '*' is not a regular expression"),
+        (["score", "nowhere", "--dtype", "int8"], 'Choose from: "auto", "float32"'),
+    ],
+)
+def test_what_an_option_cannot_mean_is_refused_before_a_model_is_looked_for(words, says, capsys):
+    try:
+        code = main(words)
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2 and says in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
     ("words", "meant"),
     [
         (["plan", "bits", "demo", "--bits", "4", "--runtimes=vllm"], "--runtime"),

@@ -118,6 +118,7 @@ def test_mistakes(files):
     for words, kind in (
         (("explain", files / "nothing.json"), NotFound),
         (("plan", "sparsity", files / "a.json", "--fix", "x"), InvalidInput),
+        (("plan", "sparsity", files / "a.json", "--fix", r"layers\.0=0.1", "--fix", r"layers\.0=0.2"), InvalidInput),
         (("plan", "lora-experts", files / "a.json", "--total", 40, "--fix", "layers.0=2.5"), InvalidInput),
         (("plan", "lora-experts", files / "a.json", "--budget", "1 ms", "--latency", files / "a.json"), CorruptFile),
         (("explain", "transfer", files / "a.json", files / "other.json"), ModelMismatch),

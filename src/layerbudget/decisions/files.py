@@ -105,6 +105,8 @@ def read_fixed(items: Iterable[str]) -> dict[str, float]:
     fixed = {}
     for item in items:
         name, _, value = item.rpartition("=")
+        if name in fixed:
+            raise InvalidInput(f"--fix names {name} twice.", "A block is fixed at one number.", "Leave one of them out.")
         try:
             fixed[name] = float(value)
         except ValueError:
