@@ -415,10 +415,10 @@ class Runtime:
         if group is None:
             group = next((g for g in PACKED_GROUPS if all(w % g == 0 for w in widths)), PACKED_GROUPS[-1])
         elif group < 1 or not any(w % group == 0 for w in widths):
-            inputs = ", ".join(f"{w:,}" for w in widths)
-            fits = [g for g in PACKED_GROUPS if any(w % g == 0 for w in widths)]
-            remedy = f"Use group={fits[0]}, or leave it out." if fits else "Leave it out."
-            raise InvalidInput(f"group is {group}.", f"It divides the inputs of some matrix, which are {inputs}.", remedy)
+            each = ", ".join(f"{w:,}" for w in widths)
+            dividing = [g for g in PACKED_GROUPS if any(w % g == 0 for w in widths)]
+            remedy = f"Use group={dividing[0]}, or leave it out." if dividing else "Leave it out."
+            raise InvalidInput(f"group is {group}.", f"It divides the inputs of some matrix, which are {each}.", remedy)
         menu = (find_format(f"w{b}-g{group}") for b in _PACKED_BITS if b != 7)  # by name only: transformers alone reads 7 bits
         return [f for f in (*menu, PLAIN[PACKED]) if self._runs(f)]
 
