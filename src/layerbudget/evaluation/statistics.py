@@ -65,7 +65,8 @@ def matthews(labels: Labels, predictions: Labels) -> float:
 def _aligned(first: Labels, second: Labels) -> tuple[np.ndarray, np.ndarray]:
     a, b = np.asarray(first), np.asarray(second)
     if a.ndim != 1 or a.shape != b.shape or not len(a):
-        raise InvalidInput(f"{a.shape} labels and {b.shape} predictions.", "Two lists of the same length, not empty.", "")
+        what = f"There are {a.size} labels and {b.size} predictions."
+        raise InvalidInput(what, "Two lists of the same length, not empty.", "Give one prediction for each label.")
     return a, b
 
 
@@ -183,9 +184,10 @@ def paired_t(a: Sequence[float], b: Sequence[float], weights: Sequence[float] | 
     first, second = (np.asarray(v, dtype=float) for v in (a, b))
     w = np.ones(first.shape) if weights is None else np.asarray(weights, dtype=float)
     if not first.shape == second.shape == w.shape or first.ndim != 1 or (w > 0).sum() < 2:
+        weighted = "" if weights is None else f", with {(w > 0).sum()} weights above zero"
         raise InvalidInput(
-            f"{first.shape} and {second.shape} values.",
-            "A paired test needs two seeds, or two rows, at least.",
+            f"Values to pair: {first.size} on one side, {second.size} on the other{weighted}.",
+            "A paired test needs as many on both sides, two seeds or two rows at least.",
             "Run more seeds, or give more rows.",
         )
     d, w = (first - second)[w > 0], w[w > 0]
