@@ -380,7 +380,7 @@ def _judged(folder: Path, seed: int, metric: str, truth: Mapping[str, Sequence[i
     if not path.is_file():
         raise NotFound(f"{folder} has no seed-{seed}/{_RESULT}.", "A comparison needs it.", remedy)
     judged: _Judged = reading.read(path, "finetune", as_type=_Judged, remedy=remedy)
-    rows = judged.get("losses" if metric == "loss" else "predictions", {})
+    rows: Mapping[str, Any] = (judged.get("losses") if metric == "loss" else judged.get("predictions")) or {}
     for split, answers in truth.items():
         if metric not in judged["metrics"].get(split, {}) or len(rows.get(split, ())) != len(answers):
             what = f"{path} does not have the {metric} and the {len(answers)} rows of {split}."
