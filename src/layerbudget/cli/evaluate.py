@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from typing_extensions import NotRequired, TypedDict
 
 from ..errors import LayerbudgetError
-from ..reporting.decided import is_same_text, texts_of_folder
+from ..reporting.decided import is_same_text, on_flattery, texts_of_folder
 from ..requests import TEXT, PlaceRequest, four_bit_option, model_option, option, out_option, resume_option
 from ..verdicts import CONVENTION, plus_minus
 from .display import named_text
@@ -130,7 +130,7 @@ def _on_text(folders: Sequence[str], texts: Iterable[str]) -> str:
         decided = texts_of_folder(_folder_of(folder))
         for text in texts:
             if is_same_text(text, decided):
-                said.append(f" But {text} decided the plan of {folder}, which flatters it: judge it on other text.")
+                said.append(f" But {on_flattery(text, f'the plan of {folder}')}")
     return "".join(said)
 
 

@@ -23,6 +23,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from ..arguments import checked
 from ..canonical import dumps, to_jsonable
+from ..data.folders import say_once
 from ..data.tasks import Task
 from ..data.text import Texts, read_texts
 from ..decision import decision_of
@@ -115,6 +116,11 @@ def finetune(
         ours = {"task": task.name, "metric": task.metric, "rule": plan.rule, "seeds": list(seeds)}
         names = (Path(out).name, Path(against).name)
         _partner({**ours, "identity": {"task": task.digest}}, answers_of(task), against, names)
+    learned = set[Any](task.train)
+    for split, rows in task.evaluation.items():
+        if shared := sum(row in learned for row in rows):
+            what = f"{task.name}: {shared} of {len(rows)} rows of {split} train the adapter too"
+            say_once(f"{what}, which flatters it: judge it on other rows.")
     broadcast(lambda: folders.check_folder(out, overwrite=overwrite))
     base = computation(load(seeds[0])) if settings is None else dict(settings)
     identity = _identity(plan, task, protocol, base, bf16=bf16)
