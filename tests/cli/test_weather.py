@@ -7,6 +7,7 @@ import pytest
 from tests import zoo
 
 from layerbudget.cli import main
+from layerbudget.errors import ModelMismatch
 from layerbudget.models.loading import load_model
 
 CONFIG = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -104,6 +105,41 @@ def test_an_evaluation_goes_on_with_the_texts_that_were_done(folder, capsys, mon
     assert len(set(done)) == len(done) == 2 and not (folder / "parts").exists()
     assert main(command) == 0
     assert printed() == whole
+
+
+@pytest.mark.parametrize(
+    ("partner", "size", "said"),
+    [
+        ((16, 4), (16, 3), "of other questions or other text"),
+        ((16, 4), (12, 4), "of other questions or other text"),
+        ((16, 1), (16, 1), "has one window"),
+        (None, (16, 1), "has one window"),  # of two models
+    ],
+)
+def test_results_that_cannot_be_paired_are_refused_before_the_work(folder, capsys, monkeypatch, partner, size, said):
+    command = ["evaluate", folder / "model", "--perplexity", folder / "text.txt", "--quiet"]
+    other = folder / ("model" if partner is None else "other.json")
+    if partner is not None:
+        assert main([*map(str, command), "--length", str(partner[0]), "--windows", str(partner[1]), "--out", str(other)]) == 0
+    monkeypatch.setattr("layerbudget.models.loading.load_model", None)  # nothing is loaded
+    more = ["--length", size[0], "--windows", size[1], "--against", other, "--out", folder / "new.json"]
+    assert said in refused(capsys, *command, *more, "--resume", folder / "parts")
+    assert not (folder / "new.json").exists() and not (folder / "parts").exists()
+    if partner is not None:
+        other.write_text(json.dumps({**json.loads(other.read_text()), "perplexity": {"text": {"nll": "many"}}}))
+        assert "is no evaluation" in refused(capsys, *command, *more)
+
+
+def test_a_comparison_that_fails_loses_no_evaluation(folder, capsys, monkeypatch):
+    def fail(*results):
+        raise ModelMismatch("They are of other questions.")
+
+    command = ["evaluate", folder / "model", "--perplexity", folder / "text.txt", "--length", 16, "--windows", 4, "--quiet"]
+    assert main([*map(str, command), "--out", str(folder / "other.json")]) == 0
+    monkeypatch.setattr("layerbudget.evaluation.statistics.compare_results", fail)
+    more = ["--against", folder / "other.json", "--resume", folder / "parts", "--out", folder / "new.json"]
+    assert "other questions" in refused(capsys, *command, *more)
+    assert json.loads((folder / "new.json").read_text())["perplexity"] and list((folder / "parts").rglob("text-*"))
 
 
 @pytest.mark.parametrize("damage", [1e308, -1e200])

@@ -16,6 +16,7 @@ from layerbudget.comparison.bench import counted
 from layerbudget.comparison.names import by_name
 from layerbudget.comparison.run import _on_budget, _on_second, compare_scores
 from layerbudget.data.calibration import CalibrationSet
+from layerbudget.data.folders import say_once
 from layerbudget.decisions.rules import shuffled
 from layerbudget.errors import InvalidInput
 from layerbudget.evaluation import statistics
@@ -236,6 +237,44 @@ def test_what_is_refused_leaves_no_folder(folder, capsys, more):
     said = capsys.readouterr().err
     assert "about" not in said  # the cost of work that will not begin
     assert more[1] != "directional" or "plan sparsity MODEL -o plan.json" in said
+
+
+@pytest.mark.parametrize(
+    ("data", "judge", "told"),
+    [
+        ("text.txt", None, True),
+        ("text.txt", "copy/text.txt", True),
+        ("text.txt,more.txt", "more.txt", True),
+        ("text.txt", "other/text.txt", False),  # of that name alone
+        ("parts", None, False),  # a folder with a part for evaluation
+    ],
+)
+def test_a_text_that_decides_and_measures_is_named_before_the_work(folder, capsys, monkeypatch, data, judge, told):
+    monkeypatch.chdir(folder)
+    words = (folder / "text.txt").read_text()
+    texts = {"copy/text": words, "more": words[40:], "other/text": words[80:], "parts/train": words, "parts/test": words[60:]}
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / f"{name}.txt").write_text(text)
+    say_once.cache_clear()
+    more = ["--evaluate", judge] if judge else []
+    command = [
+        "compare",
+        "model",
+        "--scores",
+        "gain",
+        "--sparsity",
+        "0.4",
+        "--samples",
+        "2",
+        "--length",
+        "16",
+        "--windows",
+        "2",
+    ]
+    assert main([*command, "-o", "out", "--dry-run", "--data", data, *more]) == 0
+    sentence = f"{judge or data} decided every plan here, which flatters it: judge it on other text."
+    assert [sentence] * told == [line for line in capsys.readouterr().err.splitlines() if "flatters" in line]
 
 
 def test_rows_have_the_names_of_their_scores(tmp_path):

@@ -125,9 +125,9 @@ def test_a_null_is_said_with_its_power():
 
 
 def test_bad_input_is_refused():
-    with pytest.raises(InvalidInput):
+    with pytest.raises(InvalidInput, match="There are 1 labels and 2 predictions"):
         statistics.accuracy([1], [1, 2])
-    with pytest.raises(InvalidInput):
+    with pytest.raises(InvalidInput, match="1 on one side, 1 on the other"):
         statistics.paired_t([1.0], [2.0])
     with pytest.raises(InvalidInput):
         statistics.mean_and_error([])

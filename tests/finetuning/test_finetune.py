@@ -19,7 +19,7 @@ from transformers.integrations import integration_utils
 
 from layerbudget.data.tasks import load_task
 from layerbudget.errors import AlreadyExists, CorruptFile, InvalidInput, MissingDependency, ModelMismatch, NotFound
-from layerbudget.finetuning.adapters import adapt, classifier_loader, fit_names, started
+from layerbudget.finetuning.adapters import NamedLoader, adapt, classifier_loader, fit_names, started
 from layerbudget.finetuning.finetune import compare, finetune
 from layerbudget.finetuning.protocol import PRESETS, Protocol
 from layerbudget.finetuning.rows import Rows
@@ -451,3 +451,46 @@ def test_a_folder_of_something_else_is_no_comparison(tmp_path):
         (tmp_path / name / "result.json").write_text(record)
         with pytest.raises(CorruptFile, match="result.json"):
             compare(tmp_path / name, tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("seed", "harm", "refused", "said"),
+    [
+        (7, {}, InvalidInput, r"with seeds \[7\]"),
+        (0, {"result.json": ("task", "other")}, InvalidInput, "of other rows"),
+        (0, {"result.json": ("seeds", 0)}, CorruptFile, "holds no fine-tuning"),
+        (0, {"seed-0/result.json": None}, NotFound, "has no seed-0/result.json"),
+        (0, {"seed-0/result.json": ("metrics", {})}, CorruptFile, "does not have the accuracy"),
+        (0, {"seed-0/result.json": ("predictions", {"held_out": [1]})}, CorruptFile, "the 12 rows of held_out"),
+        (0, {"seed-0/result.json": ("predictions", [1])}, CorruptFile, "does not parse"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_the_training(arguments, whole, tmp_path, seed, harm, refused, said):
+    def untouched(seed):
+        raise AssertionError("a model was loaded")
+
+    shutil.copytree(whole[0], tmp_path / "other")
+    for name, change in harm.items():
+        file = tmp_path / "other" / name
+        record = json.loads(file.read_text())
+        file.unlink()
+        if change is not None:
+            key, value = change
+            (record["identity"] if key == "task" else record)[key] = value
+            file.write_text(json.dumps(record))
+    given = (NamedLoader(untouched, {}), *arguments[1:])
+    with pytest.raises(refused, match=said):
+        tuned(given, tmp_path / "out", **{**SHORT, "seeds": [seed]}, against=tmp_path / "other")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_partner_that_is_lost_while_training_costs_the_comparison_alone(arguments, whole, tmp_path, caplog):
+    class Lose(TrainerCallback):
+        def on_train_end(self, args, state, control, **kwargs):
+            (tmp_path / "other" / "seed-0" / "result.json").unlink()
+
+    shutil.copytree(whole[0], tmp_path / "other")
+    brief = {"protocol": Protocol(epochs=1, batch=120), "callbacks": [Lose()], "against": tmp_path / "other"}
+    result = tuned(arguments, tmp_path / "out", **brief)
+    assert "without the comparison" in caplog.text and "against" not in result
+    assert (tmp_path / "out" / "seed-0" / "adapter").is_dir() and not (tmp_path / "out" / "against.json").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -101,3 +102,27 @@ def test_from_the_command_line_with_a_paired_comparison(saved_model, rows, tmp_p
 def test_a_head_learns_no_text(tokenizer, rows):
     with pytest.raises(InvalidInput, match="no language model"):
         rows_of(read_texts(rows, tokenizer, limit=64), tokenizer, zoo.classifier(2), Protocol())
+
+
+def test_one_held_out_row_is_refused_before_a_comparison_is_trained_for(tokenizer, rows, tmp_path):
+    texts, plan = read_texts(rows, tokenizer, limit=64), plan_for(zoo.speaker("llama"))
+    texts = dataclasses.replace(texts, evaluation={"held_out": texts.evaluation["held_out"][:1]})
+    other = {"schema_version": 1, "task": rows, "metric": "loss", "rule": "uniform", "seeds": [0]}
+    (tmp_path / "result.json").write_text(json.dumps({**other, "identity": {"task": texts.digest}}))
+    with pytest.raises(InvalidInput, match="has one row in held_out"):
+        finetune(NamedLoader(None, {}), plan, texts, tmp_path / "out", tokenizer=tokenizer, against=tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+def test_rows_that_train_and_measure_are_counted_before_the_training(tokenizer, rows, tmp_path, caplog, held_out):
+    def untrained(seed):
+        raise InterruptedError
+
+    texts = read_texts(rows, tokenizer, limit=64, held_out=rows if held_out else None).limited(50)
+    with pytest.raises(InterruptedError):
+        loader = NamedLoader(untrained, {})
+        finetune(loader, plan_for(zoo.speaker("llama")), texts, tmp_path / "out", tokenizer=tokenizer, protocol=Protocol())
+    said = [m for m in caplog.messages if "flatters" in m]
+    sentence = f"{rows}: 50 of 60 rows of held_out train the adapter too, which flatters it: judge it on other rows."
+    assert said == [sentence] * held_out

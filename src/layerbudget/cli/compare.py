@@ -200,7 +200,9 @@ def _expect(session: Session, bench: Any, scores: Sequence[str], rules: Sequence
 
 def _text_bench(session: Session) -> Any:
     from ..comparison.bench import TextBench
+    from ..data.folders import say_once
     from ..evaluation.perplexity import evaluation_set
+    from ..reporting.decided import is_same_text, on_flattery
 
     request: CompareRequest = session.request
     # What was not given is filled in, so that the command that repeats this one names it.
@@ -211,7 +213,12 @@ def _text_bench(session: Session) -> Any:
     held_out = evaluation_set(request.evaluate or source, tokenizer, length=length, windows=windows)
     options = {"samples": request.samples, "length": length, "by": request.by, **request.given("method")}
     model = session.load_model(dtype="float32")
-    return TextBench(model=model, tokenizer=tokenizer, source=source, windows=held_out, **options)
+    bench = TextBench(model=model, tokenizer=tokenizer, source=source, windows=held_out, **options)
+    judge = request.evaluate or source
+    listed = judge != source and "," in source + judge and is_same_text(judge, {source})
+    if listed or held_out.text == bench.data(request.seeds[0]).text:  # content of the whole source, however it is drawn
+        say_once(on_flattery(judge, "every plan here"))
+    return bench
 
 
 def _task_bench(session: Session) -> Any:

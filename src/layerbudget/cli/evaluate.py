@@ -10,8 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from typing_extensions import NotRequired, TypedDict
+
 from ..errors import LayerbudgetError
-from ..reporting.decided import is_same_text, texts_of_folder
+from ..reporting.decided import is_same_text, on_flattery, texts_of_folder
 from ..requests import TEXT, PlaceRequest, four_bit_option, model_option, option, out_option, resume_option
 from ..verdicts import CONVENTION, plus_minus
 from .display import named_text
@@ -71,7 +73,7 @@ class EvaluateRequest(PlaceRequest):
 def run(session: Session) -> dict[str, Any]:
     """Evaluate, show what was measured, with its parameters, and compare where asked."""
     from ..canonical import dumps
-    from ..evaluation.statistics import compare_results
+    from ..evaluation.statistics import check_texts, compare_results
     from ..execution.processes import is_main, one_process
     from ..models.loading import resolve
     from ..storage.writing import check_output, write_text
@@ -87,21 +89,32 @@ def run(session: Session) -> dict[str, Any]:
 
         for name in request.names:
             local_rows(name, request.data_dir)  # what does not read is refused before the work
-    other = _read(against) if against and against.endswith(".json") else None  # before the work
-    for name in (model, *([against] if against and other is None else [])):
+    other = _read(against) if against and against.endswith(".json") else {}  # before the work
+    for name in (model, *([against] if against and not other else [])):
         resolve(*split_revision(name))  # what cannot be loaded is refused before the work
-    result, learned = _measured(session, 2.0 if against and other is None else 1.0)
+    sets, second, others = _sets(session), None, dict[str, Any]()
     if against:
-        if other is None:
+        if not other:
             second = copy.copy(session)
             second.request = dataclasses.replace(request, model=against, adapter=None)
-            other, _ = _measured(second)
+            others = _sets(second)
+        check_texts(_planned(request, sets), other or _planned(request, others))  # before the work
+    result, learned, kept = _measured(session, sets, 2.0 if second else 1.0)
+    parts = [kept]
+    if against:
+        if second is not None:
+            other, _, kept = _measured(second, others)
+            parts.append(kept)
+        if request.out and is_main():  # a comparison that fails loses nothing
+            write_text(request.out, dumps(result), overwrite=request.overwrite)
         compared = compare_results(result, other, (adapter or model, against))
         compared["verdict"] += _on_text((model, str(other["model"])), compared["perplexity"]) + _on_rows(learned)
         result["against"] = {"model": other["model"], "dtype": other.get("dtype"), **compared}
         session.say(*_on_precision(model, against, result, other), *compared["sentences"], f"Verdict: {compared['verdict']}")
     if request.out and is_main():
-        write_text(request.out, dumps(result), overwrite=request.overwrite)
+        write_text(request.out, dumps(result), overwrite=request.overwrite or bool(against))
+    for kept in parts:
+        kept.clear()
     if adapter and not against:
         session.say("Verdict: the adapter was compared with nothing.")
         texts = ["--perplexity", *request.texts] if request.texts else []
@@ -117,7 +130,7 @@ def _on_text(folders: Sequence[str], texts: Iterable[str]) -> str:
         decided = texts_of_folder(_folder_of(folder))
         for text in texts:
             if is_same_text(text, decided):
-                said.append(f" But {text} decided the plan of {folder}, which flatters it: judge it on other text.")
+                said.append(f" But {on_flattery(text, f'the plan of {folder}')}")
     return "".join(said)
 
 
@@ -145,27 +158,64 @@ def _on_precision(model: str, against: str, result: dict[str, Any], other: dict[
     return [f"{model} was computed in {ours} and {against} in {theirs}, which is a part of the difference; {remedy}."]
 
 
+class _Text(TypedDict):
+    digest: NotRequired[str | None]
+    nll: NotRequired[list[float]]
+
+
+class _Task(TypedDict):
+    digest: NotRequired[str | None]
+    correct: NotRequired[list[float]]
+
+
+class _Result(TypedDict):
+    """What a comparison needs of a result."""
+
+    model: str
+    tasks: dict[str, _Task]
+    perplexity: dict[str, _Text]
+
+
 def _read(path: str) -> dict[str, Any]:
     """A result that ``--out`` wrote."""
     from ..errors import CorruptFile
     from ..storage import reading
 
-    record = reading.read(Path(path), "JSON")
-    if not isinstance(record, dict) or not {"model", "tasks", "perplexity"} <= set(record):
-        raise CorruptFile(f"{path} is no evaluation.", "It needs tasks and perplexity.", "Make one: evaluate --out FILE.json.")
+    record: dict[str, Any] = reading.read(Path(path), "JSON")
+    try:
+        reading.converted(record, _Result)
+    except ValueError as error:
+        what = f"{path} is no evaluation ({error})."
+        raise CorruptFile(what, "It needs tasks and perplexity.", "Make one: evaluate --out FILE.json.") from error
     return record
 
 
-def _measured(session: Session, models: float = 1.0) -> tuple[dict[str, Any], list[str]]:
-    """Evaluate one model, of so many; also which texts hold the rows that trained its adapter."""
+def _sets(session: Session) -> dict[str, Any]:
+    """The windows of every text, as the model's tokenizer cuts them."""
+    from ..evaluation.perplexity import evaluation_set
+
+    request: EvaluateRequest = session.request
+    tokenizer, length = session.load_tokenizer(), request.length or 256
+    return {s: evaluation_set(s, tokenizer, length=length, windows=request.windows) for s in request.texts}
+
+
+def _planned(request: EvaluateRequest, sets: dict[str, Any]) -> dict[str, Any]:
+    """A result in which nothing is measured yet: the names of its tasks, and the windows of its texts."""
+    from ..evaluation.perplexity import predicted
+
+    counts = {source: predicted(data).tolist() for source, data in sets.items()}
+    texts = {source: {"digest": sets[source].digest, "nll": each, "counts": each} for source, each in counts.items()}
+    return {"tasks": dict.fromkeys(request.names), "perplexity": texts}
+
+
+def _measured(session: Session, sets: dict[str, Any], models: float = 1.0) -> tuple[dict[str, Any], list[str], Any]:
+    """Evaluate one model, of so many; also which texts hold the rows that trained its adapter, and the finished parts."""
     from ..cost.sizes import Text
     from ..cost.work import WorkItem
-    from ..evaluation.perplexity import evaluation_set, perplexity
+    from ..evaluation.perplexity import perplexity
     from ..models.precision import precision_of
 
     request: EvaluateRequest = session.request
-    tokenizer = session.load_tokenizer()
-    sets = {s: evaluation_set(s, tokenizer, length=request.length or 256, windows=request.windows) for s in request.texts}
     lean = not request.adapter and not request.names  # what works on the weights themselves has them in memory
     model = session.load_model(lean=lean)
     options = Text(samples=4 * (request.limit or 1000), length=80, batch=session.batch(most=16))  # a forward for every option
@@ -200,10 +250,9 @@ def _measured(session: Session, models: float = 1.0) -> tuple[dict[str, Any], li
         session.say(f"{called}: perplexity on {source} {value} ({CONVENTION}; {size})")
         session.say(*([] if request.against else filter(None, [_on_text((request.model,), [source]).strip()])))
     if request.names:
-        result |= _tasks(session, model, tokenizer, kept)
-    kept.clear()
+        result |= _tasks(session, model, session.load_tokenizer(), kept)
     session.say(*_on_cache(request.model))
-    return result, learned
+    return result, learned, kept
 
 
 def _on_adapter(adapter: str, sets: dict[str, Any]) -> tuple[list[str], list[str]]:
@@ -279,4 +328,5 @@ def _parts(session: Session, model: Any) -> Any:
         "limit": asked.limit,
         "rows": {str(f): checksum(f) for f in rows},
     }
-    return Parts(Path(asked.resume) / digest(asked.model) if asked.against else Path(asked.resume), request)
+    own = digest([asked.model, asked.adapter])  # of two models, of which one may be the other with an adapter
+    return Parts(Path(asked.resume) / own if asked.against else Path(asked.resume), request)

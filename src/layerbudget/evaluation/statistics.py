@@ -65,7 +65,8 @@ def matthews(labels: Labels, predictions: Labels) -> float:
 def _aligned(first: Labels, second: Labels) -> tuple[np.ndarray, np.ndarray]:
     a, b = np.asarray(first), np.asarray(second)
     if a.ndim != 1 or a.shape != b.shape or not len(a):
-        raise InvalidInput(f"{a.shape} labels and {b.shape} predictions.", "Two lists of the same length, not empty.", "")
+        what = f"There are {a.size} labels and {b.size} predictions."
+        raise InvalidInput(what, "Two lists of the same length, not empty.", "Give one prediction for each label.")
     return a, b
 
 
@@ -183,9 +184,10 @@ def paired_t(a: Sequence[float], b: Sequence[float], weights: Sequence[float] | 
     first, second = (np.asarray(v, dtype=float) for v in (a, b))
     w = np.ones(first.shape) if weights is None else np.asarray(weights, dtype=float)
     if not first.shape == second.shape == w.shape or first.ndim != 1 or (w > 0).sum() < 2:
+        weighted = "" if weights is None else f", with {(w > 0).sum()} weights above zero"
         raise InvalidInput(
-            f"{first.shape} and {second.shape} values.",
-            "A paired test needs two seeds, or two rows, at least.",
+            f"Values to pair: {first.size} on one side, {second.size} on the other{weighted}.",
+            "A paired test needs as many on both sides, two seeds or two rows at least.",
             "Run more seeds, or give more rows.",
         )
     d, w = (first - second)[w > 0], w[w > 0]
@@ -387,18 +389,13 @@ def compare_results(first: Mapping[str, Any], second: Mapping[str, Any], names: 
 
     Raises:
         ModelMismatch: They answered other questions, or read other text.
-        InvalidInput: They have nothing in common.
+        InvalidInput: They have nothing in common, or one window alone.
     """
     a, b = names
-    tasks = [t for t in first["tasks"] if t in second["tasks"]]
-    texts = [s for s in first["perplexity"] if s in second["perplexity"]]
-    if not tasks and not texts:
-        raise InvalidInput(
-            "The two evaluations share no task and no text.", "Something must be paired.", "Evaluate both on one."
-        )
-    for what, chosen in (("tasks", tasks), ("perplexity", texts)):
-        for name in chosen:
-            _same(first[what][name], second[what][name], name)
+    tasks, texts = _shared(first, second)
+    for name in tasks:
+        _same(first["tasks"][name], second["tasks"][name], name)
+    check_texts(first, second)
     result: dict[str, Any] = {"tasks": {}, "perplexity": {}, "sentences": []}
     said = []
     for name in tasks:
@@ -423,6 +420,33 @@ def compare_results(first: Mapping[str, Any], second: Mapping[str, Any], names: 
     return {**result, "verdict": f"{'; '.join(said)}."}
 
 
+def check_texts(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
+    """Refuse two results of ``evaluate`` whose texts cannot be paired; of tasks only the names are read.
+
+    Raises:
+        ModelMismatch, InvalidInput: As :func:`compare_results`.
+    """
+    for name in _shared(first, second)[1]:
+        one, other = first["perplexity"][name], second["perplexity"][name]
+        _same(one, other, name)
+        if sum(count > 0 for count in one["counts"]) < 2:
+            raise InvalidInput(
+                f"{name} has one window.",
+                "A paired test needs two at least.",
+                "Evaluate both models with more --windows, a smaller --length, or more text.",
+            )
+
+
+def _shared(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Names of the tasks and of the texts that two results share; refuses two that share nothing."""
+    tasks, texts = ([name for name in first[what] if name in second[what]] for what in ("tasks", "perplexity"))
+    if not tasks and not texts:
+        raise InvalidInput(
+            "The two evaluations share no task and no text.", "Something must be paired.", "Evaluate both on one."
+        )
+    return tasks, texts
+
+
 def _same(first: Mapping[str, Any], second: Mapping[str, Any], name: str) -> None:
     values = "correct" if "correct" in first else "nll"
     if values not in first or values not in second or (values == "nll" and "counts" not in first):
@@ -430,6 +454,6 @@ def _same(first: Mapping[str, Any], second: Mapping[str, Any], name: str) -> Non
     if first.get("digest") != second.get("digest") or len(first[values]) != len(second[values]):
         raise ModelMismatch(
             f"The two evaluations of {name} are of other questions or other text.",
-            "They must be the same ones, in order.",
-            "Use the same data, --limit, --length and --windows.",
+            "They must be the same ones, in order, and of text the same tokens.",
+            "Use the same data, --limit, --length and --windows; models of two tokenizers are compared by --tasks alone.",
         )

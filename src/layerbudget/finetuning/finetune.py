@@ -19,13 +19,15 @@ from typing import Any
 
 import numpy as np
 from torch import nn
+from typing_extensions import NotRequired, TypedDict
 
 from ..arguments import checked
 from ..canonical import dumps, to_jsonable
+from ..data.folders import say_once
 from ..data.tasks import Task
 from ..data.text import Texts, read_texts
 from ..decision import decision_of
-from ..errors import CorruptFile, InvalidInput, NotFound
+from ..errors import CorruptFile, InvalidInput, LayerbudgetError, NotFound
 from ..evaluation import statistics
 from ..execution.processes import broadcast, is_main
 from ..models.card import hub_name, loading, model_card
@@ -82,7 +84,7 @@ def finetune(
         overwrite: Replace the results of an earlier run in ``out`` when the new ones are complete.
         bf16: Autocast in bfloat16; always on where the base is held in it.
         checkpointing: Compute activations again in the backward pass instead of keeping them.
-        against: Another result folder, for paired tests.
+        against: Another result folder, for paired tests; that they can be made is checked before the training.
         report_to: Trackers of transformers that get the loss while it trains: ``wandb``, ``trackio``, ...
         callbacks: Further callbacks of the Trainer; they must not change numbers.
         progress: Called with steps done, steps in total, and what is at work.
@@ -91,7 +93,8 @@ def finetune(
         AlreadyExists: ``out`` holds something that is not replaced.
         ModelMismatch: ``resume`` holds seeds of another plan, task, protocol, base or version.
         InvalidInput: A seed is named twice, a tracker is not known or would keep nothing, a number of the protocol that the
-            plan does not read, or what several processes cannot share.
+            plan does not read, what several processes cannot share, or too little to pair with ``against``.
+        NotFound, CorruptFile: ``against`` lacks a result, or holds one that does not read.
         MissingDependency: The package of a tracker is not installed.
         CoverageError: The recount differs from the plan.
         NotFinite: The training diverged: its loss or weights are not finite.
@@ -110,7 +113,14 @@ def finetune(
     settings = getattr(load, "settings", None)
     training.check(protocol, settings or {}, bf16=bf16)
     if against is not None:
-        read_result(against)
+        ours = {"task": task.name, "metric": task.metric, "rule": plan.rule, "seeds": list(seeds)}
+        names = (Path(out).name, Path(against).name)
+        _partner({**ours, "identity": {"task": task.digest}}, answers_of(task), against, names)
+    learned = set[Any](task.train)
+    for split, rows in task.evaluation.items():
+        if shared := sum(row in learned for row in rows):
+            what = f"{task.name}: {shared} of {len(rows)} rows of {split} train the adapter too"
+            say_once(f"{what}, which flatters it: judge it on other rows.")
     broadcast(lambda: folders.check_folder(out, overwrite=overwrite))
     base = computation(load(seeds[0])) if settings is None else dict(settings)
     identity = _identity(plan, task, protocol, base, bf16=bf16)
@@ -134,9 +144,9 @@ def finetune(
             for seed in seeds if place != staging else ():
                 _copy_seed(place / f"seed-{seed}", staging / f"seed-{seed}")
             run.write(record, staging)
-            if against is not None:
-                record["against"] = compare(staging, against, names=(Path(out).name, Path(against).name))
-                write_text(staging / "against.json", dumps(record["against"]))
+            if against is not None and (tests := _compared(staging, out, against)) is not None:
+                record["against"] = tests
+                write_text(staging / "against.json", dumps(tests))
     return record
 
 
@@ -340,11 +350,89 @@ def read_result(folder: Path | str) -> dict[str, Any]:
     path, remedy = Path(folder) / _RESULT, "Point to a folder that `layerbudget finetune` wrote."
     if not path.is_file():
         raise NotFound(f"{folder} has no {_RESULT}.", "", remedy)
-    record = read_json(path, "finetune") if path.stat().st_size else {}
-    lacking = [k for k in ("seeds", "identity", "task", "metric", "rule") if k not in record]
-    if lacking:
-        raise CorruptFile(f"{path} holds no fine-tuning ({', '.join(lacking)} missing).", "", remedy)
+    record: dict[str, Any] = read_json(path, "finetune") if path.stat().st_size else {}
+    try:
+        reading.converted(record, _Summary)
+    except ValueError as error:
+        raise CorruptFile(f"{path} holds no fine-tuning ({error}).", "", remedy) from error
     return record
+
+
+class _Trained(TypedDict):
+    task: str
+
+
+class _Summary(TypedDict):
+    """What a comparison needs of the summary of a folder."""
+
+    seeds: list[int]
+    identity: _Trained
+    task: str
+    metric: str
+    rule: str
+
+
+class _Judged(TypedDict):
+    """What a comparison needs of the result of a seed."""
+
+    metrics: dict[str, dict[str, float]]
+    losses: NotRequired[dict[str, list[float]]]
+    predictions: NotRequired[dict[str, list[int]]]
+
+
+def _judged(folder: Path, seed: int, metric: str, truth: Mapping[str, Sequence[int]]) -> _Judged:
+    """Return the result of a seed, which has the metric and every held-out row of a comparison."""
+    path, remedy = folder / f"seed-{seed}" / _RESULT, "Train that folder again, or leave out --against."
+    if not path.is_file():
+        raise NotFound(f"{folder} has no seed-{seed}/{_RESULT}.", "A comparison needs it.", remedy)
+    judged: _Judged = reading.read(path, "finetune", as_type=_Judged, remedy=remedy)
+    rows: Mapping[str, Any] = (judged.get("losses") if metric == "loss" else judged.get("predictions")) or {}
+    for split, answers in truth.items():
+        if metric not in judged["metrics"].get(split, {}) or len(rows.get(split, ())) != len(answers):
+            what = f"{path} does not have the {metric} and the {len(answers)} rows of {split}."
+            raise CorruptFile(what, "A comparison needs them.", remedy)
+    return judged
+
+
+def _partner(
+    ours: Mapping[str, Any], truth: Mapping[str, Sequence[int]], folder: Path | str, names: tuple[str, str]
+) -> tuple[list[int], list[_Judged], tuple[str, str]]:
+    """Return the seeds that a summary shares with that of a folder, the folder's results of those, and how both are called.
+
+    ``truth`` is that of :func:`answers_of`.
+
+    Raises:
+        NotFound, CorruptFile: The folder lacks a result, or holds one that does not read.
+        InvalidInput: Another task, no seed in common, or too few held-out rows.
+    """
+    theirs = read_result(folder)
+    shared = [s for s in ours["seeds"] if s in theirs["seeds"]]
+    one, other = (ours["rule"], theirs["rule"]) if ours["rule"] != theirs["rule"] else names
+    if ours["identity"]["task"] != theirs["identity"]["task"] or not shared:
+        same = "" if ours["identity"]["task"] == theirs["identity"]["task"] else ", of other rows"
+        raise InvalidInput(
+            f"{one} holds {ours['task']} with seeds {ours['seeds']}, "
+            f"{other} holds {theirs['task']} with seeds {theirs['seeds']}{same}.",
+            "The same rows to train on and held out, and at least one shared seed, are needed.",
+            "Run both with the same --task, or --data and --held-out, and the same --seeds.",
+        )
+    few = next((split for split, rows in truth.items() if len(rows) < 2), None) if ours["metric"] == "loss" else None
+    if few is not None:
+        raise InvalidInput(
+            f"{ours['task']} has one row in {few}.",
+            "A paired test over rows needs two at least.",
+            "Train both with more rows, or leave out --against.",
+        )
+    return shared, [_judged(Path(folder), s, ours["metric"], truth) for s in shared], (one, other)
+
+
+def _compared(staging: Path, out: Path | str, against: Path | str) -> dict[str, Any] | None:
+    """Return the paired tests of a finished training; None, and a sentence, where the other folder changed meanwhile."""
+    try:
+        return compare(staging, against, names=(Path(out).name, Path(against).name))
+    except LayerbudgetError as error:
+        logger.warning("%s holds the adapters without the comparison with %s: %s", out, against, error)
+        return None
 
 
 def compare(first: Path | str, second: Path | str, names: tuple[str, str] | None = None) -> dict[str, Any]:
@@ -353,21 +441,18 @@ def compare(first: Path | str, second: Path | str, names: tuple[str, str] | None
     By split: ``seeds`` (paired t over shared seeds, the task's metric; null below two), ``samples`` (McNemar over all questions
     of the first shared seed; for text a paired t over its held-out rows), each with a sentence, and ``verdict``, from the test
     over seeds alone: only they can say whether another training would do the same.
+
+    Raises:
+        NotFound, CorruptFile: A folder lacks a result, or holds one that does not read.
+        InvalidInput: They are of other tasks, share no seed, or have too few held-out rows.
     """
     places = [Path(first), Path(second)]
-    a, b = (read_result(folder) for folder in places)
-    shared = [s for s in a["seeds"] if s in b["seeds"]]
-    one, other = (a["rule"], b["rule"]) if a["rule"] != b["rule"] else names or (places[0].name, places[1].name)
-    if a["identity"]["task"] != b["identity"]["task"] or not shared:
-        raise InvalidInput(
-            f"{one} holds {a['task']} with seeds {a['seeds']}, {other} holds {b['task']} with seeds {b['seeds']}.",
-            "The same task and at least one shared seed are needed.",
-            "Run both with the same --task and --seeds.",
-        )
-    labels = json.loads((places[0] / "labels.json").read_text(encoding="utf-8"))
-    runs = [[json.loads((f / f"seed-{s}" / _RESULT).read_text(encoding="utf-8")) for s in shared] for f in places]
+    a = read_result(first)
+    truths: dict[str, list[int]] = reading.read(places[0] / "labels.json", "labels", as_type=dict[str, list[int]])
+    shared, theirs_by_seed, (one, other) = _partner(a, truths, second, names or (places[0].name, places[1].name))
+    runs = [[_judged(places[0], s, a["metric"], truths) for s in shared], theirs_by_seed]
     outcome: dict[str, Any] = {}
-    for split, truth in labels.items():
+    for split, truth in truths.items():
         values = [[r["metrics"][split][a["metric"]] for r in side] for side in runs]
         over_seeds = statistics.paired_t(*values) if len(shared) > 1 else None
         lower = a["metric"] == "loss"

@@ -40,5 +40,14 @@ def is_same_text(source: str, decided: Iterable[str]) -> bool:
     return any(names & {_name(part) for part in other.split(",")} for other in decided)
 
 
+def on_flattery(text: str, plan: str) -> str:
+    """Return a sentence on a text that decided a plan: it is no judge of it.
+
+    >>> on_flattery("my.txt", "the plan of out")
+    'my.txt decided the plan of out, which flatters it: judge it on other text.'
+    """
+    return f"{text} decided {plan}, which flatters it: judge it on other text."
+
+
 def _name(part: str) -> str:
     return Path(part.strip()).name or part
