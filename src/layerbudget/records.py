@@ -11,7 +11,7 @@ import numbers
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
 import msgspec
 import numpy as np
@@ -71,7 +71,7 @@ class Block:
     """A unit of decision: one decoder layer, one Linear, or any group of weight matrices."""
 
     name: reading.Name
-    modules: tuple[Module, ...]
+    modules: Annotated[tuple[Module, ...], msgspec.Meta(min_length=1)]
 
     @property
     def numel(self) -> int:
