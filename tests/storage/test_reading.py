@@ -42,6 +42,24 @@ def test_every_block_has_matrices_of_whole_and_reasonable_shapes(tmp_path, harm)
         Scores.load(tmp_path / "x.json")
 
 
+@pytest.mark.parametrize("doubled", ["unit", "d_in"])
+def test_a_key_that_is_there_twice_is_refused(tmp_path, doubled):
+    module = {"name": "a.w", "d_in": 3, "d_out": 4}
+    record = {
+        "schema_version": 1,
+        "estimator": "x",
+        "blocks": [{"name": "a", "modules": [module]}],
+        "gain": [[1.0]],
+        "unit": "x",
+    }
+    (tmp_path / "x.json").write_text(reading.dump(record))
+    assert Scores.load(tmp_path / "x.json").unit == "x"
+    text = reading.dump(record).replace(f'"{doubled}":', f'"{doubled}": 7, "{doubled}":')
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(CorruptFile, match=rf"x\.json has the key {doubled} twice\. Keep one"):
+        Scores.load(tmp_path / "x.json")
+
+
 def test_a_pipe_is_neither_read_nor_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(NotFound):

@@ -11,6 +11,7 @@ from ...plan import Plan, payload_of
 from ...records import Receipt
 from ...scores import Scores
 from ...session import Session
+from ..describe import check_spent
 from ..formats.base import FormatsDecision, check_weights
 from ..formats.reasons import reasons
 from . import command
@@ -65,6 +66,7 @@ class Bits(FormatsDecision):
     def check(self, plan: Plan) -> None:
         """Refuse formats that there are not, that the runtime does not read, or that are not of the bytes of their block."""
         super().check(plan)
+        check_spent(plan)
         check_weights(plan, plan.blocks)
 
     def describe(self, plan: Plan) -> Summary:

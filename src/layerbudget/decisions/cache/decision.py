@@ -10,6 +10,7 @@ from ...plan import Plan, payload_of
 from ...records import Receipt
 from ...scores import Scores
 from ...session import Session
+from ..describe import check_spent
 from ..formats.base import FormatsDecision
 from . import command
 from .export import EXPORTS
@@ -54,6 +55,7 @@ class Cache(FormatsDecision):
     def check(self, plan: Plan) -> None:
         """Refuse formats that the runtime does not keep."""
         super().check(plan)
+        check_spent(plan)
         payload = payload_of(plan, CachePayload)
         check_cached(payload.formats, payload.runtime)
 
