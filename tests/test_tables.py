@@ -68,6 +68,12 @@ def test_broken_tables_are_one_sentence(tmp_path, row):
         scores_with_shapes(tmp_path / "s.csv")
 
 
+def test_a_column_that_is_not_read_is_refused_beside_shapes(tmp_path):
+    (tmp_path / "s.csv").write_text("name,score,d_in,d_out,numel,orientation\nb,1,3,3,9,redundancy\n")
+    with pytest.raises(InvalidInput, match=r"has the column orientation, .* layerbudget score MODEL --import FILE"):
+        scores_with_shapes(tmp_path / "s.csv")
+
+
 def test_a_long_table_is_cut(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("layerbudget.cli.display.FEW", 6)
     scores_of(1).save(tmp_path / "scores.json")

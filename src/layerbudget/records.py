@@ -9,9 +9,9 @@ import html
 import math
 import numbers
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
 import msgspec
 import numpy as np
@@ -71,7 +71,7 @@ class Block:
     """A unit of decision: one decoder layer, one Linear, or any group of weight matrices."""
 
     name: reading.Name
-    modules: tuple[Module, ...]
+    modules: Annotated[tuple[Module, ...], msgspec.Meta(min_length=1)]
 
     @property
     def numel(self) -> int:
@@ -102,12 +102,20 @@ def natural_key(name: str) -> tuple[Any, ...]:
     return tuple((1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.split(r"(\d+)", name))
 
 
-def read_json(path: Path | str, kind: str, command: str | None = None, *, as_type: Any = dict[str, Any]) -> Any:
+def read_json(
+    path: Path | str,
+    kind: str,
+    command: str | None = None,
+    *,
+    as_type: Any = dict[str, Any],
+    known: Collection[str] | None = None,
+) -> Any:
     """Content of one of this package's JSON files: a ``kind`` that ``command`` makes (the same word where it is None).
 
     Raises:
         NotFound: No such file.
-        CorruptFile: Not JSON, of another shape, or a schema version that this release does not read.
+        CorruptFile: Not JSON, of another shape, a schema version that this release does not read, a key that is there twice,
+            or one that is not among those that are ``known``.
     """
     if not Path(path).is_file():
         remedy = f"Check the path, or make one first (layerbudget {command or kind})."
@@ -125,7 +133,15 @@ def read_json(path: Path | str, kind: str, command: str | None = None, *, as_typ
     if head.schema_version != SCHEMA_VERSION:
         message = f"{path} has schema version {str(head.schema_version)[:40]}."
         raise CorruptFile(message, f"This release reads version {SCHEMA_VERSION}.", f"Make the {kind} again.")
+    keys = reading.keys_of(content, str(path), kind)
+    unknown = [] if known is None else [key for key in keys if key not in known and key not in _PRINTED]
+    if unknown:
+        what = f"{path} has the key {unknown[0]}, which is not read."
+        raise CorruptFile(what, f"A {kind} file has {', '.join(known or ())}.", "Take it out.")
     return reading.parse(content, str(path), kind, as_type=as_type)
+
+
+_PRINTED = ("made_by", "verdict", "next", "output", "expected", "took")  # beside a record, in a file or by --json
 
 
 class _Head(msgspec.Struct):
@@ -215,10 +231,14 @@ class Record:
 
         Raises:
             NotFound: No such file.
-            CorruptFile: Not such a file.
+            CorruptFile: Not such a file, one with a key that it cannot have or has twice, or values that contradict each other.
             InvalidInput: Values that contradict each other.
         """
-        loaded = cls._from_file(read_json(path, cls.what, cls.command, as_type=_file_type(cls)))  # type: ignore[arg-type]
+        names = (f.name for f in dataclasses.fields(cls) if f.name not in cls.unwritten)  # type: ignore[arg-type]
+        known = dict.fromkeys(("schema_version", *(cls.keys.get(name, name) for name in names)))
+        loaded = cls._from_file(
+            read_json(path, cls.what, cls.command, as_type=_file_type(cls), known=known)  # type: ignore[arg-type]
+        )
         loaded._check()
         return loaded
 

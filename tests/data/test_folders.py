@@ -150,6 +150,8 @@ def test_compressed_files_tables_and_marks(tmp_path):
         ("a.csv", b'text,id\n"one,1\n', "a.csv does not parse"),
         ("a.csv", b"text;id\none;1\n", "separated by semicolons"),
         ("a.csv", b"text,text\none,two\n", "two columns of one name"),
+        ("a.jsonl", b'{"text": "one"}\n{"text": {"id": 1, "id": 2}}\n', "line 2 of .*a.jsonl has the key id twice"),
+        ("a.json", b'[{"text": "one", "text": "two"}]', "a.json has the key text twice"),
         ("a.jsonl.gz", b"no gzip", "does not unpack"),
         ("a.arrow", b"no arrow", "does not read as Arrow"),
         ("a.tar.gz", b"0", "is an archive"),

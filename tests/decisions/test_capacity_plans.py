@@ -303,6 +303,24 @@ def test_experts_of_a_rank_that_no_matrix_can_have_are_refused(rank):
         plan_joint(scores, budget="100 KB", capacity="lora-experts", expert_rank=rank)
 
 
+@pytest.mark.parametrize("kind", ["ranks", "joint"])
+def test_ranks_that_no_matrix_allows_are_refused_where_a_plan_is_read(kind):
+    scores = zoo.scores([3, 2])
+    plan = plan_ranks(scores, mean_rank=8) if kind == "ranks" else plan_joint(scores, budget="-1 kB")
+    record = plan.to_dict()
+    assert Plan.from_dict(record) == plan
+    if kind == "ranks":
+        record["blocks"][0]["count"] = 65
+    else:
+        record["extra"]["capacity"]["counts"]["model.layers.0"] = 65
+    with pytest.raises(CorruptFile, match=r"layers\.0 has the rank 65 .* No rank of theirs is above 64"):
+        Plan.from_dict(record)
+    if kind == "joint":
+        del record["extra"]["capacity"]["counts"]["model.layers.0"]
+        with pytest.raises(CorruptFile, match=r"gives model\.layers\.0 no ranks"):
+            Plan.from_dict(record)
+
+
 def test_a_budget_below_the_floors_is_refused_with_commands_that_work(tmp_path, rng):
     """Both remedies are taken as they are printed; the smallest budget is the smallest."""
     gains = np.sort(rng.random((4, 12)))[:, ::-1]

@@ -24,7 +24,7 @@ def test_every_form_gives_the_same_record(tmp_path, blocks):
     shuffled = dict(reversed(values.items()))
     (tmp_path / "a.json").write_text(json.dumps(shuffled))
     (tmp_path / "c.json").write_text(json.dumps([{"name": k, "score": v} for k, v in shuffled.items()]))
-    (tmp_path / "d.csv").write_text("layer,value,other\n" + "".join(f"{k},{v},x\n" for k, v in shuffled.items()))
+    (tmp_path / "d.csv").write_text("layer,value,numel\n" + "".join(f"{k},{v},7\n" for k, v in shuffled.items()))
     for name in ("a.json", "c.json", "d.csv"):
         scores = import_scores(tmp_path / name, blocks, orientation="redundancy")
         assert scores.values().tolist() == [1.5, 2.5, 3.5] and scores.orientation == "redundancy"
@@ -55,6 +55,12 @@ def test_own_score_files_pass_through(tmp_path, blocks):
         ("a.csv", "name,score\n", CorruptFile, "no rows"),
         ("a.json", "{}", CorruptFile, "no rows"),
         ("a.txt", "1", InvalidInput, "come as"),
+        ("a.csv", "name,score,orientation\nx,1,redundancy\n", InvalidInput, "column orientation, .*--orientation redundancy"),
+        ("a.csv", "name,layer,score\nx,1,1\n", InvalidInput, "column layer, which is not read. Read are name, score"),
+        ("a.csv", "name,score,score\nx,1,2\n", CorruptFile, "column score twice"),
+        ("a.csv", "name,score\nx,1,2\n", CorruptFile, "more cells"),
+        ("a.json", '{"x": 1, "x": 2}', CorruptFile, "key x twice"),
+        ("a.json", '[{"name": "x", "score": true}]', InvalidInput, "is True.*finite numbers"),
     ],
 )
 def test_refusals(tmp_path, blocks, name, text, error, message):

@@ -32,15 +32,31 @@ def test_a_broken_file_is_one_sentence(tmp_path, text, kind):
 
 
 @pytest.mark.parametrize(
-    "harm", [{"d_in": 1.5}, {"d_in": 10**40}, {"d_in": -1}, {"d_in": "3"}, {"d_in": None}, {"name": 3}, {"name": ""}]
+    "harm", [None, {"d_in": 1.5}, {"d_in": 10**40}, {"d_in": -1}, {"d_in": "3"}, {"d_in": None}, {"name": 3}, {"name": ""}]
 )
-def test_shapes_are_whole_and_within_reason(tmp_path, harm):
-    module = {"name": "a.w", "d_in": 3, "d_out": 4, **harm}
-    text = reading.dump(
-        {"schema_version": 1, "estimator": "x", "blocks": [{"name": "a", "modules": [module]}], "gain": [[1.0]]}
-    )
+def test_every_block_has_matrices_of_whole_and_reasonable_shapes(tmp_path, harm):
+    modules = [] if harm is None else [{"name": "a.w", "d_in": 3, "d_out": 4, **harm}]
+    text = reading.dump({"schema_version": 1, "estimator": "x", "blocks": [{"name": "a", "modules": modules}], "gain": [[1.0]]})
     (tmp_path / "x.json").write_text(text)
-    with pytest.raises(CorruptFile, match=r"blocks\[0\]\.modules\[0\]"):
+    with pytest.raises(CorruptFile, match=r"blocks\[0\]\.modules"):
+        Scores.load(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize("doubled", ["unit", "d_in"])
+def test_a_key_that_is_there_twice_is_refused(tmp_path, doubled):
+    module = {"name": "a.w", "d_in": 3, "d_out": 4}
+    record = {
+        "schema_version": 1,
+        "estimator": "x",
+        "blocks": [{"name": "a", "modules": [module]}],
+        "gain": [[1.0]],
+        "unit": "x",
+    }
+    (tmp_path / "x.json").write_text(reading.dump(record))
+    assert Scores.load(tmp_path / "x.json").unit == "x"
+    text = reading.dump(record).replace(f'"{doubled}":', f'"{doubled}": 7, "{doubled}":')
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(CorruptFile, match=rf"x\.json has the key {doubled} twice\. Keep one"):
         Scores.load(tmp_path / "x.json")
 
 

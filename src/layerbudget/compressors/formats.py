@@ -169,6 +169,13 @@ class Format:
         zeros = 0 if self.symmetric else 4 * -(-d_out * self.bits // 32) * groups
         return copies * (4 * d_out * -(-d_in * self.bits // 32) + 2 * d_out * groups + zeros + 16)
 
+    def can_take(self, size: int, numel: int, tensors: int) -> bool:
+        """Return whether so many weights in so many tensors can be ``size`` bytes; less is known where shapes decide it."""
+        if self.family == GGUF:
+            exact = numel * self.block_bytes / (self.group or 1)
+            return exact <= size < exact + ALIGNMENT * tensors
+        return size >= numel * self.bits / 8
+
 
 _GGUF = (  # name, bits of a code, inputs of a block, its bytes; the smallest first
     ("IQ1_S", 1, 256, 50),

@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInput, MissingDependency, NotFound
+from ..storage import reading
 from . import folders
 
 LONGEST = 1024  # tokens of a row of text to train on where no cutoff is named, as TRL has it
 Row = str | dict[str, Any]
 Placed = tuple[str, Any]  # a row and its place in the file
+_JSON = json.JSONDecoder(object_pairs_hook=reading.once)
 _ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")
 
 
@@ -132,7 +134,10 @@ def _lines(path: Path) -> list[Placed]:
     for number, line in enumerate(text_of_file(path).split("\n"), 1):  # JSON strings may hold U+2028: splitlines() cuts there
         if line.strip():
             try:
-                rows.append((f"line {number}", json.loads(line)))
+                rows.append((f"line {number}", _JSON.decode(line)))
+            except reading.DoubledKey as error:
+                problem = f"Line {number} of {path} has the key {error.key} twice."
+                raise InvalidInput(problem, "", "Keep one of the two.") from error
             except (ValueError, RecursionError) as error:
                 problem = f"Line {number} of {path} is not JSON ({error})."
                 raise InvalidInput(problem, "", "Correct or drop the line.") from error
@@ -141,9 +146,11 @@ def _lines(path: Path) -> list[Placed]:
 
 def _json(path: Path) -> list[Placed]:
     try:
-        rows = json.loads(text_of_file(path))
+        rows = _JSON.decode(text_of_file(path))
     except InvalidInput:
         raise
+    except reading.DoubledKey as error:
+        raise InvalidInput(f"{path} has the key {error.key} twice.", "", "Keep one of the two.") from error
     except (ValueError, RecursionError):
         return _lines(path)
     return _counted(rows) if isinstance(rows, list) else [("", rows)]

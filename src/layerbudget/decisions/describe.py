@@ -338,3 +338,18 @@ def check_shares(plan: Plan) -> None:
         if not (0 <= b.value <= 1 + 1e-9 and b.count <= b.numel):
             what = f"{b.name} of this plan of {plan.kind} has {b.value:.4g} and {b.count:,} of {b.numel:,} weights."
             raise CorruptFile(what, "A share of zeros is from 0 to 1.", "Make the plan again.")
+        if abs(b.count - b.value * b.numel) > 2 + 1e-6 * b.numel:  # the nearest whole numbers with the sum that was asked for
+            what = f"{b.name} has the value {b.value:.4g} and the count {b.count:,} of {b.numel:,} ({b.count / b.numel:.4g})"
+            raise CorruptFile(f"{what}: they contradict each other.", "", "Make the plan again.")
+
+
+def check_spent(plan: Plan) -> None:
+    """Refuse a plan that spends another amount than the sum of its counts, where these are in the unit of its budget.
+
+    Raises:
+        CorruptFile: It does.
+    """
+    spent, total = plan.budget["spent"], int(plan.counts.sum())
+    if spent != total:
+        what = f"This plan of {plan.kind} spends {spent:,} {plan.budget['unit']}, and its counts are {total:,} in all"
+        raise CorruptFile(f"{what}: they contradict each other.", "", "Make the plan again.")

@@ -19,6 +19,7 @@ from ..storage import reading
 
 COLUMNS = ("name", "score", "d_in", "d_out")
 _NAMES, _SCORES = ("name", "block", "layer", "module"), ("score", "gain", "value")
+_BESIDE = (*COLUMNS[2:], "standard_error", "noise_floor", "status", "numel", "")  # passed over: Scores.to_pandas() has them
 _LAYER = re.compile(r"\.(\d+)(?:\.|$)")
 Row = Mapping[str, Any]
 
@@ -36,7 +37,8 @@ def import_scores(
 
     Args:
         path: ``.csv`` with the columns ``name`` and ``score``, ``.json`` with ``{name: value}`` or a list of
-            ``{name, score}``, or a scores file of this package. Numbers of layers are names too.
+            ``{name, score}``, or a scores file of this package. Numbers of layers are names too. Columns of shapes, and
+            those that :meth:`Scores.to_pandas` has beside the gain, are passed over.
         blocks: The blocks they are meant for. Scores for every single matrix are averaged over each block.
         orientation: ``gain`` (larger = deserves more capacity) or ``redundancy`` (larger = prune more).
         estimator: What to call them.
@@ -44,8 +46,9 @@ def import_scores(
 
     Raises:
         NotFound: No such file.
-        CorruptFile: It does not parse.
-        InvalidInput: Another file type, names missing, doubled or unknown, or values that are not finite.
+        CorruptFile: It does not parse, or has a key or a column twice.
+        InvalidInput: Another file type, a column that is not read, names missing, doubled or unknown, or values that are not
+            finite.
     """
     path = Path(path)
     if not path.is_file():
@@ -54,6 +57,7 @@ def import_scores(
         return _of_these(Scores.load(path), blocks, path)
     rows = _rows(path)
     name_key, score_key = _column(rows[0], "name", _NAMES, path), _column(rows[0], "score", _SCORES, path)
+    _check_columns(rows, (name_key, score_key), path, "Take it out")
     names = [str(row.get(name_key)) for row in rows]
     name, times = Counter(names).most_common(1)[0]
     if times > 1:
@@ -76,8 +80,9 @@ def import_scores(
 def scores_with_shapes(path: Path | str) -> Scores:
     """Scores of weight matrices that come with their shapes, each a block of its own, so that no model is needed.
 
-    The file is a ``.csv`` with the columns ``name, score, d_in, d_out`` (others are left out), or ``.json`` with a list of such
-    objects. A larger score deserves more capacity. Plans from it are not checked against a model.
+    The file is a ``.csv`` with the columns ``name, score, d_in, d_out``, or ``.json`` with a list of such objects. Others are
+    refused, but for those that :meth:`Scores.to_pandas` has. A larger score deserves more capacity. Plans from it are not
+    checked against a model.
     """
     path = Path(path)
     reading.check_ordinary(path, "scores")
@@ -89,6 +94,7 @@ def scores_with_shapes(path: Path | str) -> Scores:
             f"Without a model, scores come with shapes: {', '.join(COLUMNS)}.",
             "Add it, or bring the scores to a model: layerbudget score MODEL --import FILE.",
         )
+    _check_columns(rows, COLUMNS, path, "Take it out, or bring the scores to a model: layerbudget score MODEL --import FILE")
     gain, blocks = [], []
     for row in rows:
         name, score, *sides = (row.get(column) for column in COLUMNS)
@@ -102,7 +108,7 @@ def scores_with_shapes(path: Path | str) -> Scores:
 
 def _number(value: Any, what: str, path: Path) -> float:
     try:
-        number = float(value)
+        number = float("nan" if isinstance(value, bool) else value)
     except (TypeError, ValueError):
         number = float("nan")
     if not np.isfinite(number):
@@ -123,12 +129,17 @@ def _rows(path: Path) -> Sequence[Row]:
     if suffix == ".csv":
         try:
             with path.open(newline="", encoding="utf-8-sig") as handle:  # spreadsheets put a byte order mark first
-                rows = list(csv.DictReader(handle))
+                table = csv.DictReader(handle)
+                rows = list(table)
         except (UnicodeDecodeError, csv.Error) as error:
             raise CorruptFile(f"{path} does not read as CSV ({error}).", "", "Save it as UTF-8 CSV.") from error
+        doubled = [name for name, times in Counter(table.fieldnames or ()).items() if name and times > 1]
+        if doubled:
+            raise CorruptFile(f"{path} has the column {doubled[0]} twice.", "", "Keep one of the two.")
     elif suffix == ".json":
         content = reading.read_bytes(path, "scores").removeprefix(b"\xef\xbb\xbf")  # editors put one first, too
         rows = reading.parse(content, str(path), "scores", remedy="Repair it.")
+        reading.keys_of(content, str(path), "scores")
         if isinstance(rows, Mapping):
             rows = [{"name": name, "score": score} for name, score in rows.items()]
         if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
@@ -151,6 +162,19 @@ def _column(row: Row, what: str, known: Sequence[str], path: Path) -> str:
             f"{path} has no {what} column among {', '.join(map(str, row))}.", f"It is called {', '.join(known)}.", "Rename it."
         )
     return key
+
+
+def _check_columns(rows: Sequence[Row], read: Sequence[str], path: Path, remedy: str) -> None:
+    """Refuse a column that is neither read nor among those that are passed over, and cells without a column."""
+    for row in rows:
+        for name in row:
+            if name is None:  # what csv calls the rest of a row
+                raise CorruptFile(f"A row of {path} has more cells than there are columns.", "", "Put its cells into quotes.")
+            if name not in read and name not in _BESIDE:
+                way = f"--orientation redundancy says it. {remedy}" if name == "orientation" else remedy
+                raise InvalidInput(
+                    f"{path} has the column {name}, which is not read.", f"Read are {', '.join(read)}.", f"{way}."
+                )
 
 
 def _of_these(scores: Scores, blocks: Sequence[Block], path: Path) -> Scores:

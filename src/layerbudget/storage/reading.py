@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,6 +73,42 @@ def parse(
     if as_type is Any:
         _check_bounds(value, where, kind, remedy)
     return value
+
+
+class DoubledKey(ValueError):
+    """An object of a JSON text has a ``key`` twice."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        super().__init__(f"it has the key {key} twice")
+
+
+def once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of a JSON text, as ``object_pairs_hook`` of :func:`json.loads`.
+
+    Raises:
+        DoubledKey: It has a key twice, of which the last one would be taken.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise DoubledKey(next(key for key in keys if keys.count(key) > 1))
+    return found
+
+
+def keys_of(content: bytes, where: str, kind: str) -> Sequence[str]:
+    """Return the keys of the object that a JSON text is; those of the objects in it are not kept.
+
+    Raises:
+        CorruptFile: An object has a key twice, or the text does not parse.
+    """
+    try:
+        keys: Sequence[str] = json.loads(content, object_pairs_hook=lambda pairs: tuple(once(pairs)))
+    except DoubledKey as error:
+        raise CorruptFile(f"{where} has the key {error.key} twice.", "", "Keep one of the two.") from error
+    except (ValueError, RecursionError) as error:
+        raise CorruptFile(f"{where} is not a {kind} file: it does not parse ({error}).", "", "Make it again.") from error
+    return keys
 
 
 @functools.lru_cache(maxsize=64)

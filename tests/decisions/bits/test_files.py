@@ -349,6 +349,9 @@ def test_what_cannot_be_written_is_one_sentence(tmp_path, monkeypatch):
     with pytest.raises(InvalidInput, match="gives no formats"):
         apply_bits(sliding, zoo.plan(sliding))
     plan = planned(llama, "compressed-tensors", 5.0)
+    name = next(n for n, f in plan.payload.formats.items() if f != "w8-g32")
+    with pytest.raises(InvalidInput, match=f"{name} takes .* they contradict each other. Nothing was done"):
+        write_bits(llama, plan.with_payload(formats={**plan.payload.formats, name: "w8-g32"}), out)
     monkeypatch.setitem(sys.modules, "compressed_tensors.compressors", None)
     with pytest.raises(MissingDependency, match=r"pip install .\.\[bits\]"):
         write_bits(llama, plan, out)

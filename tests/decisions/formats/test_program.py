@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from layerbudget.compressors.formats import find_format
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.decisions.bits.plan import plan_bits
+from layerbudget.decisions.bits.request import BitsRequest
 from layerbudget.decisions.formats.baselines import BASELINES
 from layerbudget.decisions.formats.program import is_allowed, other_plan
 from layerbudget.decisions.formats.table import FormatTable
@@ -125,6 +127,41 @@ def test_bad_input_is_one_sentence():
         plan_bits(scores, bits=4, group=32)
     with pytest.raises(InvalidInput, match="say nothing of formats"):
         plan_bits(Scores.from_values(scores.blocks, {b.name: 1.0 for b in scores.blocks}), bits=4)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"formats": {}}, r"gives {name} no format"),
+        ({"kind": "w4-g32"}, r"gives {name} the format w4-g32\. llama\.cpp has no kernel"),
+        ({"kind": "Q99"}, r"gives {name} the format Q99\. There is no format"),
+        ({"kind": "F16"}, r"{name} has the format F16 in this plan, and [\d,]+ bytes for .* contradict each other.*--keep"),
+        ({"family": "compressed-tensors"}, r"llama\.cpp does not read compressed-tensors"),
+    ],
+)
+def test_a_plan_whose_formats_cannot_be_is_refused_where_it_is_read(change, said):
+    record = plan_bits(gguf_record(layers=2), bits=4.0).to_dict()
+    name = record["blocks"][0]["modules"][0]
+    assert record["extra"]["formats"][name] != "F16"
+    record["extra"] |= {"formats": {**record["extra"]["formats"], name: change["kind"]}} if "kind" in change else change
+    with pytest.raises(CorruptFile, match=said.format(name=re.escape(name))):
+        Plan.from_dict(record)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("x", "say nothing of formats"),
+        ({"size": None}, "do not read"),
+        ({"formats": NAMES[:-1]}, "not of 12 blocks and 4 formats"),
+    ],
+)
+def test_damaged_scores_of_formats_are_refused(change, said):
+    scores = record()
+    formats = change if isinstance(change, str) else {**scores.extra["formats"], **change}
+    broken = dataclasses.replace(scores, extra={"formats": formats})
+    with pytest.raises((CorruptFile, InvalidInput), match=said):
+        (BitsRequest(source="x.json", bits=5.0).check_measured(broken), plan_bits(broken, bits=5.0))
 
 
 # --- GGUF: llama.cpp's mixes, forbidden and kept formats ---------------------------------------------------------------------

@@ -142,6 +142,17 @@ def test_a_damaged_plan_is_refused_where_it_is_read(tmp_path, name):
         Plan.load(tmp_path / "other.json")
 
 
+def test_formats_that_a_part_of_a_plan_cannot_have_are_refused_where_it_is_read():
+    plan = plan_memory(zoo.fit_scores(3), memory=f"{BUFFERS + 30000} bytes", context=64)
+    both = {"w": next(n for n in plan.payload.formats if n not in plan.payload.cache_formats)}
+    both["c"] = next(iter(plan.payload.cache_formats))
+    for place, form, said in (("w", "Q4_0", "has no kernel for Q4_0"), ("c", "Q4_0", "which transformers does not keep")):
+        for part in (plan, parts_of(plan)["bits" if place == "w" else "cache"]):
+            record = part.with_payload(formats={**part.payload.formats, both[place]: form}).to_dict()
+            with pytest.raises(CorruptFile, match=f"gives {both[place]} the format Q4_0.*{said}"):
+                Plan.from_dict(record)
+
+
 def test_a_fit_is_exported_as_the_types_of_its_weights_where_no_format_is_named(tmp_path):
     """The default was a table of blocks, which no runtime reads."""
     plan = plan_memory(zoo.fit_scores(3), memory=f"{BUFFERS + 30000} bytes", context=64)

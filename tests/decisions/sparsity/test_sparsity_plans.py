@@ -146,6 +146,25 @@ def test_a_plan_file_with_a_hole_is_corrupt_and_not_a_plan_with_nan(rng, tmp_pat
         Plan.load(path)
 
 
+@pytest.mark.parametrize(
+    ("place", "change", "said"),
+    [
+        (("blocks", 3), {"value": 0.9}, r"layers\.3 has the value 0\.9 and the count [\d,]+ of .*: they contradict each other"),
+        (("budget",), {"spent": 5}, r"spends 5 parameters, and its counts are [\d,]+ in all: they contradict each other"),
+        ((), {"colour": 1}, "has the key colour, which is not read"),
+    ],
+)
+def test_a_plan_that_contradicts_itself_is_corrupt(rng, tmp_path, place, change, said):
+    path = plan_sparsity(zoo.scores(rng.random(12), SIZES)).save(tmp_path / "plan.json")
+    record = part = json.loads(path.read_text())
+    for key in place:
+        part = part[key]
+    part |= change
+    path.write_text(json.dumps(record | {"verdict": "as --json prints it"}))
+    with pytest.raises(CorruptFile, match=said):
+        Plan.load(path)
+
+
 @pytest.mark.parametrize("change", [{"value": 4.0}, {"value": -0.1}, {"count": 10**9}])
 def test_a_plan_that_prunes_more_than_there_is_is_corrupt(rng, tmp_path, change):
     """Also a plan of ranks whose kind was changed."""

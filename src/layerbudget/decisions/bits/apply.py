@@ -34,7 +34,7 @@ from ...storage.folders import check_folder, new_folder
 from ...storage.source import complete, write_readers
 from ...storage.writing import write_text
 from ..formats.program import formats_of_plan
-from .blocks import check_writable
+from .blocks import check_bytes, check_writable
 from .card import model_card
 from .counted import Counted
 from .export import auto_round, llama_cpp
@@ -152,7 +152,9 @@ def write_bits(
     group, gguf = process_group(), payload.family == GGUF
     together(lambda: check_folder(out_dir, overwrite=overwrite) if group.is_main else None)
     check_finite(model)
-    check_writable(model, formats, find_runtime(payload.runtime, payload.family))
+    target = find_runtime(payload.runtime, payload.family)
+    check_writable(model, formats, target)
+    check_bytes(model, plan, target)
     rounding = ModelRounding(model, formats, method or payload.method, data, options)
     rounding.dealt.coded = True
     if rounding.data is not None:

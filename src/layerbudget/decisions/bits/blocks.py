@@ -23,7 +23,9 @@ from ...llama_cpp.mixes import LlamaModel
 from ...llama_cpp.writer import check_even, in_file
 from ...models.blocks import config_of, end_modules, layers, partition, pretrained, text_config, weight_of
 from ...models.memory import cache_of
+from ...plan import Plan, payload_of
 from ...records import Block, Module, natural_key, stacks
+from ..formats.payload import WeightsPayload
 from ..formats.request import UNWRITTEN
 from ..formats.table import FormatTable, signature_at
 from .counted import terms_beside
@@ -316,6 +318,18 @@ def check_writable(model: nn.Module, formats: Mapping[str, str], target: Runtime
             if len(reasons) < len(small)
             else f"{other[0].upper()}{other[1:]}.",
         )
+
+
+def check_bytes(model: nn.Module, plan: Plan, target: Runtime) -> None:
+    """Refuse a plan whose formats do not take the bytes that it counts, before anything is rounded."""
+    formats, modules = payload_of(plan, WeightsPayload).formats, modules_by_name(model, plan.by_module())
+    for block in plan.blocks:
+        forms = [(modules[name], find_format(formats[name], target.family)) for name in block.modules]
+        size = sum(_bytes(Block(name=module.name, modules=(module,)), form, target) for module, form in forms)
+        if size != block.count:
+            what = f"{block.name} takes {size:,} bytes in the formats of this plan, which counts {block.count:,}"
+            remedy = "Make the plan again: its --keep REGEX=FORMAT gives matrices a format."
+            raise InvalidInput(f"{what}: they contradict each other.", "Nothing was done.", remedy)
 
 
 def _unrolled(model: nn.Module) -> str:

@@ -43,7 +43,7 @@ def plan(session: Session) -> Plan:
 def _from_scores(session: Session) -> Plan:
     request: BitsRequest = session.request
     scores = need_scores(request.source, "plan bits MODEL --bits N --save-scores FILE")
-    request.check_measured(scores.extra.get("formats") or {})
+    request.check_measured(scores)
     return plan_from_table(scores, Limits(**request.limits), request.rule)
 
 

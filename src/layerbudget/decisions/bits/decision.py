@@ -11,7 +11,8 @@ from ...plan import Plan, payload_of
 from ...records import Receipt
 from ...scores import Scores
 from ...session import Session
-from ..formats.base import FormatsDecision
+from ..describe import check_spent
+from ..formats.base import FormatsDecision, check_weights
 from ..formats.reasons import reasons
 from . import command
 from .export import EXPORTS
@@ -61,6 +62,12 @@ class Bits(FormatsDecision):
         return apply_bits(model, plan, data, **options)
 
     # --- what is said ---
+
+    def check(self, plan: Plan) -> None:
+        """Refuse formats that there are not, that the runtime does not read, or that are not of the bytes of their block."""
+        super().check(plan)
+        check_spent(plan)
+        check_weights(plan, plan.blocks)
 
     def describe(self, plan: Plan) -> Summary:
         """Return what is said of a plan of bits."""

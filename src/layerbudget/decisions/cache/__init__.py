@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .export import vllm_options as vllm_options
     from .forecast import measuring as measuring
     from .formats import CACHES as CACHES
+    from .formats import check_cached as check_cached
     from .formats import find_cache as find_cache
     from .plan import cache_space as cache_space
     from .plan import plan_cache as plan_cache
@@ -26,7 +27,7 @@ __getattr__ = lazy_names(
         "cache": "caching planned_cache rounding",
         "export": "llama_cache vllm_options",
         "forecast": "measuring",
-        "formats": "CACHES find_cache",
+        "formats": "CACHES check_cached find_cache",
         "plan": "cache_space plan_cache",
         "sensitivity": "cache_damage",
         "space": "CacheSpace",

@@ -10,9 +10,11 @@ from ...plan import Plan, payload_of
 from ...records import Receipt
 from ...scores import Scores
 from ...session import Session
+from ..describe import check_spent
 from ..formats.base import FormatsDecision
 from . import command
 from .export import EXPORTS
+from .formats import check_cached
 from .payload import CachePayload
 from .request import CacheRequest
 
@@ -49,6 +51,13 @@ class Cache(FormatsDecision):
         return Receipt(plan_digest=plan.digest, identity=plan.model, model=model, cache=cache)
 
     # --- what is said ---
+
+    def check(self, plan: Plan) -> None:
+        """Refuse formats that the runtime does not keep."""
+        super().check(plan)
+        check_spent(plan)
+        payload = payload_of(plan, CachePayload)
+        check_cached(payload.formats, payload.runtime)
 
     def describe(self, plan: Plan) -> Summary:
         """Return what is said of a plan of the cache."""

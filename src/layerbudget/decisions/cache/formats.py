@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ...compressors.formats import find_format
-from ...errors import InvalidInput
+from ...errors import CorruptFile, InvalidInput
 from .llama import rotates
 
 RULES = ("exact", "uniform", "protect-ends")
@@ -200,3 +200,16 @@ def find_cache(name: str) -> CacheRuntime:
     if name not in CACHES:
         raise InvalidInput(f"There is no runtime {name!r}.", f"There are {', '.join(CACHES)}.", "Choose one of those.")
     return CACHES[name]
+
+
+def check_cached(formats: Mapping[str, str], runtime: str) -> None:
+    """Refuse the formats of a plan, by what they are of, that a runtime does not keep.
+
+    Raises:
+        CorruptFile: One of them, or there is no such runtime.
+    """
+    known = CACHES[runtime].names if runtime in CACHES else ()
+    for name, form in formats.items():
+        if form not in known:
+            what = f"This plan gives {name} the format {form}, which {runtime} does not keep."
+            raise CorruptFile(what, f"It keeps {', '.join(known) or 'none'}.", "Make the plan again.")

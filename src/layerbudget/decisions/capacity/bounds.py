@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ...budget import OWN_UNITS, Budget, amount_of, rank_parameters, unit_cost
-from ...errors import InfeasibleBudget, InvalidInput
+from ...errors import CorruptFile, InfeasibleBudget, InvalidInput
+from ...plan import PlanBlock
 from ...records import Block
 from ...scores import Scores
 from ...solvers.inputs import Vector, bound_vector, number, spoken_amount, whole_number
@@ -120,6 +121,21 @@ def check_expert_rank(rank: int, blocks: Sequence[Block]) -> None:
     if not isinstance(rank, numbers.Integral) or not 1 <= rank <= most:
         feasible = f"It is a whole number from 1 to {most}, the largest rank that a matrix can have."
         raise InvalidInput(f"expert_rank is {rank}.", feasible, f"Use expert_rank={min(8, most)}.")
+
+
+def check_ranks(blocks: Sequence[PlanBlock], counts: Sequence[int]) -> None:
+    """Refuse ranks that no matrices of so many weights allow; which side of a matrix is the smaller one is not known here.
+
+    Raises:
+        CorruptFile: One of them.
+    """
+    for block, count in zip(blocks, counts, strict=True):
+        if len(block.modules) * count**2 > block.numel:
+            most = math.isqrt(block.numel // max(len(block.modules), 1))
+            what = f"{block.name} has the rank {count:,} in this plan, and {block.numel:,} weights"
+            raise CorruptFile(
+                f"{what} in {len(block.modules)} matrices.", f"No rank of theirs is above {most:,}.", "Make the plan again."
+            )
 
 
 def _pin(blocks: Sequence[Block], low: Vector, high: Vector, fixed: Mapping[str, int] | None, sides: Vector) -> np.ndarray:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...compressors.base import QUANTISERS
@@ -12,8 +11,10 @@ from ...compressors.formats import BY_MOMENTS, RUNTIMES, TOKENS, find_format, fi
 from ...errors import InvalidInput, LayerbudgetError
 from ...requests import ADVANCED, PLACING, READING, flag_of, names, option
 from ...session import PlanRequest
+from .table import record_of
 
 if TYPE_CHECKING:
+    from ...scores import Scores
     from ...session import Session
 
 _FORMATS = "formats of the weights"
@@ -102,14 +103,15 @@ class FormatsRequest(PlanRequest):
         if not self.measures:
             self.refuse((*MEASURING, "dry_run", *READING, *PLACING), "scores that were measured before")
 
-    def check_measured(self, stored: Mapping[str, Any]) -> None:
+    def check_measured(self, scores: Scores) -> None:
         """Refuse another format, runtime or method than that which scores of formats were measured for.
 
         Those that are named rightly are left out of the command that repeats this one: scores say them.
 
         Raises:
-            InvalidInput: Another one.
+            InvalidInput: Another one, or scores that say nothing of formats.
         """
+        stored = record_of(scores)
         for name in ("family", "runtime", "method"):
             asked, measured = getattr(self, name, None), stored.get(name)
             if asked is None or measured is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import InvalidInput
+from ...errors import CorruptFile, InvalidInput
 from ...llama_cpp.mixes import LlamaModel
 from ...models.memory import MemoryModel
 from ...records import Block
@@ -19,6 +19,19 @@ from .payload import Reasons, Step
 ESTIMATOR, CACHE = "rounding", "cache"
 HUGE = np.iinfo(np.int64).max
 _TIES = 20
+_MEASURE = "Measure it: layerbudget plan bits MODEL --save-scores FILE."
+
+
+def record_of(scores: Scores) -> Mapping[str, Any]:
+    """Return what scores say of the damage of formats.
+
+    Raises:
+        InvalidInput: Nothing.
+    """
+    record = scores.extra.get("formats") if isinstance(scores, Scores) else None
+    if not isinstance(record, Mapping):
+        raise InvalidInput("These scores say nothing of formats.", "A plan of bits needs the damage of every format.", _MEASURE)
+    return record
 
 
 def signature_at(tokens: int, width: int) -> list[tuple[int, int]]:
@@ -71,17 +84,26 @@ class FormatTable:
     @classmethod
     def of(cls, scores: Scores) -> FormatTable:
         """Return the table in a record."""
-        record = scores.extra.get("formats") if isinstance(scores, Scores) else None
-        if not isinstance(record, Mapping):
-            raise InvalidInput(
-                "These scores say nothing of formats.",
-                "A plan of bits needs the damage of every format.",
-                "Measure it: layerbudget plan bits MODEL --save-scores FILE.",
-            )
+        record = record_of(scores)
+        try:
+            table = cls._read(scores.blocks, record)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptFile(f"The formats of these scores do not read ({error}).", "", _MEASURE) from error
+        shape = len(table.blocks), len(table.formats)
+        if any(values.shape[:2] != shape for values in (table.size, table.damage, table.error, table.rest)):
+            what = f"The formats of these scores are not of {shape[0]} blocks and {shape[1]} formats each."
+            raise CorruptFile(what, "", _MEASURE)
+        return table
+
+    @classmethod
+    def _read(cls, blocks: Sequence[Block], record: Mapping[str, Any]) -> FormatTable:
+        """The table of blocks in what a record of scores says of their formats."""
         size, damage, error = (np.array(record[k], dtype=np.float64) for k in ("size", "damage", "error"))
         none = np.isnan(damage)
+        if size.shape != none.shape or not np.isfinite(size[~none]).all():
+            raise ValueError("not every damage has its bytes")
         return cls(
-            blocks=scores.blocks,
+            blocks=blocks,
             formats=tuple(record["formats"]),
             size=np.where(none, 0, size).astype(np.int64),
             damage=np.where(none, np.inf, damage),

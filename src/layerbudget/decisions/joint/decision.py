@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...decision import Decision, Summary
+from ...errors import CorruptFile
 from ...plan import Plan, payload_of
 from ...session import Session
+from ..capacity import check_ranks
 from ..describe import (
     check_shares,
     expected_damage,
@@ -51,8 +53,14 @@ class Joint(Decision):
     Payload, Request = JointPayload, JointRequest
 
     def check(self, plan: Plan) -> None:
-        """Refuse shares of zeros that are none."""
+        """Refuse shares of zeros that are none or contradict the counts, and adapters that the blocks cannot have."""
         check_shares(plan)
+        capacity = payload_of(plan, JointPayload).capacity
+        missing = [n for n in plan.names if n not in capacity.values or n not in capacity.counts]
+        if missing:
+            raise CorruptFile(f"This joint plan gives {missing[0]} no {capacity.kind}.", "", "Make the plan again.")
+        if capacity.kind == "ranks":
+            check_ranks(plan.blocks, [capacity.counts[n] for n in plan.names])
 
     def plan(self, session: Session) -> Plan:
         """Plan zeros and adapters from scores."""

@@ -33,7 +33,7 @@ def plan(session: Session) -> Plan:
 def _from_scores(session: Session) -> Plan:
     request: MemoryRequest = session.request
     scores = need_scores(request.source, "plan memory MODEL --memory SIZE --context TOKENS --save-scores FILE")
-    request.check_measured(scores.extra.get("formats") or {})
+    request.check_measured(scores)
     terms = MemoryLimits(**request.terms, utilization=share_of(measured_for(scores), request.utilization))
     terms.check(request.rule)
     return Fitted.of(scores, terms).plan(request.rule)

@@ -11,7 +11,8 @@ from ...records import Receipt
 from ...scores import Scores
 from ...session import Session
 from ..bits import BitsWrite
-from ..formats.base import FormatsDecision
+from ..cache import check_cached
+from ..formats.base import FormatsDecision, check_weights
 from . import command
 from .payload import MemoryPayload
 from .request import MemoryRequest
@@ -61,8 +62,12 @@ class Memory(FormatsDecision):
     # --- what is said ---
 
     def check(self, plan: Plan) -> None:
-        """Refuse a plan that does not say what weights and cache get."""
-        parts = payload_of(plan, MemoryPayload).parts
+        """Refuse a plan that does not say what weights and cache get, or gives them formats that cannot be."""
+        super().check(plan)
+        payload = payload_of(plan, MemoryPayload)
+        check_weights(plan, [b for b in plan.blocks if b.modules[0] not in payload.cache_formats])
+        check_cached({n: form for n, form in payload.formats.items() if n in payload.cache_formats}, payload.runtime)
+        parts = payload.parts
         if any(not {"bytes", "bits", "predicted"} <= set(parts.get(name, {})) for name in ("weights", "cache")):
             what = "This plan of memory does not say bytes, bits and damage of the weights and of the cache."
             raise CorruptFile(what, "", "Make the plan again.")

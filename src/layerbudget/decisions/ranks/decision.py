@@ -11,7 +11,7 @@ from ...plan import Plan, payload_of
 from ...records import Receipt
 from ...scores import Scores
 from ...session import Session
-from ..capacity import counted_options
+from ..capacity import check_ranks, counted_options
 from ..files import load_scores
 from ..making import blocks_of
 from .describe import MOSTLY_NOISE, advice_on, advises_uniform, noise_alone, summary_of
@@ -60,6 +60,10 @@ class Ranks(Decision):
         options |= counted_options(request.fix, request.latency)
         request.scores = load_scores(request.source)
         return plan_ranks(request.scores, **options, **request.more)
+
+    def check(self, plan: Plan) -> None:
+        """Refuse ranks that the matrices do not allow."""
+        check_ranks(plan.blocks, plan.counts.tolist())
 
     def describe(self, plan: Plan) -> Summary:
         """Return what is said of a plan of ranks."""

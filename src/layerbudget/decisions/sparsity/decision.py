@@ -16,6 +16,7 @@ from ...session import Session
 from ...verdicts import less_than
 from ..describe import (
     check_shares,
+    check_spent,
     comparison,
     damage_figures,
     expected_damage,
@@ -52,8 +53,9 @@ class Sparsity(Decision):
     Payload, Request, Write, exports = SparsityPayload, SparsityRequest, SparsityWrite, EXPORTS
 
     def check(self, plan: Plan) -> None:
-        """Refuse shares of zeros that are none."""
+        """Refuse shares of zeros that are none, or contradict the counts, and counts that contradict the budget."""
         check_shares(plan)
+        check_spent(plan)
 
     def planner(self) -> Callable[..., Plan]:
         """Return :func:`~layerbudget.decisions.sparsity.plan.plan_by_scores`."""
