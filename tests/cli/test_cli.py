@@ -14,8 +14,10 @@ from layerbudget.cli.commands import QUESTIONS, VERBS, requests_of_all
 from layerbudget.decision import DECISIONS
 from layerbudget.decisions.rules import RULES, rules_of
 from layerbudget.errors import InvalidInput
+from layerbudget.records import Block, Module
 from layerbudget.registry import run_file
 from layerbudget.requests import EVERY
+from layerbudget.scores import Scores
 from layerbudget.solvers.utilities import PENALTIES, UTILITIES
 
 SMALL = ("--samples", "6", "--length", "24", "--quiet")
@@ -58,6 +60,27 @@ def test_another_process_writes_the_same_bytes_and_one_document(saved_model, tmp
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path / "there", check=True)
     assert json.loads(done.stdout)["estimator"] == "fisher-gram" and "took " in done.stderr
     assert (tmp_path / "here" / "s.json").read_bytes() == (tmp_path / "there" / "s.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("filled", "follows"), [([1.0, 2.0, 3.0], "plan sparsity s.json --sparsity 0.5 --damping 10 "), (None, "fisher-gram.json ")]
+)
+def test_scores_without_a_value_are_written_and_say_what_to_use(tmp_path, monkeypatch, capsys, filled, follows):
+    monkeypatch.chdir(tmp_path)
+    gain = ((None, None, 1.0), (None, 1.0, 2.0), filled or (None, None, None))
+    status = tuple(tuple("ok" if v is not None else "negative curvature" for v in row) for row in gain)
+    names = ("model.layers.0.a_proj", "model.layers.0.b_proj", "model.layers.1.a_proj")
+    blocks = tuple(Block(name=name, modules=(Module(name=name, d_in=4, d_out=4),)) for name in names)
+    made = Scores(blocks=blocks, gain=gain, status=status, damping=(0.1, 1.0, 10.0), damping_unit="max", estimator="hessian")
+    monkeypatch.setattr("layerbudget.cli.score._measured", lambda session: made)
+    words = ["score", "demo", "--estimator", "hessian", "-o", "s.json"]
+    assert main(words) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Written to s.json. Verdict: 1 of 3 blocks have no score at damping 1 (negative curvature)." in said
+    assert follows in said.partition("Next: ")[2] and "–" in said.partition("Written")[0]
+    assert answer(capsys, *words, "--overwrite", "--json")["gain"][0] == [None, None, 1.0]
+    if filled:
+        assert main(["plan", "sparsity", "s.json", "--sparsity", "0.5", "--damping", "10", "--quiet"]) == 0
 
 
 def test_encoder_is_scored(saved_model, tmp_path, capsys):
