@@ -159,8 +159,10 @@ class Request:
             self.refuse((name,), f"{self.command}: it belongs to commands that {_UNREAD[name]}")
         if not self.prices and not self.dry_run:
             self.refuse(("machines",), "a command that runs", "Add --dry-run, or start it by torchrun.")
-        for name in self.options():
+        for name, field in self.options().items():
             values = getattr(self, name)
+            if values == "" and (field.metadata["role"] == "writes" or name == "resume"):
+                raise InvalidInput(f"{flag_of(self, name)} is empty.", "It names a file or folder.", "Name one.")
             for value in values if isinstance(values, (list, tuple)) else [values]:
                 _check_number(self, name, value)
         _check_circle(self)

@@ -71,7 +71,9 @@ def as_typed(error: LayerbudgetError, request: Request) -> str:
 
     def typed(option: re.Match[str]) -> str:
         name, value = option["name"], option["value"].strip("'")
-        return f"{flag_of(request, name)} {value}" if name in request.options() else option[0]
+        if name not in request.options():
+            return option[0]
+        return flag_of(request, name) if value == "True" else f"{flag_of(request, name)} {value}"
 
     remedy = re.sub(r"\b(?P<name>[a-z_]+)=(?P<value>'[^']*'|[\w.-]*\w)", typed, error.remedy)
     return " ".join(filter(None, (error.what, error.feasible, remedy)))
