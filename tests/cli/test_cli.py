@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from tests import zoo
+from tests.cli.helpers import parsed
 
 from layerbudget.cli import main
 from layerbudget.cli.commands import QUESTIONS, VERBS, requests_of_all
@@ -81,6 +82,30 @@ def test_scores_without_a_value_are_written_and_say_what_to_use(tmp_path, monkey
     assert answer(capsys, *words, "--overwrite", "--json")["gain"][0] == [None, None, 1.0]
     if filled:
         assert main(["plan", "sparsity", "s.json", "--sparsity", "0.5", "--damping", "10", "--quiet"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("apply demo p.json -o run --resume run", "--resume and --out are both run."),
+        ("finetune demo p.json --data d -o run --resume ./run/", "--resume and --out are both run."),
+        ("apply demo p.json -o run --resume run/parts", "--resume, run/parts, lies in --out, run."),
+        ("score demo -o s.json --resume s.json", "--resume and --out are both s.json."),
+        ("plan bits demo --bits 5 -o d --save-scores d/s.json", "--save-scores, d/s.json, lies in --out, d."),
+        ("plan bits demo --bits 5 -o x/p.json --save-scores x", "--out, x/p.json, lies in --save-scores, x."),
+        ("plan bits demo --bits 5 -o x --save-scores x", "--save-scores and --out are both x."),
+        ("score demo -o kept/s.json --resume kept", ""),
+        ("apply demo p.json -o kept/out --resume kept", ""),
+        ("plan bits demo --bits 5 -o x/p.json --save-scores x/s.json --resume x/parts", ""),
+        ("apply demo p.json -o run --resume run-parts", ""),
+    ],
+)
+def test_outputs_and_the_parts_of_a_run_are_apart_before_any_work(tmp_path, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    request = parsed(words.split())
+    with pytest.raises(InvalidInput) if said else contextlib.nullcontext() as refused:
+        request.check()
+    assert not said or str(refused.value).startswith(f"{said} What is written to one")
 
 
 def test_encoder_is_scored(saved_model, tmp_path, capsys):
