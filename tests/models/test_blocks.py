@@ -219,8 +219,12 @@ def test_a_quantised_model_is_known_by_its_skeleton():
     other = zoo.speaker("llama")
     with torch.no_grad():
         next(p for n, p in other.named_parameters() if n.endswith("norm.weight")).add_(1.0)
-    with pytest.raises(ModelMismatch):
+    with pytest.raises(ModelMismatch, match="or use the model that the plan names"):
         plan.validate(describe(packed(other)))
+    with pytest.raises(ModelMismatch, match="or use the model that the plan names"):
+        plan.validate(describe(other, "another"))
+    with pytest.raises(ModelMismatch, match="Another precision rounds the weights. Leave --dtype out"):
+        plan.validate(describe(zoo.speaker("llama").to(torch.float16)))
 
 
 def test_quantised_values_are_not_read():
