@@ -56,13 +56,21 @@ def carried(session: Display, run: Callable[[], dict[str, Any]], line: Callable[
         code, said = 2, f"{error.strerror or error}{f': {where}' if where else ''}. Free the path or choose another one."
         tell(code, said)
     except KeyboardInterrupt:
-        code, said = 130, "interrupted; finished stages are kept."
+        code, said = 130, _interrupted(session.request)
         tell(code, said)
     except Exception as error:
         tell(1, f"{type(error).__name__}: {error}")
         raise
     terminal().print(f"layerbudget: {said}", style=None if code == 130 else "red")
     return code
+
+
+def _interrupted(request: Any) -> str:
+    """The sentence on a command that a person ended: where what it had finished lies, or which option keeps it."""
+    kept = request.out if "part" in request.options() else getattr(request, "resume", None)
+    if kept:
+        return f"interrupted; what was finished is kept in {kept}, and the same command goes on from it."
+    return "interrupted. --resume DIR keeps what is finished." if "resume" in request.options() else "interrupted."
 
 
 def as_typed(error: LayerbudgetError, request: Request) -> str:
