@@ -100,7 +100,7 @@ def _say_what_follows(session: Session, scores: Scores, path: Any) -> None:
 
     shown, whole = scores.damping[scores.index()], scores.whole()
     if not whole:
-        usual = {"out": "fisher-gram.json", "estimator": "fisher-gram", "damping": None, "more": {}}
+        usual: dict[str, Any] = {"out": "fisher-gram.json", "estimator": "fisher-gram", "damping": None, "more": {}}
         session.follow(*shlex.split(line_of(dataclasses.replace(session.request, **usual)))[1:])
         return
     if shown not in whole:
