@@ -180,10 +180,16 @@ class Plan(BlockRecord):
         key = "skeleton" if self.model.get("quantised") or model.get("quantised") else "digest"
         mine, theirs = self.model.get(key), model.get(key)
         if mine and theirs and mine != theirs:
+            feasible = "Names, shapes and weights must be the same."
+            remedy = "Score this model and plan again, or use the model that the plan names."
+            if key == "digest" and any(model.get(name) and self.model.get(name) == model[name] for name in ("id", "skeleton")):
+                feasible += " Another precision rounds the weights."
+                remedy = "Leave --dtype out (dtype= in Python), or give the one that the scores were made with. If the weights "
+                remedy += "themselves were changed, score this model and plan again."
             raise ModelMismatch(
                 f"The plan was made for {self.model.get('id')} ({mine}); this model is {model.get('id')} ({theirs}).",
-                "Names, shapes and weights must be the same.",
-                "Score this model and plan again, or use the model that the plan names.",
+                feasible,
+                remedy,
             )
 
     def check_scores(self, scores: Scores) -> None:

@@ -7,6 +7,7 @@ whose value is None was not given, so that a request can refuse what it would no
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 import shlex
@@ -161,8 +162,10 @@ class Request:
             self.refuse((name,), f"{self.command}: it belongs to commands that {_UNREAD[name]}")
         if not self.prices and not self.dry_run:
             self.refuse(("machines",), "a command that runs", "Add --dry-run, or start it by torchrun.")
-        for name in self.options():
+        for name, field in self.options().items():
             values = getattr(self, name)
+            if values == "" and (field.metadata["role"] == "writes" or name == "resume"):
+                raise InvalidInput(f"{flag_of(self, name)} is empty.", "It names a file or folder.", "Name one.")
             for value in values if isinstance(values, (list, tuple)) else [values]:
                 _check_number(self, name, value)
                 _check_pattern(self, name, value)
@@ -259,12 +262,26 @@ def _check_pattern(request: Request, name: str, value: Any) -> None:
 
 
 def _check_circle(request: Request) -> None:
-    """Refuse an output that is a file or folder which the command reads, and one file for two outputs."""
+    """Refuse an output that is a file or folder which the command reads, and one that lies in another or holds the parts.
+
+    An output in the folder of ``--resume`` is apart from them.
+    """
     from .storage.writing import check_apart, real
 
     outputs = list(_files(request, "writes"))
-    if len({real(path) for path in outputs}) < len(outputs):
-        raise InvalidInput(f"{outputs[0]} is named for two outputs.", "", "Choose another one.")
+    written = {
+        flag_of(request, n): v
+        for n, f in request.options().items()
+        if f.metadata["role"] == "writes" and (v := getattr(request, n))
+    }
+    parts = {flag_of(request, name): value for name, value in request.given("resume").items()}
+    for (flag, place), (other, inner) in itertools.permutations((written | parts).items(), 2):
+        if flag in written and real(inner).is_relative_to(real(place)):
+            same = real(inner) == real(place)
+            what = f"{other} and {flag} are both {place}." if same else f"{other}, {inner}, lies in {flag}, {place}."
+            raise InvalidInput(
+                what, "What is written to one would be in the way of the other.", "Choose another place for one."
+            )
     read = list(_files(request, "reads"))
     for output in outputs:
         check_apart(output, *read, *(Path(word) / name for word in read for name in _READ_IN_FOLDERS))

@@ -81,6 +81,10 @@ class Scores(BlockRecord):
             raise InvalidInput(f"The scores have no damping {damping}.", known, "Choose one of those.")
         return int(rows[0])
 
+    def whole(self) -> list[float]:
+        """Return the dampings at which every block has a score."""
+        return [damping for damping, gains in zip(self.damping, self.gain, strict=True) if None not in gains]
+
     def values(self, damping: float | None = None) -> np.ndarray:
         """Return the scores of one damping, shape ``(K,)``.
 
@@ -90,11 +94,11 @@ class Scores(BlockRecord):
         row = self.index(damping)
         if None in self.gain[row]:
             bad = [s for v, s in zip(self.gain[row], self.status[row], strict=True) if v is None]
-            whole = [d for d, gains in zip(self.damping, self.gain, strict=True) if None not in gains]
+            whole = [f"{d:.10g}" for d in self.whole()]
             raise InvalidInput(
                 f"{len(bad)} of {len(self.blocks)} blocks have no score at damping {self.damping[row]:g} ({bad[0]}).",
-                f"Dampings with a score for every block: {', '.join(f'{d:g}' for d in whole) or 'none in this record'}.",
-                f"Choose damping {whole[0]:g}." if whole else "Score again with a larger damping or another estimator.",
+                f"Dampings with a score for every block: {', '.join(whole) or 'none in this record'}.",
+                f"Choose damping {whole[0]}." if whole else "Score again with a larger damping or another estimator.",
             )
         return np.array(self.gain[row], dtype=np.float64)
 

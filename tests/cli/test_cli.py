@@ -8,14 +8,17 @@ import sys
 import pytest
 import torch
 from tests import zoo
+from tests.cli.helpers import parsed
 
 from layerbudget.cli import main
 from layerbudget.cli.commands import QUESTIONS, VERBS, requests_of_all
 from layerbudget.decision import DECISIONS
 from layerbudget.decisions.rules import RULES, rules_of
 from layerbudget.errors import InvalidInput
+from layerbudget.records import Block, Module
 from layerbudget.registry import run_file
 from layerbudget.requests import EVERY
+from layerbudget.scores import Scores
 from layerbudget.solvers.utilities import PENALTIES, UTILITIES
 
 SMALL = ("--samples", "6", "--length", "24", "--quiet")
@@ -60,6 +63,51 @@ def test_another_process_writes_the_same_bytes_and_one_document(saved_model, tmp
     assert (tmp_path / "here" / "s.json").read_bytes() == (tmp_path / "there" / "s.json").read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("filled", "follows"), [([1.0, 2.0, 3.0], "plan sparsity s.json --sparsity 0.5 --damping 10 "), (None, "fisher-gram.json ")]
+)
+def test_scores_without_a_value_are_written_and_say_what_to_use(tmp_path, monkeypatch, capsys, filled, follows):
+    monkeypatch.chdir(tmp_path)
+    gain = ((None, None, 1.0), (None, 1.0, 2.0), filled or (None, None, None))
+    status = tuple(tuple("ok" if v is not None else "negative curvature" for v in row) for row in gain)
+    names = ("model.layers.0.a_proj", "model.layers.0.b_proj", "model.layers.1.a_proj")
+    blocks = tuple(Block(name=name, modules=(Module(name=name, d_in=4, d_out=4),)) for name in names)
+    made = Scores(blocks=blocks, gain=gain, status=status, damping=(0.1, 1.0, 10.0), damping_unit="max", estimator="hessian")
+    monkeypatch.setattr("layerbudget.cli.score._measured", lambda session: made)
+    words = ["score", "demo", "--estimator", "hessian", "-o", "s.json"]
+    assert main(words) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Written to s.json. Verdict: 1 of 3 blocks have no score at damping 1 (negative curvature)." in said
+    assert follows in said.partition("Next: ")[2] and "–" in said.partition("Written")[0]
+    assert answer(capsys, *words, "--overwrite", "--json")["gain"][0] == [None, None, 1.0]
+    if filled:
+        assert main(["plan", "sparsity", "s.json", "--sparsity", "0.5", "--damping", "10", "--quiet"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("apply demo p.json -o run --resume run", "--resume and --out are both run."),
+        ("finetune demo p.json --data d -o run --resume ./run/", "--resume and --out are both run."),
+        ("apply demo p.json -o run --resume run/parts", "--resume, run/parts, lies in --out, run."),
+        ("score demo -o s.json --resume s.json", "--resume and --out are both s.json."),
+        ("plan bits demo --bits 5 -o d --save-scores d/s.json", "--save-scores, d/s.json, lies in --out, d."),
+        ("plan bits demo --bits 5 -o x/p.json --save-scores x", "--out, x/p.json, lies in --save-scores, x."),
+        ("plan bits demo --bits 5 -o x --save-scores x", "--save-scores and --out are both x."),
+        ("score demo -o kept/s.json --resume kept", ""),
+        ("apply demo p.json -o kept/out --resume kept", ""),
+        ("plan bits demo --bits 5 -o x/p.json --save-scores x/s.json --resume x/parts", ""),
+        ("apply demo p.json -o run --resume run-parts", ""),
+    ],
+)
+def test_outputs_and_the_parts_of_a_run_are_apart_before_any_work(tmp_path, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    request = parsed(words.split())
+    with pytest.raises(InvalidInput) if said else contextlib.nullcontext() as refused:
+        request.check()
+    assert not said or str(refused.value).startswith(f"{said} What is written to one")
+
+
 def test_encoder_is_scored(saved_model, tmp_path, capsys):
     scores = answer(capsys, "score", saved_model("bert"), *SMALL, "--json", "-o", tmp_path / "s.json")
     assert [b["name"] for b in scores["blocks"]] == [f"bert.encoder.layer.{i}" for i in range(3)]
@@ -95,7 +143,10 @@ def test_mistakes_are_one_sentence_and_leave_nothing(saved_model, tmp_path, caps
         (["score", folder / "nan", *SMALL], "model.layers.1.mlp.up_proj.weight holds 1 values that are not finite"),
         (["score", folder, *SMALL, "-o", s], "exists already"),
         (["score", folder, *SMALL, "-o", tmp_path / "file" / "s.json"], "cannot be written"),
-        (["evaluate", folder, "--quiet", "-o", tmp_path / "old.json"], "exists already"),
+        (["evaluate", folder, "--quiet", "-o", tmp_path / "old.json"], "Choose another output, or pass --overwrite."),
+        (["apply", folder, p, "-o", tmp_path], "exists already. Choose another output, or pass --overwrite."),
+        (["score", folder, *SMALL, "-o", ""], "--out is empty. It names a file or folder."),
+        (["score", folder, *SMALL, "--resume", ""], "--resume is empty."),
         (["plan", "sparsity", s, "--sparsity", "1.2"], "1.2"),
         (["plan", "sparsity", s, "-o", tmp_path / "file" / "p.json"], "cannot be written"),
         (["plan", "sparsity", folder, *SMALL, "--passes", "2"], "needs 6 forward equivalents. Use --passes 6."),

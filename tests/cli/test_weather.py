@@ -99,6 +99,8 @@ def test_an_evaluation_goes_on_with_the_texts_that_were_done(folder, capsys, mon
 
     monkeypatch.setattr(measuring, "perplexity", once)
     assert main([*command, "--resume", str(folder / "parts")]) == 130
+    assert f"what was finished is kept in {folder / 'parts'}," in " ".join(capsys.readouterr().err.split())
+    assert main(command) == 130 and "interrupted. --resume DIR keeps" in " ".join(capsys.readouterr().err.split())
     monkeypatch.setattr(measuring, "perplexity", lambda model, data, **o: done.append(data.digest) or plain(model, data, **o))
     assert main([*command, "--resume", str(folder / "parts")]) == 0
     capsys.readouterr()

@@ -137,6 +137,15 @@ def test_permuted_keeps_values_and_a_constant_score_is_not_called_ignored():
         grid.make_grid("ranks", {"a": scores}, ["by-rank"], 4)  # one number per block
 
 
+def test_scores_are_compared_at_the_damping_that_is_asked_for():
+    gain = ((1.0, 2.0, 4.0), (None, 1.0, 2.0), (4.0, 2.0, 1.0))
+    scores = Scores(blocks=zoo.scores([1.0, 2.0, 3.0]).blocks, gain=gain, damping=(0.1, 1.0, 10.0), estimator="hessian")
+    with pytest.raises(InvalidInput, match="have no score at damping 1 "):
+        grid.make_grid("sparsity", {"a": scores}, ["mdl"], 0.5)
+    made = grid.make_grid("sparsity", {"a": scores}, ["mdl"], 0.5, options={"damping": 10})
+    assert {entry.name for entry in made.entries} == {"uniform", "mdl(a)", "mdl(a, permuted)"} and not made.impossible
+
+
 def test_difference_counts_seeds_and_items(rng):
     noise = rng.normal(size=(4, 50))
     a = noise + 1.0 + np.array([0.5, -0.5, 0.3, -0.3])[:, None]

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -218,6 +219,35 @@ def test_a_refusal_says_how_many_rows_have_the_fault(tokenizer):
         calibration(rows, tokenizer, samples=1, length=8)
     with pytest.raises(InvalidInput, match="Row 1 of your list .* body, .* 2 of 2 rows have this fault"):
         calibration([{"text": "one", "body": "two"}] * 2, tokenizer, samples=1, length=8)
+
+
+TOOL = {"type": "function", "function": {"name": "of \udc00", "parameters": {}}}
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"prompt": "a", "completion": "b \ud83d"}, "The completion in row 1 of a.json"),
+        ({"messages": [*CHAT[:2], {"role": "assistant", "content": "\ud83d"}]}, "The content of message 3 in row 1"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud83d"}]}, *CHAT[1:]]},
+            "The content of message 1 in row 1 of a.json",
+        ),
+        ({"text": "\ud83d"}, "The column text in row 1 of a.json"),
+        ("\ud83d", "The text in row 1 of a.json"),
+        ({"prompt": [CHAT[0]], "completion": "\ud83d"}, "A conversation in row 1 of a.json"),
+        ({"messages": CHAT, "tools": [TOOL]}, "A conversation in row 1 of a.json"),
+    ],
+)
+def test_half_a_character_is_a_fault_of_its_row(row, what, tmp_path, chatty, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    whole = {"prompt": "a", "completion": "\U0001f600"} if "prompt" in row else {"text": "\U0001f600"}
+    rows = [row, row, {"messages": CHAT} if "messages" in row else whole]
+    Path("a.json").write_text(json.dumps(rows).replace("\\ud83d", "\\ud83e", 1))
+    chatty.chat_template = "{{ tools | tojson }}{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    with pytest.raises(InvalidInput, match=rf"{what}.* holds half a character \(.u\w+\)\. 2 of 3 rows have this fault\."):
+        calibration("a.json", chatty, samples=1, length=200)
+    assert calibration([rows[2]] * 200, chatty, samples=1, length=200).samples == 1
 
 
 def test_rows_are_checked_before_anything_is_loaded(tmp_path):

@@ -76,6 +76,11 @@ def test_rows_without_a_text_and_tables_that_are_too_small_are_named(task_of):
     assert len(task_of([{"text": "a", "label": 0}, {"text": "b", "label": 1}]).evaluation["held_out"]) == 1
 
 
+def test_half_a_character_is_named(task_of):
+    with pytest.raises(InvalidInput, match=r"^The column text in line 2 of .* holds half a character \(.udc00\)"):
+        task_of([{"text": "a \udc00" if i == 1 else film, "label": i % 2} for i, film in enumerate(FILMS)])
+
+
 def test_splits_of_a_folder_are_those_of_the_task(tmp_path, caplog):
     for name, shift in {"train": 0, "validation": 1, "test": 2}.items():
         rows = [{"text": f"{name} {film}", "label": -1 if name == "test" else i % 2} for i, film in enumerate(FILMS[shift:])]

@@ -13,6 +13,7 @@ from layerbudget.cost.sizes import shape_in_memory
 from layerbudget.data import stdlib
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.data.text import calibration, column_rows, read_documents, token_stream
+from layerbudget.decisions.files import check_rows
 from layerbudget.errors import InvalidInput, NotEnoughText, NotFound, UnknownStructure
 from layerbudget.evaluation.perplexity import evaluation_set, perplexity
 from layerbudget.execution.loss import head_of
@@ -148,6 +149,16 @@ def test_tasks_run_through_the_harness(shared_data, tokenizer):
     rows = evaluate_tasks(model, tokenizer, list(LOCAL), data_dir=shared_data, limit=4)
     assert set(rows) == set(LOCAL)
     assert all(row["samples"] == 4 and 0 <= row["acc"] <= 1 for row in rows.values())
+
+
+def test_a_file_that_is_there_is_no_list_of_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("my,rows.jsonl", "mine"), ("my.txt", "first"), ("rows.txt", "second")):
+        (tmp_path / name).write_text(json.dumps({"text": text}) if name.endswith("l") else text)
+    check_rows("my,rows.jsonl")
+    assert read_documents("my,rows.jsonl") == ["mine"]
+    assert read_documents("my.txt, rows.txt") == ["first", "second"]
+    assert read_documents(", ".join(["my.txt"] * 99)) == ["first"] * 99  # longer than a name can be
 
 
 def test_json_lines_may_hold_any_line_separator(tmp_path):

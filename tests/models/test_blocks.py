@@ -9,7 +9,7 @@ from tests import zoo
 from torch import nn
 
 import layerbudget as lb
-from layerbudget.errors import BadModel, CoverageError, InvalidInput, ModelMismatch, UnknownBlock, UnknownStructure
+from layerbudget.errors import BadModel, CorruptFile, CoverageError, InvalidInput, ModelMismatch, UnknownBlock, UnknownStructure
 from layerbudget.models.blocks import check_finite, describe, fingerprint, layers, left_out, partition, weight_of
 from layerbudget.models.loading import DEMO_MODEL, load_model
 from layerbudget.plan import Plan, PlanBlock
@@ -162,7 +162,7 @@ def test_a_truncated_checkpoint_and_a_missing_device_end_in_a_sentence(tmp_path)
     shutil.copytree(DEMO_MODEL, tmp_path / "broken")
     weights = next((tmp_path / "broken").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:5000])
-    with pytest.raises(BadModel, match="could not be loaded"):
+    with pytest.raises(CorruptFile, match="model.safetensors is not a safetensors file"):
         load_model(str(tmp_path / "broken"))
     with pytest.raises(InvalidInput, match="nowhere"):
         load_model("demo", device="nowhere")
@@ -219,8 +219,12 @@ def test_a_quantised_model_is_known_by_its_skeleton():
     other = zoo.speaker("llama")
     with torch.no_grad():
         next(p for n, p in other.named_parameters() if n.endswith("norm.weight")).add_(1.0)
-    with pytest.raises(ModelMismatch):
+    with pytest.raises(ModelMismatch, match="or use the model that the plan names"):
         plan.validate(describe(packed(other)))
+    with pytest.raises(ModelMismatch, match="or use the model that the plan names"):
+        plan.validate(describe(other, "another"))
+    with pytest.raises(ModelMismatch, match="Another precision rounds the weights. Leave --dtype out"):
+        plan.validate(describe(zoo.speaker("llama").to(torch.float16)))
 
 
 def test_quantised_values_are_not_read():

@@ -4,11 +4,12 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests import zoo
 
 from layerbudget.cli import main
 from layerbudget.cost.sizes import shape_of, shape_of_config
-from layerbudget.errors import InvalidInput
+from layerbudget.errors import BadModel, CorruptFile, InvalidInput
 from layerbudget.finetuning.adapters import classifier_loader
 from layerbudget.models.blocks import partition
 from layerbudget.models.experts import cut_experts, find_experts
@@ -172,10 +173,31 @@ def test_a_configuration_says_how_many_experts_each_layer_keeps(tmp_path):
     assert shape_of_config(model.config, torch.float32) == shape_of(model)
 
 
+@pytest.mark.parametrize("way", ["in memory", "streamed", "to be trained"])
+def test_what_is_wrong_with_a_checkpoint_is_named(saved_model, way):
+    """The tensor of another shape, the file that was cut short, and the configuration, also by what reads the tokenizer."""
+    folder = saved_model("llama")
+    file, config = folder / "model.safetensors", folder / "config.json"
+    load = (lambda: classifier_loader(str(folder), 0)(0)) if way == "to be trained" else None
+    load = load or (lambda: load_model(str(folder), stream=way == "streamed"))
+    whole, right, name = file.read_bytes(), config.read_text(), "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(file)
+    save_file({**tensors, name: tensors[name][:-8].contiguous()}, file, metadata={"format": "pt"})
+    rows, columns = tensors[name].shape
+    said = rf"^{name} in {file} has the shape \({rows - 8}, {columns}\), and by config.json it has \({rows}, {columns}\)\."
+    with pytest.raises(BadModel, match=said):
+        load()
+    file.write_bytes(whole[:-1000])
+    with pytest.raises(CorruptFile, match=rf"^{file} is not a safetensors file .* Download or save it again\."):
+        load()
+    config.write_text(json.dumps({**json.loads(right), "num_attention_heads": 5}))
+    for read in (load, lambda: load_tokenizer(str(folder))):
+        with pytest.raises(BadModel, match=rf"^config.json of {folder} does not read: .*attention heads \(5\)"):
+            read()
+
+
 def test_a_folder_without_a_tokenizer_is_refused_with_whole_words_of_the_loader(tmp_path):
     """The loader's first line ends with a colon; what follows it is part of the reason."""
-    from layerbudget.errors import BadModel
-
     zoo.build("llama").save_pretrained(tmp_path / "model")
     with pytest.raises(BadModel) as error:
         load_tokenizer(str(tmp_path / "model"))

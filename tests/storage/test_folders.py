@@ -57,8 +57,10 @@ def test_overwriting_removes_what_was_written_and_nothing_of_the_user(tmp_path):
     save(out, OLD)
     (out / "notes.md").write_text("mine")
     (out / "sub" / "a").write_text("mine now")
-    with pytest.raises(AlreadyExists, match="exists already"):
+    with pytest.raises(AlreadyExists, match="exists already.*pass overwrite=True"):
         save(out, NEW)
+    with pytest.raises(InvalidInput, match="no place to write to: it is empty"):
+        save("", NEW)
     save(out, NEW, overwrite=True)
     assert content(out) == {**NEW, "notes.md.yours": "mine", "sub/a": "mine now"}
     assert not left_behind(out) and [p.name for p in tmp_path.iterdir()] == ["out"]

@@ -56,7 +56,7 @@ def carried(session: Display, run: Callable[[], dict[str, Any]], line: Callable[
         code, said = 2, f"{error.strerror or error}{f': {where}' if where else ''}. Free the path or choose another one."
         tell(code, said)
     except KeyboardInterrupt:
-        code, said = 130, "interrupted; finished stages are kept."
+        code, said = 130, _interrupted(session.request)
         tell(code, said)
     except Exception as error:
         tell(1, f"{type(error).__name__}: {error}")
@@ -65,13 +65,23 @@ def carried(session: Display, run: Callable[[], dict[str, Any]], line: Callable[
     return code
 
 
+def _interrupted(request: Any) -> str:
+    """The sentence on a command that a person ended: where what it had finished lies, or which option keeps it."""
+    kept = request.out if "part" in request.options() else getattr(request, "resume", None)
+    if kept:
+        return f"interrupted; what was finished is kept in {kept}, and the same command goes on from it."
+    return "interrupted. --resume DIR keeps what is finished." if "resume" in request.options() else "interrupted."
+
+
 def as_typed(error: LayerbudgetError, request: Request) -> str:
     """Return the sentences of an error, whose remedy names options as the command has them: ``--draws 4`` for ``draws=4``."""
     from ..requests import flag_of
 
     def typed(option: re.Match[str]) -> str:
         name, value = option["name"], option["value"].strip("'")
-        return f"{flag_of(request, name)} {value}" if name in request.options() else option[0]
+        if name not in request.options():
+            return option[0]
+        return flag_of(request, name) if value == "True" else f"{flag_of(request, name)} {value}"
 
     remedy = re.sub(r"\b(?P<name>[a-z_]+)=(?P<value>'[^']*'|[\w.-]*\w)", typed, error.remedy)
     return " ".join(filter(None, (error.what, error.feasible, remedy)))

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from ..decision import DECISIONS, ScoresAdvice
 from ..decisions.files import check_rows
+from ..errors import InvalidInput
 from ..registry import Option, options_of
 from ..requests import READING, TextRequest, four_bit_option, line_of, model_option, option, out_option, resume_option
 from ..scores import Scores
@@ -97,6 +98,14 @@ def _say_what_follows(session: Session, scores: Scores, path: Any) -> None:
     from ..decisions.describe import PUBLISHED
     from ..sensitivity.noise import remedy
 
+    shown, whole = scores.damping[scores.index()], scores.whole()
+    if not whole:
+        usual: dict[str, Any] = {"out": "fisher-gram.json", "estimator": "fisher-gram", "damping": None, "more": {}}
+        session.follow(*shlex.split(line_of(dataclasses.replace(session.request, **usual)))[1:])
+        return
+    if shown not in whole:
+        session.follow("plan", "sparsity", path, "--sparsity", "0.5", "--damping", f"{whole[0]:.10g}", "-o", "plan.json")
+        return
     needs = remedy(scores)
     if needs == "excess" or needs.isdigit():
         other = (
@@ -131,7 +140,10 @@ def _show(session: Session, scores: Scores) -> None:
 
 def _sentences(scores: Scores) -> list[str]:
     """The blocks at either end, and the verdict: whether the ranking can be trusted, where the estimator says it."""
-    values, verdict = scores.values(), scores.extra.get("verdict")
+    try:
+        values, verdict = scores.values(), scores.extra.get("verdict")
+    except InvalidInput as no_score:  # the file is written: the verdict says at which damping it can be used
+        return [f"Verdict: {no_score}"]
     names = [scores.names[i] for i in (int(values.argmax()), int(values.argmin()))]
     ends = f"most at {names[0]} ({values.max():.3g}), least at {names[1]} ({values.min():.3g}), in "
     ends += "the unit of the file" if scores.unit == "arbitrary" else scores.unit
@@ -190,7 +202,6 @@ def _measured(session: Session) -> Any:
 
 
 def _masked(data: Any, tokenizer: Any) -> Any:
-    from ..errors import InvalidInput
     from ..execution.loss import mask_tokens
 
     if tokenizer.mask_token_id is None:

@@ -81,11 +81,12 @@ def planned(kind: str, scores: Scores | Sequence[Block], rule: str | Any, budget
 
 def ignores(kind: str, scores: Scores, rule: str | Any, budget: float, options: Mapping[str, Any]) -> bool:
     """Whether turning the score upside down leaves the plan as it is."""
-    ranked = np.argsort(scores.values(), kind="stable")
+    values = scores.values(options.get("damping"))
+    ranked = np.argsort(values, kind="stable")
     order = np.empty_like(ranked)
     order[ranked] = ranked[::-1]
     first, second = (planned(kind, s, rule, budget, options) for s in (scores, moved(scores, order)))
-    return bool((first.counts == second.counts).all()) and len(set(scores.values().tolist())) > 1
+    return bool((first.counts == second.counts).all()) and len(set(values.tolist())) > 1
 
 
 def misfit(plan: Plan, uniform: Plan) -> str:

@@ -37,6 +37,7 @@ _HARMLESS = frozenset(  # the last word of a name
 _FIRST_WORDS = frozenset(("num", "score", "meta"))
 _HARMLESS_KEYS = frozenset(("cache_control", "annotations", "end_turn"))
 _MESSAGES = re.compile(r"""\s*(\{\s*["'](messages|conversations)["']\s*:\s*)?\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
+_HALF = re.compile("[\ud800-\udfff]")
 _Read = TypeVar("_Read")
 
 
@@ -157,10 +158,18 @@ def text_cell(value: Any, where: str) -> str:
         if _MESSAGES.match(value):
             problem = f"{where} holds messages written as text: {value:.40}..."
             raise InvalidInput(problem, "Messages stand in a column messages.", "Rename the column, or parse it.")
-        return value
+        return whole_text(value, where)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     raise InvalidInput(f"{where} is {value!r:.60}.", "It is a text.", "Write it as text, or drop the row.")
+
+
+def whole_text(text: str, where: str) -> str:
+    """The same text; JSON may also hold one half of a character that it writes as two, which no tokenizer reads."""
+    if half := _HALF.search(text):
+        problem = f"{_upper(where)} holds half a character ({ascii(half[0])[1:-1]})."
+        raise InvalidInput(problem, "JSON writes it as two halves, and one is missing.", "Correct the text, or drop the row.")
+    return text
 
 
 def messages_cell(value: Any, where: str) -> Any:
@@ -214,7 +223,7 @@ def of_every_row(rows: Iterable[tuple[Any, str]], read: Callable[[Any, str], _Re
             made.append(read(row, where))
         except InvalidInput as error:
             what = re.sub(re.escape(where), "", error.what, flags=re.IGNORECASE)
-            faults.setdefault(re.sub(r"\d+", "#", what), []).append(error)
+            faults.setdefault(re.sub(r"\\u\w{4}|\d+", "#", what), []).append(error)
     if not faults:
         return made
     same, *others = faults.values()

@@ -36,6 +36,7 @@ from .columns import (
     strings,
     suggestion,
     text_cell,
+    whole_text,
     without_nulls,
 )
 from .templates import Conversation, Dialogue, Message, template_of, written
@@ -96,11 +97,11 @@ def _format(names: set[str]) -> str | None:
 def text_of(row: Any, where: object, column: str = "") -> str:
     """The text of a row: itself, a named column, or the column with a usual name; empty where the cell is."""
     if isinstance(row, str):
-        return row
+        return whole_text(row, f"The text in {where}")
     if column:
         if column not in row:
             raise InvalidInput(f"{where} has no column {column!r}.", f"It has {', '.join(row)}.", "Name one of those.")
-        return row[column] if isinstance(row[column], str) else ""
+        return whole_text(row[column], f"The column {column} in {where}") if isinstance(row[column], str) else ""
     columns = Columns(row, str(where))
     name = columns.first(TEXTS)
     if name is None:
@@ -357,7 +358,7 @@ def _content(value: Any, where: str) -> str:
             raise InvalidInput(problem, "Only parts of text are read: type text and text.", "Drop rows with other parts.")
         if more := [name for name in part if name not in ("type", "text", "cache_control", "annotations", "index", "id")]:
             raise InvalidInput(f"{where} has a part with {', '.join(more)}.", "A part has type and text.", "Drop those keys.")
-    return "".join(part["text"] for part in parts)
+    return whole_text("".join(part["text"] for part in parts), f"The content of {where[:1].lower()}{where[1:]}")
 
 
 def _learned(keys: Mapping[str, Any], role: str, where: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import InvalidInput, NotEnoughText
-from .columns import COLUMNS, of_every_row, suggestion
+from .columns import COLUMNS, of_every_row, suggestion, whole_text
 from .dialogues import dialogue, format_of, text_of
 from .files import Row
 from .templates import Dialogue, said_of_rows
@@ -87,7 +87,9 @@ def _dialogue(row: Row, where: str, tokenizer: Any) -> Dialogue:
     """A row with its learned spans; a plain text is learned whole."""
     kind = format_of(row)
     if kind is not None and isinstance(row, dict):
-        return dialogue(row, kind, tokenizer, where)
+        made = dialogue(row, kind, tokenizer, where)
+        whole_text(made.text, f"A conversation in {where}")  # what is read beside messages: tools, a history
+        return made
     text = text_of(row, where)
     return Dialogue(text, ((0, len(text)),), special=True, ended=True)
 

@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 import lzma
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,13 @@ def is_local(name: str) -> bool:
     """Whether a name means a file or folder here, not a hub dataset."""
     path = Path(name).expanduser()
     return path.exists() or name.startswith(("/", "./", "../", "~")) or folders.ending(path)[0] in ENDINGS
+
+
+def parts_of(source: str) -> list[str]:
+    """The names that a source gives: itself where there is such a file or folder, else what stands between its commas."""
+    if os.path.exists(os.path.expanduser(source)):  # of a list of many names a Path says that it is too long
+        return [source]
+    return [part.strip() for part in source.split(",") if part.strip()]
 
 
 def read_rows(name: str, group: str = "calibration") -> Iterator[tuple[Row, str]]:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from ..errors import CorruptFile, InvalidInput, NotEnoughText, NotFound
 from . import folders
-from .columns import is_harmless
+from .columns import is_harmless, whole_text
 from .files import rows_of_file
 
 Kept = TypeVar("Kept")
@@ -186,7 +186,8 @@ def _spellings(values: Sequence[Any], path: Path) -> tuple[dict[str, int], tuple
 
 
 def _labelled(row: Mapping[str, Any], where: str, texts: Sequence[str], label: int) -> Labelled:
-    parts = [str(row[name]) for name in texts if not _is_blank(row.get(name))]
+    cells = {name: str(row[name]) for name in texts if not _is_blank(row.get(name))}
+    parts = [whole_text(cell, f"The column {name} in {where}") for name, cell in cells.items()]
     if not parts:
         raise CorruptFile(
             f"{_upper(where)} has no {' and no '.join(texts)}.", "Every row needs a text.", "Complete or drop it."

@@ -31,7 +31,7 @@ from .calibration import CalibrationSet
 from .columns import of_every_row
 from .dialogues import format_of, text_of
 from .encoding import Encoded, check_one_format, encode, learned_tokens, pad_of, padded, shortened, whole_rows
-from .files import LONGEST, Row, is_local, read_rows
+from .files import LONGEST, Row, is_local, parts_of, read_rows
 from .folders import say_once
 from .table import first_rows
 
@@ -117,16 +117,12 @@ def _read_rows(source: str, group: str, limit: int | None = None) -> list[tuple[
             logger.warning("This Python has no module %s: skipped.", ", ".join(missing))
         return [(text, source) for _, text in documents]
     if _is_local(source):
-        return [placed_row for part in _parts(source) for placed_row in read_rows(part, group)]
+        return [placed_row for part in parts_of(source) for placed_row in read_rows(part, group)]
     return [(row, f"row {n} of {source}") for n, row in enumerate(_read_hub(source, group, limit), 1)]
 
 
-def _parts(source: str) -> list[str]:
-    return [p.strip() for p in source.split(",") if p.strip()]
-
-
 def _is_local(source: str) -> bool:
-    return bool(_parts(source)) and all(map(is_local, _parts(source)))
+    return bool(parts_of(source)) and all(map(is_local, parts_of(source)))
 
 
 def _read_hub(source: str, group: str, limit: int | None) -> list[Row]:

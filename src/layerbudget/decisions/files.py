@@ -89,9 +89,9 @@ def check_rows(source: str | None) -> None:
     Large files are left to the verb itself.
     """
     from ..data.dialogues import check_messages
-    from ..data.files import is_local, read_rows
+    from ..data.files import is_local, parts_of, read_rows
 
-    parts = [part.strip() for part in (source or "").split(",") if part.strip()]
+    parts = parts_of(source or "")
     if not parts or not all(is_local(part) for part in parts):
         return
     for part in parts:

@@ -63,7 +63,7 @@ def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, progress: Pro
     ``out`` before everything is measured. The seed is that of the draw of the text and of the permuted plans.
     """
     if out.exists() and any(out.iterdir()) and not overwrite:
-        raise AlreadyExists(f"{out} is not empty.", "", "Choose another --out or pass --overwrite.")
+        raise AlreadyExists(f"{out} is not empty.", "", "Choose another output, or pass overwrite=True.")
     monitor = MemoryMonitor()
     tick = Steps(progress, 3 + 2 * len(TARGETS) * len(RULES), "loading")
     tokenizer, dense = load_tokenizer("demo"), load_model("demo")

@@ -22,7 +22,7 @@ from ..data.text import Texts
 from ..decision import DECISIONS, check_kind, decision_of
 from ..decisions.adapters import patterns_of_stacks
 from ..errors import BadModel, InvalidInput, NotFound
-from ..models.loading import class_for, find_checkpoint, foreign, several, silent
+from ..models.loading import class_for, find_checkpoint, foreign, from_checkpoint, several, silent
 from ..models.packed import unpacked
 from ..models.precision import held_dtype, quick_dtype
 from ..plan import Plan
@@ -100,7 +100,11 @@ def classifier_loader(
     @silent()
     def load(seed: int) -> nn.Module:
         transformers.set_seed(seed)
-        model: nn.Module = unpacked(auto.from_pretrained(checkpoint.where, **options))
+        if "num_labels" in options:
+            made = auto.from_pretrained(checkpoint.where, **options)
+        else:
+            made, _ = from_checkpoint(auto, name, checkpoint.where, **options)
+        model: nn.Module = unpacked(made)
         return model if four_bit or shares_weights() else model.to(checkpoint.place)
 
     return NamedLoader(load, {"dtype": dtype, "quantised": four_bit, "revision": revision})

@@ -21,7 +21,7 @@ from ..gguf.header import open_gguf
 from ..gguf.tokenizer import tokenizer_of
 from ..records import Block
 from ..storage import reading
-from ..storage.checkpoint import gguf_of, weight_files
+from ..storage.checkpoint import Stored, gguf_of, weight_files
 from ..storage.hub import check_id
 from ..storage.unread import on_unread
 from .blocks import check_finite, partition, pretrained, text_config
@@ -37,6 +37,7 @@ DEMO_MODEL = Path(__file__).parents[1] / "demo" / "model"
 _LAYERS = 100_000  # more than any model has, and few enough to be refused in seconds
 _COPY = 3 << 28  # bytes of the weights in another precision that are held, at most, where layers may come one at a time
 _MODEL_IS = "MODEL is demo, a local folder written by save_pretrained, a GGUF file, or a hub id that this machine can reach."
+_CHECK = "Check the name, or download it first and give the folder."
 
 
 def check_adapter(name: str | Path) -> None:
@@ -193,6 +194,17 @@ def foreign(what: str, feasible: str, remedy: str) -> Iterator[None]:
         raise BadModel(f"{what}: {textwrap.shorten(first, 300, placeholder=' ...')}", feasible, remedy) from error
 
 
+def _configuration(name: str, where: str, revision: str | None) -> Any:
+    """The configuration of a model that is about to be loaded; a file that transformers refuses is named."""
+    from transformers import AutoConfig
+
+    said = f"{name} could not be loaded", _MODEL_IS, _CHECK
+    if (Path(where) / "config.json").is_file():
+        said = f"config.json of {name} does not read", "", "Correct it, or download or save the model again."
+    with foreign(*said):
+        return AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=False)
+
+
 def read_configuration(name: str, revision: str | None = None) -> Any:
     """Return the configuration of a model, or of a file that is one; no weights are read.
 
@@ -268,12 +280,10 @@ class Checkpoint:
 
 def find_checkpoint(name: str, *, revision: str | None, device: str, four_bit: bool, stream: bool | None = None) -> Checkpoint:
     """The checkpoint to be loaded, looked up before any weight is read; arguments and errors as of :func:`load_model`."""
-    from transformers import AutoConfig
-
     place = find_device(device)
     where = resolve(name, revision)
-    with foreign(f"{name} could not be loaded", _MODEL_IS, "Check the name, or download it first and give the folder."):
-        config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=False)
+    config = _configuration(name, where, revision)
+    with foreign(f"{name} could not be loaded", _MODEL_IS, _CHECK):
         auto = auto_class(config)
     check_quantised(name, config, stream, four_bit)
     return Checkpoint(where=where, config=config, auto=auto, place=place)
@@ -331,7 +341,8 @@ def load_model(
 
     Raises:
         NotFound: No such folder.
-        BadModel: The checkpoint does not load, lacks tensors, or holds NaN or infinite weights.
+        BadModel: The checkpoint does not load, lacks tensors, has some of another shape, or holds NaN or infinite weights.
+        CorruptFile: A file of its weights is broken.
         InvalidInput: Unknown dtype, or a device that this machine does not have.
         MissingDependency: 4 bits without bitsandbytes.
     """
@@ -347,22 +358,17 @@ def load_model(
         dtype = "float32" if quick == torch.float32 and not four_bit else "auto"
     where, config, place = checkpoint.where, checkpoint.config, checkpoint.place
     auto = class_for(checkpoint.auto, config)
-    with foreign(f"{name} could not be loaded", _MODEL_IS, "Check the name, or download it first and give the folder."):
+    with foreign(f"{name} could not be loaded", _MODEL_IS, _CHECK):
         streamed = _streams(stream, where, config, dtype, place, four_bit=four_bit, lean=lean)
         nf4 = checkpoint.in_four_bits(held_dtype(config, dtype)) if four_bit else {}
         if streamed:
             model, report = load_mapped(auto, config, where, dtype=DTYPES.get(dtype), device=place)
+            _need_all(name, where, report)
         else:
-            model, report = auto.from_pretrained(
-                where,
-                revision=revision,
-                dtype=DTYPES.get(dtype, "auto"),
-                output_loading_info=True,
-                **as_numbers(config),
-                **nf4,
-            )
+            precision = DTYPES.get(dtype, "auto")
+            options = {"revision": revision, "dtype": precision, **as_numbers(config), **nf4}
+            model, report = from_checkpoint(auto, name, where, **options)
             in_one_precision(model, config)
-    _need_all(name, report)
     model = pretrained(unpacked(model if four_bit or streamed else model.to(place)).eval())
     check_finite(model, once=bool(streamed))
     model.config._name_or_path = name
@@ -375,8 +381,42 @@ def load_model(
     return model
 
 
-def _need_all(name: str, report: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint that lacks tensors, by what transformers reports of its loading."""
+def from_checkpoint(auto: Any, name: str, where: str, **options: Any) -> tuple[Any, Mapping[str, Any]]:
+    """A model of a class of transformers, and what that reports of its loading; ``options`` are those of ``from_pretrained``.
+
+    Raises:
+        BadModel: It does not load, lacks tensors, or has some of another shape than its configuration.
+        CorruptFile: A file of its weights is broken.
+    """
+    from safetensors import SafetensorError
+
+    with foreign(f"{name} could not be loaded", _MODEL_IS, _CHECK):
+        try:
+            asked = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+            model, report = auto.from_pretrained(where, **asked, **options)
+        except SafetensorError:
+            Stored(Path(where))  # says which file it is
+            raise
+        _need_all(name, where, report)
+    return model, report
+
+
+def _need_all(name: str, where: str, report: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint that lacks tensors or has other ones, by what transformers reports of its loading.
+
+    Raises:
+        BadModel: It does.
+    """
+    others = sorted(report["mismatched_keys"])
+    if others:
+        tensor, stored, made = others[0]
+        file = Stored(Path(where)).names.get(tensor, f"the checkpoint of {name}")
+        more = f" {len(others)} tensors differ so." if len(others) > 1 else ""
+        raise BadModel(
+            f"{tensor} in {file} has the shape {tuple(stored)}, and by config.json it has {tuple(made)}.{more}",
+            "Weights and configuration are of one model.",
+            "Download or save both again.",
+        )
     missing = sorted(k for k in report["missing_keys"] if "pooler" not in k)  # of the pooler nothing here depends
     if missing:
         raise BadModel(
@@ -399,9 +439,7 @@ def check_packed(folder: Path) -> None:
     name = str(name)
     checkpoint = find_checkpoint(name, revision=None, device="cpu", four_bit=False)
     auto = class_for(checkpoint.auto, checkpoint.config)
-    with foreign(f"{name} could not be loaded", _MODEL_IS, ""):
-        model, report = auto.from_pretrained(checkpoint.where, dtype="auto", output_loading_info=True)
-    _need_all(name, report)
+    model, _ = from_checkpoint(auto, name, checkpoint.where, dtype="auto")
     for matrix in map(model.get_submodule, packed_matrices(model)):
         with torch.no_grad():
             decompress_module(matrix)
@@ -426,6 +464,10 @@ def load_tokenizer(name: Path | str, *, revision: str | None = None) -> Any:
     if (file := gguf_of(name)) is not None and not (Path(where) / "tokenizer.json").is_file():
         return tokenizer_of(open_gguf(file))
     with foreign(f"{name} has no tokenizer that loads", "", "Save the tokenizer beside the model."):
-        tokenizer = AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=False)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=False)
+        except Exception:
+            _configuration(name, where, revision)  # which is read first, and may be what is wrong
+            raise
         tokenizer("a", truncation=True)  # a length that is no number shows here
         return tokenizer

@@ -292,7 +292,8 @@ def load_mapped(
     chosen = model_class if mapping is None else mapping[type(config)]
     chosen = chosen[0] if isinstance(chosen, tuple | list) else chosen
     with _in_files(places):
-        model, report = chosen.from_pretrained(None, config=config, state_dict=tensors, dtype=stored, output_loading_info=True)
+        asked = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # the report has those of another shape
+        model, report = chosen.from_pretrained(None, config=config, state_dict=tensors, dtype=stored, **asked)
     if dtype not in (None, stored):
         _buffers_of(chosen, config, model, dtype)
     _generation_of(model, folder)

@@ -87,7 +87,7 @@ def scores_table(scores: Scores) -> Sheet:
 def scores_grid(scores: Scores) -> Table | None:
     """Scores of single matrices as :func:`grid_table`; None where every layer is one block."""
     sheet = scores_table(scores)
-    return grid_table(scores.blocks, [f"{row[2]:.3g}" for row in sheet.rows], sheet.title)
+    return grid_table(scores.blocks, [cell(None) if row[2] is None else f"{row[2]:.3g}" for row in sheet.rows], sheet.title)
 
 
 def plan_table(plan: Plan) -> Sheet:

@@ -108,11 +108,11 @@ def check_folder(out_dir: Path | str, *, overwrite: bool = False) -> Path:
     recover(out)
     if _holds_something(out):
         if not overwrite:
-            raise AlreadyExists(f"{out_dir} exists already.", "", "Choose another output, or pass --overwrite.")
+            raise AlreadyExists(f"{out_dir} exists already.", "", "Choose another output, or pass overwrite=True.")
         if not out.is_dir() or manifest(out) is None:
             raise AlreadyExists(
                 f"{out_dir} exists and holds no {MANIFEST} of this package.",
-                "--overwrite removes what a manifest names.",
+                "Only what a manifest names is replaced.",
                 "Choose another output folder, or empty this one yourself.",
             )
     check_writable(out / "probe" if out.is_dir() else out)

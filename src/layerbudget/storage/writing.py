@@ -50,6 +50,8 @@ def sync(path: Path) -> None:
 def real(path: Path | str) -> Path:
     """The place that a path leads to, links followed."""
     try:
+        if not str(path):
+            raise ValueError("it is empty")
         resolved = Path(os.path.realpath(path, strict=False))
         resolved.exists()
         os.fsencode(resolved)
@@ -105,7 +107,7 @@ def _check_place(path: Path, named: Path | str, *, allowed: bool) -> None:
     if path.exists() and not (path.is_dir() or stat.S_ISREG(path.stat().st_mode)):
         raise InvalidInput(f"{path} is no ordinary file.", "Results are files.", "Choose another output.")
     if path.is_dir() or (path.exists() and not allowed):
-        raise AlreadyExists(f"{named} exists already.", "", "Choose another output or pass --overwrite (overwrite=True).")
+        raise AlreadyExists(f"{named} exists already.", "", "Choose another output, or pass overwrite=True.")
 
 
 def write_text(path: Path | str, text: str, *, overwrite: bool = False) -> Path:
