@@ -21,7 +21,7 @@ ELSEWHERE = {
     "python -m paper list": "tests/paper does",
     "python -m paper run NAME -o DIR": "tests/paper does",
     "python examples/water_filling.py --budget 24 --out docs/water.png": "tests/test_examples.py draws it in another folder",
-    "pip install .": "installs",
+    "pip install '.[bits,cache,peft,eval,report]'": "installs from the network",
     "pip install '.[bits]'": "installs from the network",
     "pip install '.[cache]'": "installs from the network",
     "torchrun --nproc-per-node 4 -m layerbudget score MODEL --estimator rank-gain --by linear --data my.jsonl "

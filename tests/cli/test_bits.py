@@ -345,5 +345,5 @@ def test_no_command_writes_over_what_it_reads(folder, plan, capsys, tmp_path):
         assert "is the same" in sentence(capsys, *words, "--overwrite")
     assert "is the same" in sentence(capsys, "export", tmp_path, "-o", made, "--overwrite")
     words = ("plan", "bits", "demo", "--bits", "5", "-o", tmp_path / "x.json", "--save-scores", tmp_path / "x.json")
-    assert "two outputs" in sentence(capsys, *words)
+    assert "--save-scores and --out are both" in sentence(capsys, *words)
     assert kept.read_text() == (folder / "scores.json").read_text() and made.read_text() == plan.read_text()

@@ -130,6 +130,7 @@ def test_mistakes_end_in_one_sentence(setting, capsys):
     sparsity = json.loads((setting / "plan.json").read_text()) | {"kind": "sparsity"}
     for block in sparsity["blocks"]:
         block |= {"value": 0.5, "count": block["numel"] // 2}
+    sparsity["budget"]["spent"] = sum(block["count"] for block in sparsity["blocks"])
     (setting / "sparsity.json").write_text(json.dumps(sparsity))
     stranger = json.loads((setting / "plan.json").read_text())
     stranger["blocks"][0] |= {"name": "bert.encoder.layer.0.attention.self.querry"}

@@ -50,7 +50,8 @@ def of_rows(model, size, sparsity=0.5, seed=0):
         groups = -(-d_out // size)
         room = np.minimum(size, d_out - size * np.arange(groups)) * (block.numel // d_out)
         counts[block.name] = np.minimum(rng.binomial(room, sparsity), room).astype(np.int64)
-        blocks.append(type(block)(**{**block.to_dict(), "count": int(counts[block.name].sum())}))
+        count = int(counts[block.name].sum())
+        blocks.append(type(block)(**{**block.to_dict(), "count": count, "value": count / block.numel}))
     return Plan(
         kind="sparsity", rule="by-hand", model=plan.model, blocks=tuple(blocks),
         budget={**plan.budget, "spent": sum(b.count for b in blocks)},

@@ -80,7 +80,7 @@ def test_a_head_learns_and_the_results_are_kept(encoder, tokenizer, task, tmp_pa
     assert f"| {accuracy['by_seed'][1]:.4f} |" in card.text and card.data.library_name == "peft"
     assert card.data.pipeline_tag == "text-classification" and "AutoModelForSequenceClassification" in card.text
 
-    with pytest.raises(AlreadyExists, match="--overwrite"):
+    with pytest.raises(AlreadyExists, match="overwrite=True"):
         tuned((classifier_loader(encoder, 2), tokenizer, plan, task), out, protocol=QUICK)
 
     untrained = Protocol(lr=1e-9, epochs=1, batch=16)

@@ -133,7 +133,7 @@ def test_the_gain_under_the_hessian_is_refused_where_the_model_falls_without_end
     best = lowered(near, -torch.linalg.solve(dense + near * torch.eye(len(g), dtype=g.dtype), g))
     assert 0 < few.gain[1][0] <= best * (1 + 1e-6) and many.gain[1][0] == pytest.approx(best, rel=1e-3)
     assert many.status[1][0].startswith("near negative curvature") and many.status[2][0] == "ok"
-    with pytest.raises(InvalidInput, match=f"every block: {near:g}, {safe:g}. Choose damping {near:g}"):
+    with pytest.raises(InvalidInput, match=f"every block: {near:.10g}, {safe:.10g}. Choose damping {near:.10g}"):
         many.values(inside)
     assert many.values(near)[0] == many.gain[1][0]
     with pytest.raises(InvalidInput, match="none in this record. Score again with a larger damping"):

@@ -203,5 +203,7 @@ def make_grid(
         else:
             entries[name] = GridEntry(name=name, rule=plan.rule, score=None, control="", plan=plan)
     if len(entries) == 1 and impossible and not plans:
-        raise InvalidInput(f"No score makes a plan under any rule: {next(iter(impossible.values()))}", "", "Or choose other scores.")
+        raise InvalidInput(
+            f"No score makes a plan under any rule: {next(iter(impossible.values()))}", "", "Or choose other scores."
+        )
     return PlanGrid(entries=tuple(entries.values()), ignoring=tuple(ignoring), impossible=impossible)
