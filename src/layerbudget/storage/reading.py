@@ -84,7 +84,7 @@ class DoubledKey(ValueError):
 
 
 def once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of a JSON text, as ``object_pairs_hook`` of :func:`json.loads`.
+    """Return an object of a JSON text, as ``object_pairs_hook`` of ``json.loads``.
 
     Raises:
         DoubledKey: It has a key twice, of which the last one would be taken.
