@@ -169,7 +169,7 @@ class _Task(TypedDict):
 
 
 class _Result(TypedDict):
-    """What a comparison needs of a result."""
+    """The part of a result that a comparison needs."""
 
     model: str
     tasks: dict[str, _Task]

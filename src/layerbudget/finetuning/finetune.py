@@ -363,7 +363,7 @@ class _Trained(TypedDict):
 
 
 class _Summary(TypedDict):
-    """What a comparison needs of the summary of a folder."""
+    """The part of a folder's summary that a comparison needs."""
 
     seeds: list[int]
     identity: _Trained
@@ -373,7 +373,7 @@ class _Summary(TypedDict):
 
 
 class _Judged(TypedDict):
-    """What a comparison needs of the result of a seed."""
+    """The part of a seed's result that a comparison needs."""
 
     metrics: dict[str, dict[str, float]]
     losses: NotRequired[dict[str, list[float]]]
