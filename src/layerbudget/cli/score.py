@@ -17,6 +17,7 @@ from ..sensitivity.estimators import ESTIMATORS, Estimator
 from .session import Session
 
 _FILLED = ("batch_size", "seed", "model", "estimator")  # options of estimators that have flags, or are filled in
+_USUAL = ("sparsity", "--sparsity", "0.5")  # the plan that follows where no decision knows better
 
 
 def _estimators() -> str:
@@ -104,7 +105,7 @@ def _say_what_follows(session: Session, scores: Scores, path: Any) -> None:
         session.follow(*shlex.split(line_of(dataclasses.replace(session.request, **usual)))[1:])
         return
     if shown not in whole:
-        session.follow("plan", "sparsity", path, "--sparsity", "0.5", "--damping", f"{whole[0]:.10g}", "-o", "plan.json")
+        session.follow("plan", _USUAL[0], path, *_USUAL[1:], "--damping", f"{whole[0]:.10g}", "-o", "plan.json")
         return
     needs = remedy(scores)
     if needs == "excess" or needs.isdigit():
@@ -117,7 +118,7 @@ def _say_what_follows(session: Session, scores: Scores, path: Any) -> None:
         session.follow(*shlex.split(again)[1:])
         return
     advice = _advice_on(scores)
-    kind = ("sparsity", "--sparsity", "0.5") if advice is None else advice.command
+    kind = _USUAL if advice is None else advice.command
     rule = PUBLISHED.get(scores.estimator)
     if needs or (advice is not None and advice.only_noise):
         rule = "uniform"
