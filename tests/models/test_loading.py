@@ -196,9 +196,18 @@ def test_what_is_wrong_with_a_checkpoint_is_named(saved_model, way):
             read()
 
 
-def test_a_folder_without_a_tokenizer_is_refused_with_whole_words_of_the_loader(tmp_path):
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_a_folder_without_a_tokenizer_is_refused(kind, tmp_path):
+    """Qwen's class loads from nothing, and knows no word: a text then had no tokens."""
+    zoo.build(kind).save_pretrained(tmp_path / "model")
+    with pytest.raises(BadModel, match=r"model has no tokenizer: no file has its words\. Copy tokenizer\.json"):
+        load_tokenizer(str(tmp_path / "model"))
+
+
+def test_a_tokenizer_that_does_not_load_is_refused_with_whole_words_of_the_loader(tmp_path):
     """The loader's first line ends with a colon; what follows it is part of the reason."""
     zoo.build("llama").save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer_config.json").write_text("{}")
     with pytest.raises(BadModel) as error:
         load_tokenizer(str(tmp_path / "model"))
     assert "Save the tokenizer beside the model." in str(error.value) and "from one of:  " not in str(error.value)

@@ -37,6 +37,7 @@ DEMO_MODEL = Path(__file__).parents[1] / "demo" / "model"
 _LAYERS = 100_000  # more than any model has, and few enough to be refused in seconds
 _COPY = 3 << 28  # bytes of the weights in another precision that are held, at most, where layers may come one at a time
 _MODEL_IS = "MODEL is demo, a local folder written by save_pretrained, a GGUF file, or a hub id that this machine can reach."
+_WORDS = ("*token*", "*vocab*", "merges.txt", "*.model", "*.spm", "*.tiktoken", "*.bpe")  # files of tokenizers
 _CHECK = "Check the name, or download it first and give the folder."
 
 
@@ -463,11 +464,19 @@ def load_tokenizer(name: Path | str, *, revision: str | None = None) -> Any:
     where = resolve(name, revision)
     if (file := gguf_of(name)) is not None and not (Path(where) / "tokenizer.json").is_file():
         return tokenizer_of(open_gguf(file))
+    missing = BadModel(
+        f"{name} has no tokenizer: no file has its words.", "", "Copy tokenizer.json (or what it had) into the folder."
+    )
     with foreign(f"{name} has no tokenizer that loads", "", "Save the tokenizer beside the model."):
         try:
             tokenizer = AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=False)
-        except Exception:
+        except Exception as error:
             _configuration(name, where, revision)  # which is read first, and may be what is wrong
+            folder = Path(where)
+            if folder.is_dir() and not any(file for words in _WORDS for file in folder.glob(words)):
+                raise missing from error
             raise
+        if not tokenizer("a 1", add_special_tokens=False)["input_ids"]:  # some classes load from nothing, and know no word
+            raise missing
         tokenizer("a", truncation=True)  # a length that is no number shows here
         return tokenizer
