@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from ..errors import InvalidInput
 from ..models.blocks import layer_lists
 from ..models.machine import ROOM, SHARE, free_bytes
 from ..models.offload import mapped
-from ..storage.writing import check_space
+from ..storage.writing import Scratch, check_space
 from .loss import Batch
 
 HEAD = 1 << 26  # of logits in float32 are made at a time, where a model can be asked for some of its positions
@@ -33,13 +32,13 @@ class Store:
             raise InvalidInput(f"Activations cannot be kept on {where!r}.", f"Choose one of {', '.join(_STORES)}.", "")
         self.where = where
         self._activations: dict[Any, torch.Tensor] = {}
-        self._folder = Path(tempfile.mkdtemp(prefix="layerbudget-", dir=folder)) if where == "disk" else None
+        self._scratch = Scratch(folder) if where == "disk" else None
 
     def put(self, key: Any, value: torch.Tensor) -> None:
         """Keep activations; those of the same shape that are there are overwritten in place."""
         value = value.detach()
-        if self._folder is not None:
-            torch.save(value.cpu().contiguous(), self._file(self._folder, key))
+        if self._scratch is not None:
+            torch.save(value.cpu().contiguous(), self._file(self._scratch.path, key))
             return
         stored = self._activations.get(key)
         if stored is not None and stored.shape == value.shape and stored.dtype == value.dtype:
@@ -50,13 +49,17 @@ class Store:
 
     def get(self, key: Any) -> torch.Tensor:
         """Activations, on the device where they are kept."""
-        return self._activations[key] if self._folder is None else torch.load(self._file(self._folder, key), weights_only=True)
+        return (
+            self._activations[key]
+            if self._scratch is None
+            else torch.load(self._file(self._scratch.path, key), weights_only=True)
+        )
 
     def drop(self, key: Any) -> None:
         """Forget activations."""
         self._activations.pop(key, None)
-        if self._folder is not None:
-            self._file(self._folder, key).unlink(missing_ok=True)
+        if self._scratch is not None:
+            self._file(self._scratch.path, key).unlink(missing_ok=True)
 
     @staticmethod
     def _file(folder: Path, key: Any) -> Path:
@@ -65,8 +68,8 @@ class Store:
     def close(self) -> None:
         """Free the memory, or the disk."""
         self._activations.clear()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._scratch is not None:
+            self._scratch.close()
 
 
 def room(device: torch.device | str = "cpu") -> float:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from . import reading
+from .writing import Scratch
 
 CONFIG = "config.json"
 # Fields that a decision does not set, or that say how weights are stored and not which there are.
@@ -114,8 +114,8 @@ def _reads_as(fields: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Whether transformers reads the same configuration from the fields."""
     from transformers import AutoConfig
 
-    with tempfile.TemporaryDirectory(prefix="layerbudget-") as place:
-        Path(place, CONFIG).write_text(json.dumps(fields), encoding="utf-8")
+    with Scratch() as place:
+        (place / CONFIG).write_text(json.dumps(fields), encoding="utf-8")
         again = _plain(AutoConfig.from_pretrained(place, trust_remote_code=False))
     aside = {*STORAGE, "auto_map"}
     return all(_alike(again.get(n), v) for n, v in now.items() if n not in aside)

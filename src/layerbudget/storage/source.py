@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 from .checkpoint import INDEX, Stored, weight_files
 from .configuration import CONFIG, restore_config, without_ahead
 from .unread import added, ahead, origin, source_of, unread
+from .writing import Scratch
 
 GENERATION = "generation_config.json"
 
@@ -154,10 +154,10 @@ def _as_read(tokenizer: Any, folder: Path, made: Collection[str], source: Path) 
         again = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the source has none that transformers reads
         return False
-    with tempfile.TemporaryDirectory(prefix="layerbudget-") as place:
+    with Scratch() as place:
         again.save_pretrained(place)
-        files = {f.name for f in Path(place).iterdir()}
-        return type(again) is type(tokenizer) and files == set(made) and all(_same(folder / n, Path(place) / n) for n in files)
+        files = {f.name for f in place.iterdir()}
+        return type(again) is type(tokenizer) and files == set(made) and all(_same(folder / n, place / n) for n in files)
 
 
 def _same(one: Path, other: Path) -> bool:

@@ -12,6 +12,7 @@ import re
 import shutil
 import stat
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +26,7 @@ except ImportError:  # no such locks on this system: what killed runs leave is n
     fcntl = None
 
 SUFFIX = ".layerbudget"
-_PROBE = "tried"
+_PROBE, _SCRATCH = "tried", "temporary"
 _LEFT = re.compile(r"\.(.*)\.[a-z0-9_]{8}\.layerbudget")
 _NAME = 100  # characters of a name that go into a temporary one: names end at 255 bytes
 _LOST = (5, 28, 122)  # EIO, ENOSPC, EDQUOT: the data are not there; others say that this system syncs no folders
@@ -216,6 +217,32 @@ def sweep(folder: Path, name: str | None = None) -> None:
         if lock is not None:
             shutil.rmtree(entry, ignore_errors=True)  # a link is left alone
             release(lock)
+
+
+class Scratch:
+    """A temporary folder of this run, which goes with it; those that killed runs left beside it go first.
+
+    Attributes:
+        path: The folder, below the one that was given or the system's own for temporary files.
+    """
+
+    def __init__(self, parent: Path | str | None = None) -> None:
+        where = Path(parent or tempfile.gettempdir())
+        sweep(where, _SCRATCH)
+        self.path, lock = new_temporary(where, _SCRATCH)
+        self.close = weakref.finalize(self, _end, self.path, lock)
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _end(path: Path, lock: int) -> None:
+    """Remove a temporary folder, and give its lock back."""
+    shutil.rmtree(path, ignore_errors=True)
+    release(lock)
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ from ...models.offload import mapped
 from ...progress import Progress, Steps
 from ...records import Module
 from ...storage.parts import Parts
-from ...storage.writing import check_space
+from ...storage.writing import Scratch, check_space
 from .blocks import layers_of, modules_by_name, peaks
 from .dealt import DealtRows, RowsKey
 from .packed import PackedWriter
@@ -96,15 +96,15 @@ class Shared:
         self.inputs: dict[str, list[InputMoments]] = {}
         self.tied: dict[str, list[InputMoments]] = {}
         self.importances: dict[str, list[InputMoments]] = {}
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._scratch: Scratch | None = None
         self._files: dict[Any, Path] = {}
 
     def data(self, key: Any, make: Callable[[], np.ndarray]) -> np.ndarray:
         """Return bytes that were made before under a key, or make them."""
         if key not in self._files:
             made = make()
-            self._folder = self._folder or tempfile.TemporaryDirectory(prefix="layerbudget-", ignore_cleanup_errors=True)
-            file = Path(self._folder.name) / f"{len(self._files)}.npy"
+            self._scratch = self._scratch or Scratch()
+            file = self._scratch.path / f"{len(self._files)}.npy"
             check_space({tempfile.gettempdir(): made.nbytes})
             np.save(file, made)
             self._files[key] = file

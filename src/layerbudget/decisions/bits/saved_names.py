@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -18,6 +16,7 @@ from torch import nn
 from ...models.blocks import pretrained, transposed, weight_of
 from ...models.loading import silent
 from ...records import stacks
+from ...storage.writing import Scratch
 
 _ROWS = 4  # of a tracer: gate and up are halves of it
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.(\w+)")
@@ -110,10 +109,10 @@ def as_saved(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, t
     from safetensors.torch import load_file
 
     tensors: dict[str, torch.Tensor] = {}
-    with tempfile.TemporaryDirectory(prefix="layerbudget-") as folder:
+    with Scratch() as folder:
         if state:
             with silent():  # a bar for every piece
                 pretrained(model).save_pretrained(folder, state_dict=dict(state))
-        for file in sorted(Path(folder).glob("*.safetensors")):
+        for file in sorted(folder.glob("*.safetensors")):
             tensors |= load_file(file)
     return tensors

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +29,7 @@ from ...plan import Plan, members
 from ...progress import Progress, Steps
 from ...records import Module
 from ...storage.parts import Parts
+from ...storage.writing import Scratch
 from .receipt import PruningReceipt, check_recount, recount, recount_rows
 
 
@@ -165,13 +164,13 @@ def _parts_folder(model: nn.Module, resume: Path | str | None) -> Iterator[Path 
     if resume is not None or mapped(model) is None:
         yield resume
         return
-    folder = broadcast(lambda: tempfile.mkdtemp(prefix="layerbudget-"))
+    scratch = Scratch() if is_main() else None
     try:
-        yield folder
+        yield broadcast(lambda: scratch.path if scratch else None)
     finally:
         process_group().barrier()
-        if is_main():
-            shutil.rmtree(folder, ignore_errors=True)
+        if scratch is not None:
+            scratch.close()
 
 
 class _Checkpoints:
