@@ -124,3 +124,25 @@ def test_incomplete_output_of_llama_perplexity_is_said_with_its_last_lines():
     with pytest.raises(SystemExit, match="printed no mean KLD: its output is incomplete") as said:
         kld_of(cut)
     assert "line 13" in str(said.value) and "line 12" not in str(said.value) and str(said.value).endswith("KLD:   0.01")
+
+
+def test_searches_of_codes_beside_all_codes_and_the_bound_of_any_rule():
+    """All codes of a few columns are tried: a wide beam finds the best, sweeps never raise, no mean is below the bound."""
+    torch = pytest.importorskip("torch")
+    limits = pytest.importorskip("benchmarks.bits.limits")
+    generator = torch.Generator().manual_seed(3)
+    for columns in (2, 4):
+        inputs = torch.randn(64, columns, generator=generator, dtype=torch.float64)
+        inputs[:, 1] += inputs[:, 0]
+        moment = inputs.T @ inputs
+        upper = torch.linalg.cholesky(torch.linalg.inv(moment), upper=True)
+        weight = 4 * torch.rand(400, columns, generator=generator, dtype=torch.float64) - 2
+        problem = limits.Problem(weight, torch.full_like(weight, 0.5), moment, upper)
+        every = torch.cartesian_prod(*[torch.arange(limits.LEAST, limits.MOST + 1.0)] * columns).double()
+        errors = weight[:, None, :] - every * 0.5
+        best = float(((errors @ moment) * errors).sum(-1).amin(1).sum())
+        fed, wide = problem.beam(1), problem.beam(2**columns)
+        least, expected = problem.bound()
+        assert best == pytest.approx(problem.form(wide), rel=0.02) and problem.form(wide) >= best * (1 - 1e-9)
+        assert problem.form(fed) >= problem.form(problem.sweeps(fed)) >= best * (1 - 1e-9)
+        assert least < best and problem.form(fed) == pytest.approx(expected, rel=0.1)

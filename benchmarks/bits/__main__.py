@@ -10,6 +10,7 @@ PARTS = {
     "tasks": "accuracy of a real model on tasks: dense, mix, uniform and plan at equal bytes, paired",
     "texts": "KL on other texts by what text decides the rounding, and how much of it",
     "rounding": "ways to round at equal formats: KL of nearest, weighted, gptq and descent, and parts of descent",
+    "limits": "how much better codes can be at the same steps: searches, and what none can pass",
 }
 
 if __name__ == "__main__":
