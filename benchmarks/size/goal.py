@@ -24,9 +24,10 @@ from benchmarks.stamp import ROOT, write_section
 import layerbudget as lb
 from layerbudget.compressors import ggml
 from layerbudget.compressors.formats import find_format
+from layerbudget.decisions.formats.payload import WeightsPayload
 from layerbudget.decisions.formats.program import formats_of_plan
 from layerbudget.models.blocks import weight_of
-from layerbudget.plan import Plan
+from layerbudget.plan import Plan, payload_of
 
 BATCH = 2  # sequences of a forward and backward: more of them take as long each
 
@@ -79,7 +80,7 @@ def main() -> None:
         time_passes()
         plan = Plan.load(Path(folder) / "plan.json")
         quantised = rounding(lb.load_model(given.model), plan)
-    result = json.loads(output)
+    result, check = json.loads(output), payload_of(plan, WeightsPayload).check
     samples = int(plan.data["samples"])
     text = samples * sum(each) / len(each)
     goal = 6 * text + quantised
@@ -94,6 +95,7 @@ def main() -> None:
         "",
         f"The command took **{used / goal:.2f}** of the goal, and {used / text:.2f} forwards and backwards. Its peak was {peak:.2f} GiB, "
         f"N is {size:.2f}; {result['expected']['memory'] / 2**30:.2f} GiB and {result['expected']['seconds']:.0f} s were forecast.",
+        *([] if check is None else ["", f"{check.data['samples']} other sequences: {check.verdict}"]),
     ]
     write_section("size", f"goal of plan bits on {given.model.name}", rows)
 
