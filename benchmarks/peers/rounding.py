@@ -16,7 +16,7 @@ import functools
 import importlib.util
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -132,13 +132,13 @@ class Beside(Bench):
         return self.given["cpu"], sum(find_format(form).bytes(m.d_out, m.d_in) for m in names.values())
 
 
-def measure(a: argparse.Namespace, peer: str, bench: Callable[[], Beside]) -> list[dict[str, Any]]:
-    """Rows of a peer and of ours in every format."""
+def measure(a: argparse.Namespace, peer: str, bench: Callable[[], Beside], methods: Iterable[str]) -> None:
+    """Measure and keep rows of a peer and of ours in every format."""
     kept, formats = f"peers_rounding_{peer}", [f for f in FORMATS[peer] if not a.formats or f in a.formats]
-    done = {(r["format"], r["method"]): r for r in read_rows(kept, a.out)}
-    ways = {"gptq": METHODS["gptq"], **dict.fromkeys(THEIRS[peer]), **OURS[peer]}
-    for method, form in itertools.product([w for w in ways if not a.ways or w in a.ways], formats):
-        if (form, method) in done or a.kept:
+    done = {(r["format"], r["method"]) for r in read_rows(kept, a.out)}
+    ways = {"gptq": METHODS["gptq"], **OURS[peer], **dict.fromkeys(THEIRS[peer])}
+    for form, method in itertools.product(formats, [m for m in methods if not a.ways or m in a.ways]):
+        if (form, method) in done:
             continue
         row: dict[str, Any] = {"format": form, "method": method}
         if (way := ways[method]) is None:
@@ -149,10 +149,8 @@ def measure(a: argparse.Namespace, peer: str, bench: Callable[[], Beside]) -> li
         else:
             bench().given = None
             row |= bench().row(form, *way)
-        done[form, method] = row
         keep_row(kept, row, a.out)
         print({k: v for k, v in row.items() if k not in ("kl", "tokens")}, sum(row["kl"]) / sum(row["tokens"]), flush=True)
-    return [done[form, method] for form in sorted(formats) for method in ways if (form, method) in done]
 
 
 def lines(a: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator[str]:
@@ -200,10 +198,15 @@ def main() -> None:
         "auto-round": a.weights is not None and importlib.util.find_spec("auto_round") is not None,
         "toolkit": a.path is not None and a.path.is_dir(),
     }
+    peers = [peer for peer in a.peers if there[peer] and not a.kept]
+    for first, peer in itertools.product((True, False), peers):
+        measure(a, peer, bench, ("gptq", *THEIRS[peer]) if first else OURS[peer])
     for peer in a.peers:
+        order = ["gptq", *THEIRS[peer], *OURS[peer]]
+        rows = sorted(read_rows(f"peers_rounding_{peer}", a.out), key=lambda r: (r["format"], order.index(r["method"])))
         if not (there[peer] or a.kept):
             print(f"skipped: {peer} is not there.")
-        elif rows := measure(a, peer, bench):
+        elif rows:
             write_section(
                 "peers", f"Rounding beside {TITLES[peer]}: {Path(a.model).name}", lines(a, rows), out=a.out, peers=("auto-round", "gguf")
             )  # fmt: skip
