@@ -6,6 +6,7 @@ PARTS = {
     "exports": "exports, read by the released packages of their tools",
     "further": "checkpoints with layers that predict further tokens, before and after",
     "pruning": "masks, time and memory beside wanda, sparsegpt and llm-compressor",
+    "rounding": "matrices rounded by AutoRound and gptq-gguf-toolkit beside ours",
     "sparsity": "our counts in wanda's code; EvoPress's own search beside ours",
 }
 
