@@ -41,22 +41,16 @@ Rounded = dict[str, Any]  #: Weights by the name of their matrix, seconds of the
 _grid_of = quantisers.grid_of
 
 
-def _either_sign(groups: torch.Tensor, form: Any, peak: float | None, shrink: Any = 1.0) -> quantisers.QuantGrid:
-    """A grid whose scale has either sign, so that the largest weight of a group is the code that has no opposite."""
-    if form.floating or not form.symmetric:
-        return _grid_of(groups, form, peak, shrink)
-    least = -(1 << (form.bits - 1))
-    raw = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)) * shrink / least
-    scale = torch.where(raw == 0, torch.full_like(raw, torch.finfo(torch.float32).eps), raw).to(torch.bfloat16)
-    d = scale.to(torch.float32)
-    return quantisers.QuantGrid(d=d, base=least * d, top=form.levels - 1, scale=scale, zero=torch.zeros_like(d).to(torch.int8))
+def _above_zero(*given: Any, signed: bool = False) -> quantisers.QuantGrid:
+    """A grid whose scale is above zero."""
+    return _grid_of(*given)
 
 
-_SIGNED = ((quantisers, "grid_of", _either_sign),)
+_UNSIGNED = ((quantisers, "grid_of", _above_zero),)
 OURS: dict[str, dict[str, Way]] = {
     "auto-round": {
-        **{f"{m}, scales of either sign": (m, {}, _SIGNED) for m in ("gptq", "descent")},
         **{m: METHODS[m] for m in ("descent", "weighted")},
+        **{f"{m}, scales above zero": (m, {}, _UNSIGNED) for m in ("gptq", "descent", "weighted")},
     },
     "toolkit": {m: METHODS[m] for m in ("descent", "weighted")},
 }

@@ -48,8 +48,9 @@ def packed(bits, columns, *, tied=False, group=32):
 def begin(weight, layout):
     """Nearest codes under scales by the largest weight, in a layout with one scale per group."""
     w = weight.T.contiguous()
-    top = w.abs().reshape(-1, layout.block, w.shape[1]).amax(1)
-    d = layout.to_half(top / layout.levels.abs().max())
+    groups = w.reshape(-1, layout.block, w.shape[1])
+    largest = groups.gather(1, groups.abs().argmax(1, keepdim=True))[:, 0]
+    d = layout.to_half(largest / layout.levels[0] if layout.signed else largest.abs() / layout.levels.abs().max())
     level = layout.nearest(w / d.repeat_interleave(layout.block, 0))
     zero = torch.zeros_like(d)
     return w, Codes(level=level, d=d, c=d.clone() if layout.tied else zero, s=torch.ones_like(d), m=zero.clone())

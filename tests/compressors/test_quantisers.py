@@ -179,13 +179,40 @@ def test_knowing_the_inputs_helps(name):
     assert output["gptq"] < 0.8 * output["rtn"]
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_a_signed_scale_gives_the_largest_weight_the_code_without_an_opposite(bits):
+    """The step is 2^(bits - 1) to the largest weight, of either sign, and nothing lies beyond the codes on that side."""
+    form, groups = find_format(f"w{bits}-g32"), torch.randn(50, 3, 32, generator=torch.Generator().manual_seed(bits))
+    grid, usual = grid_of(groups, form, None, signed=True), grid_of(groups, form, None)
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    assert torch.allclose(grid.d, -largest / 2 ** (bits - 1), rtol=2**-8) and (usual.d > 0).all()
+    assert (grid.d < 0).any() and (grid.d > 0).any() and not grid.zero.any()
+    codes = grid.nearest(groups) - 2 ** (bits - 1)
+    assert (codes.gather(-1, groups.abs().argmax(-1, keepdim=True)) == -(2 ** (bits - 1))).all()
+    assert torch.allclose(grid.round(groups), codes * grid.d, atol=1e-6)
+    assert ((grid.round(groups) - groups) ** 2).sum() < ((usual.round(groups) - groups) ** 2).sum() * (1 if bits == 8 else 0.95)
+
+
+@pytest.mark.parametrize("method", ["weighted", "gptq", "descent"])
+def test_methods_that_read_inputs_give_scales_of_either_sign_and_rtn_does_not(method):
+    g = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(8, 64, generator=g), torch.randn(200, 64, generator=g)
+    level = Level(format="w3-g32")
+    assert (find_quantiser("rtn").quantise(weight, None, level).scale > 0).all()
+    quantiser = find_quantiser(method)
+    made = quantiser.quantise(weight, quantiser.prepare((x**2).mean(0) if method == "weighted" else x.T @ x), level)
+    assert (made.scale < 0).any() and (made.scale > 0).any()
+    whole = made.weight.reshape(8, 2, 32) / made.scale.float()[..., None]
+    assert torch.allclose(whole, whole.round(), atol=1e-3) and whole.min() >= -4.01 and whole.max() <= 3.01
+
+
 def test_gptq_is_the_reference_column_by_column():
     """The plainest version: one column at a time, the inverse Hessian of the rest by a dense solve."""
     form, w, x = find_format("w4-channel"), weight(6, 16).double(), inputs(16).double()
     order = (x**2).sum(0).argsort(descending=True)  # a row is one group: the heaviest input first
     w, x = w[:, order], x[:, order]
     hessian = x.T @ x + 0.01 * (x**2).sum(0).mean() * torch.eye(16, dtype=torch.double)
-    grid, work = grid_of(grouped(w.float(), form), form, None), w.clone()
+    grid, work = grid_of(grouped(w.float(), form), form, None, signed=True), w.clone()
     for j in range(16):
         rest = torch.linalg.inv(hessian[j:, j:])
         q = grid.round(work[:, j].float()[:, None, None])[:, 0, 0].double()

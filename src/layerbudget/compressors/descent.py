@@ -58,12 +58,22 @@ class Layout:
     even_signs: bool = False
 
     def to_half(self, values: torch.Tensor) -> torch.Tensor:
-        """The nearest numbers that d and c can be; those of compressed-tensors (bfloat16, e4m3) are above zero."""
+        """The nearest numbers that d and c can be.
+
+        In compressed-tensors (bfloat16, e4m3) none is zero, and d alone may be below it, of integers without a zero point.
+        """
         if self.half is None:
             return values
         most = torch.finfo(self.half).max
         least = {torch.bfloat16: torch.finfo(torch.float32).eps, torch.float8_e4m3fn: 2.0**-9}.get(self.half, -most)
-        return (values * self.unit).clamp(least, most).to(self.half).to(values.dtype) / self.unit
+        sizes = values.abs() if self.signed else values
+        halves = (sizes * self.unit).clamp(least, most).to(self.half).to(values.dtype) / self.unit
+        return torch.where(values < 0, -halves, halves) if self.signed else halves
+
+    @property
+    def signed(self) -> bool:
+        """Whether d may be below zero in a type of compressed-tensors: integers reach further below zero than above."""
+        return self.half == torch.bfloat16 and self.minima is None
 
     def nearest(self, values: torch.Tensor) -> torch.Tensor:
         """The nearest levels."""

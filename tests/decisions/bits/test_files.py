@@ -186,7 +186,7 @@ def test_a_format_is_one_row(tmp_path, monkeypatch):
     find_format.cache_clear()
     try:
         formats = {"formats": ["w4-g32", "fp8-g32"]}
-        model, plan, receipt = written(tmp_path / "out", "qwen2", "", 7.0, "gptq", runtime="vllm", **formats)
+        model, plan, receipt = written(tmp_path / "out", "qwen2", "", 6.0, "gptq", runtime="vllm", **formats)
         assert set(plan.payload.formats.values()) == {"w4-g32", "fp8-g32"} and receipt.bytes == receipt.planned
         assert not any("Report this" in note for note in receipt.notes)
         back = lb.load_model(str(tmp_path / "out"), dtype="float32")
