@@ -427,7 +427,7 @@ def test_logits_are_looked_at_some_positions_at_a_time(padded, monkeypatch):
     handles.append(model.model.layers[0].register_forward_hook(lambda m, given, out: calls.append(given[0].shape)))
     dense = DenseOutput(model, data, 4)
     assert dense.outputs.pieced and sum(shape == (4, 16, model.config.hidden_size) for shape in calls) == 1
-    folder = dense._clean._folder
+    folder = dense._clean._scratch.path
     assert len(list(folder.iterdir())) == 6
     sizes.clear()
     np.testing.assert_allclose(dense.rows(other), wanted, rtol=1e-5, atol=1e-6)
