@@ -200,7 +200,7 @@ def test_what_is_wrong_with_a_checkpoint_is_named(saved_model, way):
 def test_a_folder_without_a_tokenizer_is_refused(kind, tmp_path):
     """Qwen's class loads from nothing, and knows no word: a text then had no tokens."""
     zoo.build(kind).save_pretrained(tmp_path / "model")
-    with pytest.raises(BadModel, match=r"model has no tokenizer: no file has its words\. Copy tokenizer\.json"):
+    with pytest.raises(BadModel, match=r"model has no tokenizer: no file has its words\. Copy the files"):
         load_tokenizer(str(tmp_path / "model"))
 
 

@@ -97,7 +97,7 @@ def grid_of(
     that the number over all scales is made for; None where the format has no such number (:attr:`Format.united`).
 
     Symmetric integers have one code more below zero than above. With ``signed`` the scale has the sign that makes this one the
-    largest weight, so that all codes are used and steps are smaller: by 6 % of 4 bits. Else the scale is above zero, as most
+    largest weight, so that all codes are used and steps are smaller: by 6 % with 4 bits. Else the scale is above zero, as most
     tools make it.
     """
     if form.floats is not None:

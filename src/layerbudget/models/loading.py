@@ -465,7 +465,9 @@ def load_tokenizer(name: Path | str, *, revision: str | None = None) -> Any:
     if (file := gguf_of(name)) is not None and not (Path(where) / "tokenizer.json").is_file():
         return tokenizer_of(open_gguf(file))
     missing = BadModel(
-        f"{name} has no tokenizer: no file has its words.", "", "Copy tokenizer.json (or what it had) into the folder."
+        f"{name} has no tokenizer: no file has its words.",
+        "",
+        "Copy the files of its tokenizer, such as tokenizer.json, into it.",
     )
     with foreign(f"{name} has no tokenizer that loads", "", "Save the tokenizer beside the model."):
         try:
