@@ -72,7 +72,7 @@ class Layout:
 
     @property
     def signed(self) -> bool:
-        """Whether d may be below zero in a type of compressed-tensors: integers reach further below zero than above."""
+        """Whether d has either sign, as that of integers in compressed-tensors, which reach further below zero than above."""
         return self.half == torch.bfloat16 and self.minima is None
 
     def nearest(self, values: torch.Tensor) -> torch.Tensor:
