@@ -141,7 +141,7 @@ def main() -> None:
         f"The first {a.rows} rows of matrices of layer {a.layer}, inputs of {a.samples} x {a.length} tokens of {Path(a.fit).name}. "
         "The error of the output beside that of error feedback with the same steps.",
         "",
-        f"| matrix | nearest | sweeps until no code moves | the best of {a.width} ways | and sweeps | no rule has less than | error feedback, of its formula |",
+        f"| matrix | nearest | sweeps until no code moves | the best of {a.width} ways | and sweeps | no rule has a mean below | error feedback, of its formula |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for m in modules:

@@ -26,7 +26,7 @@ from benchmarks.peers.references import _on_path
 from benchmarks.stamp import RESULTS, keep_row, peak_gib, read_rows, write_section
 
 import layerbudget as lb
-from layerbudget.compressors import quantisers
+from layerbudget.compressors import descent, quantisers
 from layerbudget.compressors.formats import find_format
 from layerbudget.models.blocks import weight_of
 
@@ -46,7 +46,7 @@ def _above_zero(*given: Any, signed: bool = False) -> quantisers.QuantGrid:
     return _grid_of(*given)
 
 
-_UNSIGNED = ((quantisers, "grid_of", _above_zero),)
+_UNSIGNED = ((quantisers, "grid_of", _above_zero), (descent.Layout, "signed", False))
 OURS: dict[str, dict[str, Way]] = {
     "auto-round": {
         **{m: METHODS[m] for m in ("descent", "weighted")},
