@@ -82,6 +82,25 @@ def test_a_base_whose_layers_keep_different_experts_is_loaded_with_its_weights(h
     assert all(torch.equal(loaded[name], p) for name, p in own.items())
 
 
+@pytest.mark.parametrize("wrong", ["another shape", "too few"])
+def test_a_classifier_whose_base_is_not_all_of_the_checkpoint_is_refused(wrong, tmp_path):
+    """Its base was filled with random numbers without a word; a head of another number of labels is fresh, as it should be."""
+    folder = tmp_path / "bert"
+    zoo.classifier(2).save_pretrained(folder)
+    assert classifier_loader(str(folder), 3)(0).config.num_labels == 3
+    if wrong == "too few":
+        tensors = load_file(folder / "model.safetensors")
+        kept = {k: v for k, v in tensors.items() if "layer.1.attention.self.query" not in k}
+        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+        match = "lacks 2 tensors, first bert.encoder.layer.1.attention.self.query.bias"
+    else:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 24}))
+        match = r"bert.encoder.layer.0.intermediate.dense.bias in .* has the shape"
+    with pytest.raises(BadModel, match=match):
+        classifier_loader(str(folder), 2)(0)
+
+
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys")
 def test_what_does_not_fit_is_refused(saved, tmp_path):
     folder, _ = saved

@@ -142,7 +142,7 @@ SCORES: dict[str, Work] = {
 }
 WORK: dict[str, Work] = SCORES | {
     "forward": Work(),
-    "refit": Work(0.0, "none", 0, _squares),
+    "refit": Work(0.0, "none", 0, _squares, head=False),
     "train": Work(3.0, "model"),
     "direct check": Work(1.0, "model", 0, _rows),
     "directional": Work(

@@ -94,16 +94,13 @@ def classifier_loader(
     auto = checkpoint.auto
     if auto not in (transformers.AutoModelForCausalLM, several()):
         auto = transformers.AutoModelForSequenceClassification  # a head of the checkpoint may have another number of labels
-        options |= {"num_labels": labels, "ignore_mismatched_sizes": True}
+        options |= {"num_labels": labels, "fresh_head": True}
     auto = class_for(auto, checkpoint.config)
 
     @silent()
     def load(seed: int) -> nn.Module:
         transformers.set_seed(seed)
-        if "num_labels" in options:
-            made = auto.from_pretrained(checkpoint.where, **options)
-        else:
-            made, _ = from_checkpoint(auto, name, checkpoint.where, **options)
+        made, _ = from_checkpoint(auto, name, checkpoint.where, **options)
         model: nn.Module = unpacked(made)
         return model if four_bit or shares_weights() else model.to(checkpoint.place)
 

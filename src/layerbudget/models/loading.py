@@ -382,8 +382,12 @@ def load_model(
     return model
 
 
-def from_checkpoint(auto: Any, name: str, where: str, **options: Any) -> tuple[Any, Mapping[str, Any]]:
+def from_checkpoint(
+    auto: Any, name: str, where: str, *, fresh_head: bool = False, **options: Any
+) -> tuple[Any, Mapping[str, Any]]:
     """A model of a class of transformers, and what that reports of its loading; ``options`` are those of ``from_pretrained``.
+
+    With a ``fresh_head`` the checkpoint may lack what stands on its base, or have another one.
 
     Raises:
         BadModel: It does not load, lacks tensors, or has some of another shape than its configuration.
@@ -398,17 +402,19 @@ def from_checkpoint(auto: Any, name: str, where: str, **options: Any) -> tuple[A
         except SafetensorError:
             Stored(Path(where))  # says which file it is
             raise
-        _need_all(name, where, report)
+        _need_all(name, where, report, f"{model.base_model_prefix}." if fresh_head else "")
     return model, report
 
 
-def _need_all(name: str, where: str, report: Mapping[str, Any]) -> None:
+def _need_all(name: str, where: str, report: Mapping[str, Any], prefix: str = "") -> None:
     """Refuse a checkpoint that lacks tensors or has other ones, by what transformers reports of its loading.
+
+    Only tensors whose names begin with the ``prefix`` count.
 
     Raises:
         BadModel: It does.
     """
-    others = sorted(report["mismatched_keys"])
+    others = sorted(each for each in report["mismatched_keys"] if each[0].startswith(prefix))
     if others:
         tensor, stored, made = others[0]
         file = Stored(Path(where)).names.get(tensor, f"the checkpoint of {name}")
@@ -418,7 +424,7 @@ def _need_all(name: str, where: str, report: Mapping[str, Any]) -> None:
             "Weights and configuration are of one model.",
             "Download or save both again.",
         )
-    missing = sorted(k for k in report["missing_keys"] if "pooler" not in k)  # of the pooler nothing here depends
+    missing = sorted(k for k in report["missing_keys"] if k.startswith(prefix) and "pooler" not in k)  # of the pooler nothing here depends
     if missing:
         raise BadModel(
             f"The checkpoint of {name} lacks {len(missing)} tensors, first {missing[0]}.",
