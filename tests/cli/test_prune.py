@@ -72,6 +72,14 @@ def test_a_plan_is_applied_on_the_text_that_it_was_made_on(saved, capsys):
     dataclasses.replace(made, made_by="layerbudget plan sparsity m --data gone.txt").save(saved / "plan.json", overwrite=True)
     assert main([*asked, "--overwrite", "--dry-run", *small]) == 0
     assert "made on gone.txt, which is not here: stdlib is read" in " ".join(capsys.readouterr().err.split())
+    (saved / "more.jsonl").write_text(json.dumps({"text": text.read_text()}) + "\n")
+    both = f"{text},{saved / 'more.jsonl'}"  # it was taken for one file, which is not there
+    for data, said in ((both, f"of {both}"), (f"{both},gone.txt", "of which gone.txt cannot be read here: stdlib is read")):
+        other = dataclasses.replace(made, made_by=f"layerbudget plan sparsity m --data {data}")
+        other.save(saved / "plan.json", overwrite=True)
+        assert main([*asked, "--overwrite", "--dry-run", *small]) == 0
+        shown = capsys.readouterr()
+        assert said in " ".join((shown.out + shown.err).split())
     words = ["plan", "shapes", model, "--save", "10% flops", "--even", "--passes", "40", "--data", str(text), *small]
     assert main([*words, "-o", str(saved / "shapes.json"), "--quiet"]) == 0
     capsys.readouterr()

@@ -11,7 +11,7 @@ import torch
 from layerbudget.compressors import base
 from layerbudget.compressors.base import QUANTISERS, TREATMENTS, Level, find_quantiser, find_treatment
 from layerbudget.compressors.formats import FLOATING, TYPES, VLLM, find_format, find_runtime, need_packing
-from layerbudget.compressors.quantisers import Quantiser, grid_of, grouped, rows_together
+from layerbudget.compressors.quantisers import Quantiser, grid_of, grouped, rows_together, sign_of_largest
 from layerbudget.decisions.bits.packed import _pack, _unpack
 from layerbudget.errors import InvalidInput
 
@@ -183,7 +183,7 @@ def test_knowing_the_inputs_helps(name):
 def test_a_signed_scale_gives_the_largest_weight_the_code_without_an_opposite(bits):
     """The step is 2^(bits - 1) to the largest weight, of either sign, and nothing lies beyond the codes on that side."""
     form, groups = find_format(f"w{bits}-g32"), torch.randn(50, 3, 32, generator=torch.Generator().manual_seed(bits))
-    grid, usual = grid_of(groups, form, None, signed=True), grid_of(groups, form, None)
+    grid, usual = grid_of(groups, form, None, sign=sign_of_largest(groups)), grid_of(groups, form, None)
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     assert torch.allclose(grid.d, -largest / 2 ** (bits - 1), rtol=2**-8) and (usual.d > 0).all()
     assert (grid.d < 0).any() and (grid.d > 0).any() and not grid.zero.any()
@@ -191,6 +191,27 @@ def test_a_signed_scale_gives_the_largest_weight_the_code_without_an_opposite(bi
     assert (codes.gather(-1, groups.abs().argmax(-1, keepdim=True)) == -(2 ** (bits - 1))).all()
     assert torch.allclose(grid.round(groups), codes * grid.d, atol=1e-6)
     assert ((grid.round(groups) - groups) ** 2).sum() < ((usual.round(groups) - groups) ** 2).sum() * (1 if bits == 8 else 0.95)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_the_sign_of_a_scale_is_the_one_with_which_the_codes_err_less(bits):
+    """Beside a search of steps of either sign by themselves; the largest weight alone is not always right."""
+    form, g = find_format(f"w{bits}-g32"), torch.Generator().manual_seed(bits)
+    w, importance = torch.randn(200, 32, generator=g), torch.rand(32, generator=g) ** 3
+    made = find_quantiser("weighted").quantise(w, importance, Level(format=form.name))
+    errors = []
+    for sign in (1, -1):
+        largest = w.abs().amax(1, keepdim=True)
+        at_end = (w * sign).gather(1, w.abs().argmax(1, keepdim=True)) < 0  # of the longer side
+        top = torch.where(at_end, 2 ** (bits - 1), 2 ** (bits - 1) - 1)
+        steps = [(sign * largest / top * share).bfloat16().float() for share in torch.linspace(1, 0.5, 26)]
+        codes = [(w / d).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for d in steps]
+        errors.append(torch.stack([((c * d - w) ** 2 * importance).sum(1) for c, d in zip(codes, steps)]).amin(0))
+    plus, minus = errors
+    error = ((made.weight - w) ** 2 * importance).sum(1)
+    assert torch.allclose(error, torch.minimum(plus, minus), rtol=1e-3)
+    below = torch.where((w.amax(1) > -w.amin(1)), minus, plus)
+    assert 0.1 < (error < below * 0.999).float().mean() < 0.5 and error.sum() < below.sum() * 0.98
 
 
 @pytest.mark.parametrize("method", ["weighted", "gptq", "descent"])
@@ -212,7 +233,8 @@ def test_gptq_is_the_reference_column_by_column():
     order = (x**2).sum(0).argsort(descending=True)  # a row is one group: the heaviest input first
     w, x = w[:, order], x[:, order]
     hessian = x.T @ x + 0.01 * (x**2).sum(0).mean() * torch.eye(16, dtype=torch.double)
-    grid, work = grid_of(grouped(w.float(), form), form, None, signed=True), w.clone()
+    groups = grouped(w.float(), form)
+    grid, work = grid_of(groups, form, None, sign=sign_of_largest(groups)), w.clone()
     for j in range(16):
         rest = torch.linalg.inv(hessian[j:, j:])
         q = grid.round(work[:, j].float()[:, None, None])[:, 0, 0].double()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..data.files import is_local
+from ..data.files import is_local, parts_of
 from ..decisions.files import text_of_plan
 from ..errors import BadModel, InvalidInput
 from ..plan import Plan
@@ -140,9 +140,11 @@ class Session(Display):
         request: Any = self.request
         made, usual = text_of_plan(plan), self.usual["data"]
         name = made.pop("data", usual)
-        missing = (is_local(name) and not Path(name).expanduser().exists()) or name.startswith("own te")
-        if missing and request.data is None:
-            self.announce(f"The plan was made on {name}, which is not here: {usual} is read. --data names a text.")
+        gone = [part for part in parts_of(name) if is_local(part) and not Path(part).expanduser().exists()]
+        gone += [name] if name.startswith("own te") else []
+        if gone and request.data is None:
+            lost = "which is not here" if gone == [name] else f"of which {', '.join(gone)} cannot be read here"
+            self.announce(f"The plan was made on {name}, {lost}: {usual} is read. --data names a text.")
             return
         self.usual |= {**(made if as_drawn else {}), "data": name}
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -89,16 +90,21 @@ def grouped(weight: torch.Tensor, form: Format) -> torch.Tensor:
 
 
 def grid_of(
-    groups: torch.Tensor, form: Format, peak: float | None, shrink: float | torch.Tensor = 1.0, *, signed: bool = False
+    groups: torch.Tensor,
+    form: Format,
+    peak: float | None,
+    shrink: float | torch.Tensor = 1.0,
+    *,
+    sign: torch.Tensor | None = None,
 ) -> QuantGrid:
     """The grid of groups of weights ``(..., inputs)``, float32, whose range ``shrink`` makes smaller.
 
     Zero is a point of the grid; scales of integers are kept in bfloat16, zero points in int8. ``peak`` is the largest magnitude
     that the number over all scales is made for; None where the format has no such number (:attr:`Format.united`).
 
-    Symmetric integers have one code more below zero than above. With ``signed`` the scale has the sign that makes this one the
-    largest weight, so that all codes are used and steps are smaller: by 6 % with 4 bits. Else the scale is above zero, as most
-    tools make it.
+    Symmetric integers have one code more below zero than above. Their scales may have a ``sign`` ``(..., 1)``, 1 or -1: then
+    the largest weight is the last code on its side, and with :func:`sign_of_largest` that is the one without an opposite. All
+    codes are used then, and steps are smaller: by 6 % with 4 bits. Else scales are above zero, as most tools make them.
     """
     if form.floats is not None:
         return _float_grid(groups.abs().amax(-1, keepdim=True) * shrink, form.floats, peak)
@@ -106,13 +112,18 @@ def grid_of(
     high = groups.amax(-1, keepdim=True).clamp(min=0) * shrink
     span, least = form.levels - 1, -(1 << (form.bits - 1))
     raw = torch.maximum(-low, high) * 2 / span if form.symmetric else (high - low) / span
-    if form.symmetric and signed:
-        raw = torch.where(high > -low, high, low) / least
+    if form.symmetric and sign is not None:
+        raw = sign * torch.maximum(-low, high) / torch.where(sign == sign_of_largest(groups), -least, span + least)
     raw = torch.where(raw == 0, torch.full_like(raw, torch.finfo(torch.float32).eps), raw)
     zero = torch.zeros_like(raw) if form.symmetric else torch.round((least - low / raw).clamp(least, least + span))
     scale = raw.to(torch.bfloat16)
     d = scale.to(torch.float32)
     return QuantGrid(d=d, base=(least - zero) * d, top=form.levels - 1, scale=scale, zero=zero.to(torch.int8))
+
+
+def sign_of_largest(groups: torch.Tensor) -> torch.Tensor:
+    """Signs of scales ``(..., 1)`` with which the largest weights of groups lie below zero among the codes."""
+    return torch.where(groups.amax(-1, keepdim=True) > -groups.amin(-1, keepdim=True), -1.0, 1.0)
 
 
 def _float_grid(high: torch.Tensor, floats: Floats, peak: float | None) -> QuantGrid:
@@ -145,19 +156,21 @@ def _power_below(values: torch.Tensor) -> torch.Tensor:
 def _best_grid(
     groups: torch.Tensor, form: Format, peak: float | None, importance: torch.Tensor, ranges: Sequence[float] = _SHRINK
 ) -> QuantGrid:
-    """For every group the grid of least ``sum_j h_j (w_j - Q(w_j))^2`` among ranges.
+    """For every group the grid of least ``sum_j h_j (w_j - Q(w_j))^2`` among ranges, of symmetric integers also of both signs.
 
     They are shares of the whole range, by default 26 from all of it to half.
     Of floating-point codes with few bits ranges up to half as large again are tried too.
     """
-    least, shrink = None, torch.ones_like(groups[..., :1])
-    for factor in (*ranges, *(_GROW if form.floating and form.bits < 8 else ())):
-        error = (grid_of(groups, form, peak, factor, signed=True).round(groups) - groups) ** 2
-        total = (error * importance).sum(-1, keepdim=True)
-        better = torch.ones_like(total, dtype=torch.bool) if least is None else total < least
-        least = total if least is None else torch.where(better, total, least)
-        shrink = torch.where(better, torch.full_like(shrink, factor), shrink)
-    return grid_of(groups, form, peak, shrink, signed=True)
+    ranges = (*ranges, *(_GROW if form.floating and form.bits < 8 else ()))
+    likely, least = sign_of_largest(groups), torch.full_like(groups[..., :1], torch.inf)
+    shrink, turn = torch.ones_like(least), torch.ones_like(least)
+    for way, factor in itertools.product((1.0, -1.0) if form.symmetric and not form.floating else (1.0,), ranges):
+        grid = grid_of(groups, form, peak, factor, sign=likely * way)
+        total = ((grid.round(groups) - groups) ** 2 * importance).sum(-1, keepdim=True)
+        better = total < least
+        least, shrink = torch.where(better, total, least), torch.where(better, factor, shrink)
+        turn = torch.where(better, way, turn)
+    return grid_of(groups, form, peak, shrink, sign=likely * turn)
 
 
 _FEW = 4096  # rows at most, in all types together, that get error feedback in all types at once
@@ -349,7 +362,7 @@ class GPTQ(Quantiser):
 
     def grid(self, groups: torch.Tensor, form: Format, peak: float | None, importance: torch.Tensor) -> QuantGrid:
         """The grid of one group ``(rows, inputs)`` as the columns before it have left it, whose inputs count so much."""
-        return grid_of(groups, form, peak, signed=True)
+        return grid_of(groups, form, peak, sign=sign_of_largest(groups))
 
     def onto(self, weight: torch.Tensor, prepared: Factors, form: Format, peak: float | None) -> Rounded:
         """See :meth:`Quantiser.onto`."""

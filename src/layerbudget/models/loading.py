@@ -424,7 +424,8 @@ def _need_all(name: str, where: str, report: Mapping[str, Any], prefix: str = ""
             "Weights and configuration are of one model.",
             "Download or save both again.",
         )
-    missing = sorted(k for k in report["missing_keys"] if k.startswith(prefix) and "pooler" not in k)  # of the pooler nothing here depends
+    within = (k for k in report["missing_keys"] if k.startswith(prefix))
+    missing = sorted(k for k in within if "pooler" not in k)  # of the pooler nothing here depends
     if missing:
         raise BadModel(
             f"The checkpoint of {name} lacks {len(missing)} tensors, first {missing[0]}.",
