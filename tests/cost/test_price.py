@@ -18,6 +18,7 @@ from layerbudget.cost.timing import Pace
 from layerbudget.cost.verbs import comparing
 from layerbudget.cost.work import WorkItem, scoring, treating
 from layerbudget.decisions.bits import choosing
+from layerbudget.decisions.shapes import forecast as shapes
 from layerbudget.diagnosis.fits import what_fits
 from layerbudget.diagnosis.verbs import long_verbs
 from layerbudget.execution.tied import tied_columns
@@ -129,6 +130,23 @@ def test_rounding_is_priced_by_the_formats_that_matrices_of_a_name_have(monkeypa
     assert part.job(shape, part.text) == pytest.approx(5.0 + shape.layers)
     (down,) = (m.numel for m in shape.matrices if "down" in m.name)
     assert written == [{"Q8_0": shape.layers * down, "F16": shape.layers * (shape.numel - down)}]
+
+
+def test_refits_of_smaller_shapes_are_priced_and_take_no_logits(monkeypatch):
+    """Refits were not counted, and logits of a whole batch were, which nothing makes."""
+    shape = dataclasses.replace(shape_in_memory(zoo.tiny("llama")), vocabulary=262_144)
+    seconds = []
+    for each in (0.0, 1.0):
+        monkeypatch.setattr(shapes, "refitting_seconds", lambda rows, columns, each=each: each)
+        cost = price("plan shapes", shapes.shaping(Text(samples=8, length=128), 41.0), shape, PACE, 20 << 30)
+        seconds.append(cost.seconds)
+    assert seconds[1] - seconds[0] == pytest.approx(5 * 4 * shape.layers)  # points, parts of the text, layers
+    assert cost.memory < 2 << 30, "the logits of a batch take 3 GiB"
+
+
+def test_refits_of_wider_matrices_take_longer():
+    narrow, wide, long = (shapes.refitting_seconds(*size) for size in ((64, 1024), (64, 2048), (2048, 2048)))
+    assert 0 < 4 * narrow <= wide <= long
 
 
 def test_timing_leaves_the_random_numbers_alone():
