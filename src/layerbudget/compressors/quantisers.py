@@ -154,17 +154,22 @@ def _power_below(values: torch.Tensor) -> torch.Tensor:
 
 
 def _best_grid(
-    groups: torch.Tensor, form: Format, peak: float | None, importance: torch.Tensor, ranges: Sequence[float] = _SHRINK
+    groups: torch.Tensor,
+    form: Format,
+    peak: float | None,
+    importance: torch.Tensor,
+    ranges: Sequence[float] = _SHRINK,
+    ways: Sequence[float] = (1.0, -1.0),
 ) -> QuantGrid:
-    """For every group the grid of least ``sum_j h_j (w_j - Q(w_j))^2`` among ranges, of symmetric integers also of both signs.
+    """For every group the grid of least ``sum_j h_j (w_j - Q(w_j))^2`` among ranges, and of symmetric integers among signs.
 
-    They are shares of the whole range, by default 26 from all of it to half.
-    Of floating-point codes with few bits ranges up to half as large again are tried too.
+    Ranges are shares of the whole one, by default 26 from all of it to half. Of floating-point codes with few bits ranges up to
+    half as large again are tried too. Signs are :func:`sign_of_largest` times one or two ``ways``.
     """
     ranges = (*ranges, *(_GROW if form.floating and form.bits < 8 else ()))
     likely, least = sign_of_largest(groups), torch.full_like(groups[..., :1], torch.inf)
     shrink, turn = torch.ones_like(least), torch.ones_like(least)
-    for way, factor in itertools.product((1.0, -1.0) if form.symmetric and not form.floating else (1.0,), ranges):
+    for way, factor in itertools.product(ways if form.symmetric and not form.floating else (1.0,), ranges):
         grid = grid_of(groups, form, peak, factor, sign=likely * way)
         total = ((grid.round(groups) - groups) ** 2 * importance).sum(-1, keepdim=True)
         better = total < least
@@ -465,8 +470,8 @@ class Descent(GPTQ):
         return ((errors @ prepared.whole.to(errors)) * errors).sum(1)
 
     def grid(self, groups: torch.Tensor, form: Format, peak: float | None, importance: torch.Tensor) -> QuantGrid:
-        """See :meth:`GPTQ.grid`: the range is searched, as ggml does it."""
-        return grid_of(groups, form, peak) if form.floating else _best_grid(groups, form, peak, importance, _COARSE)
+        """See :meth:`GPTQ.grid`: the range is searched, as ggml does it; sweeps find nothing better from the other sign."""
+        return grid_of(groups, form, peak) if form.floating else _best_grid(groups, form, peak, importance, _COARSE, (1.0,))
 
     def onto(self, weight: torch.Tensor, prepared: Factors, form: Format, peak: float | None) -> Rounded:
         """See :meth:`Quantiser.onto`."""
