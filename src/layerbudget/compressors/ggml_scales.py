@@ -203,7 +203,7 @@ def code_words(name: str) -> np.ndarray:
 
 
 def _lattice_of(name: str) -> Layout:
-    """What a lattice can hold."""
+    """Return what a lattice of :func:`layout_of` can hold."""
     fields, block = FIELDS[name], find_format(name).group or 1
     scales, words = fields.scales or [], torch.from_numpy(code_words(name))
     positive = words.unique()
