@@ -160,7 +160,7 @@ class Plan(BlockRecord):
         payload = DECISIONS.find(stored.kind).Payload
         reading.check_loose(stored.payload, cls.what, "extra")
         try:
-            typed = reading.converted(stored.payload or {}, payload)
+            typed = reading.converted_whole(stored.payload or {}, payload)
         except ValueError as error:
             raise _unreadable("extra", error) from error
         return super()._from_file(msgspec.structs.replace(stored, payload=typed))
@@ -205,19 +205,21 @@ class Plan(BlockRecord):
     def _check(self) -> None:
         super()._check()
         decision = DECISIONS.find(self.kind)
-        shapes: dict[str, Any] = {"budget": PlanBudget}
-        shapes |= {"certificate": Certificate} if self.certificate else {}
-        shapes |= {} if decision.Settings is None else {"hyperparameters": decision.Settings}
-        for name, shape in shapes.items():
+        shapes: dict[str, tuple[Any, Any]] = {"budget": (PlanBudget, reading.converted_whole)}
+        if self.certificate:  # a program may say more of its solution, and a rule has options of its own
+            shapes["certificate"] = (Certificate, reading.converted)
+        if decision.Settings is not None:
+            shapes["hyperparameters"] = (decision.Settings, reading.converted)
+        for name, (shape, convert) in shapes.items():
             try:
-                reading.converted(getattr(self, name), shape)
+                convert(getattr(self, name), shape)
             except ValueError as error:
                 raise _unreadable(name, error) from error
         decision.check(self)
 
 
 def _unreadable(name: str, error: ValueError) -> CorruptFile:
-    return CorruptFile(f"The {name} of this plan does not read ({error}).", "", "Make the plan again.")
+    return CorruptFile(f"The part {name} of this plan does not read: {error}.", "", "Mend it, or make the plan again.")
 
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:

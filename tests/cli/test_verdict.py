@@ -324,4 +324,4 @@ def test_the_text_that_checks_is_beside_the_text_that_decides(place, monkeypatch
     rows = {n: {k: v for k, v in r.items() if k != "kl"} for n, r in stored["rows"].items()}
     for check in ({}, [None], {**stored, "rows": rows}):
         first.with_payload(check=check).save("damaged.json", overwrite=True)
-        assert main(["explain", "damaged.json"]) == 2 and "extra of this plan does not read" in capsys.readouterr().err
+        assert main(["explain", "damaged.json"]) == 2 and "part extra of this plan does not read" in capsys.readouterr().err

@@ -5,10 +5,11 @@ Types are checked by msgspec while it parses, so that a file of a million blocks
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -152,6 +153,35 @@ def converted(value: Any, as_type: Any) -> Any:
         if isinstance(error.__cause__, LayerbudgetError):
             raise error.__cause__ from None
         raise
+
+
+def converted_whole(value: Any, as_type: Any) -> Any:
+    """A parsed value with its types checked, of which every key was read.
+
+    Raises:
+        ValueError: Another shape, or a key that the type does not have; says where.
+    """
+    typed = converted(value, as_type)
+    for unread in _unread(value, typed):
+        raise ValueError(f"the key {unread} is not read")
+    return typed
+
+
+def _unread(value: Any, typed: Any, where: str = "") -> Iterator[str]:
+    """Yield where ``value`` has a key that its converted form ``typed`` left out."""
+    if isinstance(value, Mapping):
+        if dataclasses.is_dataclass(typed):
+            kept = {field.name: getattr(typed, field.name) for field in dataclasses.fields(typed)}
+        else:
+            kept = {str(key): item for key, item in typed.items()} if isinstance(typed, Mapping) else {}
+        for key, item in value.items():
+            if str(key) in kept:
+                yield from _unread(item, kept[str(key)], f"{where}{key}.")
+            else:
+                yield f"{where}{key}"
+    elif isinstance(value, (list, tuple)) and isinstance(typed, (list, tuple)):
+        for item, kept_item in zip(value, typed, strict=False):
+            yield from _unread(item, kept_item, where)
 
 
 def dump(value: Any) -> str:

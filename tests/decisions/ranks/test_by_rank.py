@@ -136,10 +136,14 @@ def test_a_floor_that_is_no_table_is_refused(scores, floor):
         plan_ranks(broken, mean_rank=6)
 
 
-def test_a_mean_rank_that_is_no_number_is_refused_where_a_plan_is_read(scores):
+def test_what_a_plan_cannot_say_is_refused_where_it_is_read(scores):
+    """A key that was written wrong was left out without a word."""
     record = plan_ranks(scores, mean_rank=6).to_dict()
-    with pytest.raises(CorruptFile, match="hyperparameters of this plan"):
+    with pytest.raises(CorruptFile, match="part hyperparameters of this plan does not read: Expected"):
         Plan.from_dict({**record, "hyperparameters": {**record["hyperparameters"], "mean_rank": [6]}})
+    record["extra"]["rounding"]["colour"] = 1
+    with pytest.raises(CorruptFile, match="the key rounding.colour is not read"):
+        Plan.from_dict(record)
 
 
 def test_blocks_get_at_most_the_ranks_that_were_measured(scores):

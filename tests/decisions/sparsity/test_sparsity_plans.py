@@ -152,6 +152,8 @@ def test_a_plan_file_with_a_hole_is_corrupt_and_not_a_plan_with_nan(rng, tmp_pat
         (("blocks", 3), {"value": 0.9}, r"layers\.3 has the value 0\.9 and the count [\d,]+ of .*: they contradict each other"),
         (("budget",), {"spent": 5}, r"spends 5 parameters, and its counts are [\d,]+ in all: they contradict each other"),
         ((), {"colour": 1}, "has the key colour, which is not read"),
+        (("budget",), {"limits": 5}, "The part budget of this plan does not read: the key limits is not read"),
+        (("extra",), {"colour": 1}, "The part extra of this plan does not read: the key colour is not read"),
     ],
 )
 def test_a_plan_that_contradicts_itself_is_corrupt(rng, tmp_path, place, change, said):
