@@ -57,6 +57,12 @@ def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return flat.reshape(targets.shape)
 
 
+def losses_of(log_probabilities: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return what :func:`token_losses` does, of log-probabilities."""
+    flat = log_probabilities.reshape(-1, log_probabilities.shape[-1])
+    return F.nll_loss(flat, targets.reshape(-1), ignore_index=IGNORE, reduction="none").reshape(targets.shape)
+
+
 def next_tokens(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """Targets of ``logits[:, :-1]``, ``(B, T - 1)``; -100 for padding."""
     return (ids if mask is None else ids.masked_fill(~mask, IGNORE))[:, 1:]

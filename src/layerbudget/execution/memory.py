@@ -18,7 +18,7 @@ from ..models.offload import mapped
 from ..storage.writing import Scratch, check_space
 from .loss import Batch
 
-HEAD = 1 << 26  # of logits in float32 are made at a time, where a model can be asked for some of its positions
+HEAD = 1 << 26  # of logits in float32 are made at a time at least, where a model can be asked for some of its positions
 GRAPHS = 5 << 28  # of the graphs of all layers are kept without their weights, where every layer would run twice otherwise
 TOGETHER = 512  # tokens of short sequences that go through the layers together: those of a streamed model come once for all
 _STORES = ("device", "cpu", "disk")
@@ -120,19 +120,23 @@ def fits_whole(model: nn.Module, runs: Sequence[Batch], state: int) -> bool:
 
 
 def positions_at_once(model: nn.Module) -> int:
-    """Return the positions whose logits are made together, of all sequences of a batch: ``HEAD`` bytes of them in float32."""
-    return max(1, HEAD // (4 * max(_vocabulary(model), 1)))
+    """Return the positions whose logits are made together, of all sequences of a batch: ``HEAD`` bytes in float32 or just more.
+
+    Less would lie where :func:`~layerbudget.models.machine.keep_freed` keeps what is freed. glibc before 2.38 does not find the
+    place of a freed tensor of torch again when the same size is asked for, and takes new memory for every piece.
+    """
+    return -(-HEAD // (4 * max(_vocabulary(model), 1)))
 
 
 def pieces_of(model: nn.Module, batch: Batch) -> Iterator[tuple[Batch, slice]]:
     """Yield a batch in pieces of positions whose logits are made together; whole where they are few or not one per position."""
-    step = positions_at_once(model) // batch.size
-    whole = batch.targets.ndim != 2 or not batch.kwargs or batch.length <= max(step, 1)
+    step = -(-positions_at_once(model) // batch.size)
+    whole = batch.targets.ndim != 2 or not batch.kwargs or batch.length <= step
     if whole or any(value.shape != batch.targets.shape for value in batch.kwargs.values()):
         yield batch, slice(None)
         return
-    for start in range(0, batch.length, max(step, 1)):
-        places = slice(start, min(start + max(step, 1), batch.length))
+    for start in range(0, batch.length, step):
+        places = slice(start, min(start + step, batch.length))
         yield batch.at(places), places
 
 

@@ -31,7 +31,7 @@ from torch import nn
 
 from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
-from ...execution.divergence import next_tokens, token_divergence, token_losses
+from ...execution.divergence import losses_of, next_tokens
 from ...execution.inputs import InputStatistics
 from ...execution.loss import IGNORE, Batch, assign_folds, count_scored_tokens, unlabelled
 from ...execution.memory import Store, room_for
@@ -235,12 +235,14 @@ class DenseOutput:
             each, losses, compared = [], [], batch.targets != IGNORE
             targets = self._targets(batch, compared)
             for places, logits in outputs(batch):
+                now = torch.log_softmax(logits, dim=-1)
+                losses.append(losses_of(now, targets[:, places]))
                 if first:
-                    self._keep((j, places.start), torch.log_softmax(logits, dim=-1))
+                    self._keep((j, places.start), now)
                     each.append(logits.new_zeros(logits.shape[:2]))
                 else:
-                    each.append(token_divergence(logits, cast(Store, self._clean).get((j, places.start))))
-                losses.append(token_losses(logits, targets[:, places]))
+                    clean = cast(Store, self._clean).get((j, places.start))
+                    each.append(now.neg_().add_(clean).mul_(clean.exp()).sum(-1))  # in place: each of these has ``HEAD`` bytes
             nats, lost, predicted = torch.cat(each, 1), torch.cat(losses, 1)[:, :-1], targets != IGNORE
             columns = (nats * compared).double().sum(1), compared.sum(1), lost.double().sum(1), predicted.sum(1)
             out.append(torch.stack([c.double() for c in columns], 1).cpu().numpy())
