@@ -2,7 +2,7 @@
 
 With 152,000 tokens to predict, the logits of 4,096 positions take 2.3 GiB in float32, and a loss as much again. The head
 looks at every position by itself. So all layers run on the whole batch, and the head on as many positions as make 64 MiB of
-logits (``HEAD`` in :mod:`layerbudget.execution.memory`).
+logits or just more (``HEAD`` in :mod:`layerbudget.execution.memory`).
 """
 
 from __future__ import annotations
