@@ -28,11 +28,11 @@ RULES = (("mix", "weighted"), ("uniform", "gptq"), ("plan", "gptq"))
 LIMITS = {"arc_easy": 500, "hellaswag": 200}
 
 
-def answers(bench: Bench, a: argparse.Namespace) -> dict[str, Any]:
-    """Results of every task of the model as it is now."""
+def answers(bench: Any, a: argparse.Namespace) -> dict[str, Any]:
+    """Results of every task of a bench's model as it is now."""
     result = {}
     for task in a.tasks:
-        limit = a.limit or LIMITS.get(task)
+        limit = a.limit or a.limits.get(task)
         result |= evaluate_tasks(bench.model, bench.tokenizer, [task], data_dir=a.data_dir, limit=limit, batch_size=a.batch)
     return result
 
@@ -98,6 +98,7 @@ def main() -> None:
     p.add_argument("--scratch", type=Path, required=True, help="folder with damages")
     p.add_argument("--out", type=Path, default=RESULTS)
     a = p.parse_args()
+    a.limits = LIMITS
     kept, bench = f"tasks_{a.name}", None
     for like, rule, method in [("", "dense", ""), *((like, *way) for like in a.like for way in RULES)]:
         if not any((r["like"], r["rule"]) == (like, rule) for r in read_rows(kept, a.out)):

@@ -7,6 +7,7 @@ PARTS = {
     "ingredients": "directional damage one ingredient at a time; predicted beside measured",
     "divergence": "KL on held-out text beside perplexity",
     "real": "KL and perplexity of a real model by every rule, paired by window",
+    "tasks": "accuracy of a real model on tasks by every rule, paired by question",
 }
 
 if __name__ == "__main__":
