@@ -146,6 +146,8 @@ def test_compressed_files_tables_and_marks(tmp_path):
     [
         ("a.txt", "caf\xe9".encode("latin-1"), "a.txt is not UTF-8"),
         ("a.txt", "text".encode("utf-16"), "a.txt is not UTF-8"),
+        ("a.txt", "text".encode("utf-16-le"), "a.txt has the character NUL 4 times"),
+        ("a.csv", "text\none\n".encode("utf-16-be"), "a.csv has the character NUL 9 times"),
         ("a.csv", b"text,id\none,1,2\n", "line 2 of .*a.csv has more cells"),
         ("a.csv", b'text,id\n"one,1\n', "a.csv does not parse"),
         ("a.csv", b"text;id\none;1\n", "separated by semicolons"),
@@ -153,6 +155,7 @@ def test_compressed_files_tables_and_marks(tmp_path):
         ("a.jsonl", b'{"text": "one"}\n{"text": {"id": 1, "id": 2}}\n', "line 2 of .*a.jsonl has the key id twice"),
         ("a.json", b'[{"text": "one", "text": "two"}]', "a.json has the key text twice"),
         ("a.jsonl.gz", b"no gzip", "does not unpack"),
+        ("a.jsonl.gz", b"\x1f\x8b\x08" + bytes(7) + b"\xff" * 9, "does not unpack"),
         ("a.arrow", b"no arrow", "does not read as Arrow"),
         ("a.tar.gz", b"0", "is an archive"),
     ],

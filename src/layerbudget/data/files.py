@@ -12,6 +12,7 @@ import io
 import json
 import lzma
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ def _bytes(path: Path) -> bytes:
     packed = folders.ending(path)[1]
     try:
         return _UNPACKED[packed](path.read_bytes()) if packed else path.read_bytes()
-    except (OSError, EOFError, lzma.LZMAError, ValueError) as error:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError) as error:
         problem = f"{path} does not unpack ({error})." if packed else f"{path} does not read ({error})."
         raise InvalidInput(problem, "", "Write the file again.") from error
 
@@ -119,9 +120,13 @@ _UNPACKED: dict[str, Callable[[bytes], bytes]] = {
 def text_of_file(path: Path) -> str:
     """The text of a UTF-8 file, without a byte order mark."""
     try:
-        return _bytes(path).decode("utf-8-sig")
+        text = _bytes(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InvalidInput(f"{path} is not UTF-8 ({error}).", "", "Convert it to UTF-8.") from error
+    if (count := text.count("\0")) > 0:
+        problem = f"{path} has the character NUL {count:,} times, as UTF-16 without a mark and binary files do."
+        raise InvalidInput(problem, "No text has any.", "Convert it to UTF-8, or delete them.")
+    return text
 
 
 def _plain(path: Path) -> list[Placed]:
