@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import re
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +23,7 @@ from ..gguf.header import open_gguf
 from ..gguf.tokenizer import tokenizer_of
 from ..records import Block
 from ..storage import reading
-from ..storage.checkpoint import Stored, gguf_of, weight_files
+from ..storage.checkpoint import Stored, check_files, gguf_of, need_all, weight_files
 from ..storage.hub import check_id
 from ..storage.unread import on_unread
 from .blocks import check_finite, partition, pretrained, text_config
@@ -192,6 +194,9 @@ def foreign(what: str, feasible: str, remedy: str) -> Iterator[None]:
         if "custom code" in first:
             first = "it needs code of its own, which is not run here."
             feasible, remedy = "Models that transformers computes by itself are read.", "Take another model."
+        elif unknown := re.search(r"model type `(.+?)` but Transformers does not recognize", first):
+            first = f"transformers {version('transformers')} knows no model type {unknown[1]}."
+            remedy = "Install a later transformers if that knows it, else take another model."
         raise BadModel(f"{what}: {textwrap.shorten(first, 300, placeholder=' ...')}", feasible, remedy) from error
 
 
@@ -284,6 +289,7 @@ def find_checkpoint(name: str, *, revision: str | None, device: str, four_bit: b
     place = find_device(device)
     where = resolve(name, revision)
     config = _configuration(name, where, revision)
+    check_files(Path(where))
     with foreign(f"{name} could not be loaded", _MODEL_IS, _CHECK):
         auto = auto_class(config)
     check_quantised(name, config, stream, four_bit)
@@ -364,7 +370,7 @@ def load_model(
         nf4 = checkpoint.in_four_bits(held_dtype(config, dtype)) if four_bit else {}
         if streamed:
             model, report = load_mapped(auto, config, where, dtype=DTYPES.get(dtype), device=place)
-            _need_all(name, where, report)
+            need_all(name, where, report)
         else:
             precision = DTYPES.get(dtype, "auto")
             options = {"revision": revision, "dtype": precision, **as_numbers(config), **nf4}
@@ -402,36 +408,8 @@ def from_checkpoint(
         except SafetensorError:
             Stored(Path(where))  # says which file it is
             raise
-        _need_all(name, where, report, f"{model.base_model_prefix}." if fresh_head else "")
+        need_all(name, where, report, f"{model.base_model_prefix}." if fresh_head else "")
     return model, report
-
-
-def _need_all(name: str, where: str, report: Mapping[str, Any], prefix: str = "") -> None:
-    """Refuse a checkpoint that lacks tensors or has other ones, by what transformers reports of its loading.
-
-    Only tensors whose names begin with the ``prefix`` count.
-
-    Raises:
-        BadModel: It does.
-    """
-    others = sorted(each for each in report["mismatched_keys"] if each[0].startswith(prefix))
-    if others:
-        tensor, stored, made = others[0]
-        file = Stored(Path(where)).names.get(tensor, f"the checkpoint of {name}")
-        more = f" {len(others)} tensors differ so." if len(others) > 1 else ""
-        raise BadModel(
-            f"{tensor} in {file} has the shape {tuple(stored)}, and by config.json it has {tuple(made)}.{more}",
-            "Weights and configuration are of one model.",
-            "Download or save both again.",
-        )
-    within = (k for k in report["missing_keys"] if k.startswith(prefix))
-    missing = sorted(k for k in within if "pooler" not in k)  # of the pooler nothing here depends
-    if missing:
-        raise BadModel(
-            f"The checkpoint of {name} lacks {len(missing)} tensors, first {missing[0]}.",
-            "transformers would fill them with random numbers.",
-            "Download or save the whole checkpoint.",
-        )
 
 
 @silent()

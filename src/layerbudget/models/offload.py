@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import CorruptFile, CoverageError
+from ..errors import CoverageError
+from ..storage.checkpoint import broken
 from ..storage.writing import check_space
 from .blocks import layer_lists
 from .machine import let_go, zeros_in_file
@@ -60,7 +61,7 @@ def _tensors(file: Path, names: Iterable[str] | None = None) -> dict[str, torch.
         with safe_open(file, "pt") as handle:
             return {name: handle.get_tensor(name) for name in (handle.keys() if names is None else names)}
     except (SafetensorError, OSError) as error:
-        raise CorruptFile(f"{file} is not a safetensors file ({error}).", "", "Download or save it again.") from error
+        raise broken(file, error) from error
 
 
 class Mapped:

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..errors import InvalidInput
+from ..errors import BadModel, InvalidInput
 
 
 def unpacked(model: nn.Module) -> nn.Module:
@@ -68,9 +68,26 @@ def in_one_precision(model: Any, config: Any) -> None:
         del model._weight_conversions  # they would pack what is saved again
 
 
+def _methods() -> list[str]:
+    """The ways to quantise that transformers reads, by the names in ``config.json``."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    return sorted(map(str, AUTO_QUANTIZATION_CONFIG_MAPPING))
+
+
 def check_quantised(name: str, config: Any, stream: bool | None, four_bit: bool) -> None:
-    """Refuse to stream, or to hold in 4 bits, a checkpoint whose matrices are packed already."""
-    if getattr(config, "quantization_config", None) and (stream or four_bit):
+    """Refuse to stream, or to hold in 4 bits, a checkpoint whose matrices are packed; and any of an unknown method."""
+    packed = getattr(config, "quantization_config", None)
+    if isinstance(packed, dict) and not (packed.get("load_in_4bit") or packed.get("load_in_8bit")):  # flags of bitsandbytes
+        method, known = packed.get("quant_method"), _methods()
+        if method not in known:
+            said = "does not say by which quant_method, as MLX leaves it out" if method is None else f"names {method}"
+            raise BadModel(
+                f"The weights of {name} are quantised, and quantization_config in config.json {said}.",
+                f"transformers reads {', '.join(known)}.",
+                "Take the model that was quantised. If its weights are plain numbers, delete that entry from config.json.",
+            )
+    if packed and (stream or four_bit):
         raise InvalidInput(
             f"The files of {name} hold packed integers.",
             "They become numbers when the model is loaded, all of them at once.",

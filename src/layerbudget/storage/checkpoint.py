@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import CorruptFile
+from ..errors import BadModel, CorruptFile, NotFound
+from . import reading
 
 INDEX = "model.safetensors.index.json"
 GGUF_FILE = "model.gguf"  # in a folder
+
+
+@dataclasses.dataclass(frozen=True)
+class _Index:
+    """Which file of a folder holds which tensor."""
+
+    weight_map: dict[str, str]
 
 
 def gguf_of(name: str) -> Path | None:
@@ -26,10 +37,95 @@ def weight_files(folder: Path) -> list[Path]:
     for name in ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json"):
         file = folder / name
         if file.is_file() and name.endswith(".index.json"):
-            return [folder / part for part in sorted(set(json.loads(file.read_bytes())["weight_map"].values()))]
+            index = reading.read(file, "weight index", limit=1 << 28, as_type=_Index, remedy="Download it again.")
+            return [folder / part for part in sorted(set(index.weight_map.values()))]
         if file.is_file():
             return [file]
     return []
+
+
+def check_files(folder: Path) -> None:
+    """Refuse a local folder whose weights lie in parts of which one is not there, or the index that names them.
+
+    Raises:
+        NotFound: A part or the index is missing.
+        CorruptFile: The index does not read.
+    """
+    files = weight_files(folder)
+    missing = [file for file in files if not file.is_file()]
+    if missing:
+        raise NotFound(
+            f"{folder} lacks {len(missing)} of the {len(files)} files of its weights, first {missing[0].name}.",
+            "Its index names them.",
+            "Download or save the whole checkpoint.",
+        )
+    if not files and (part := next(iter(sorted(folder.glob("model-*-of-*.safetensors"))), None)) is not None:
+        raise NotFound(f"{folder} has {part.name} and no {INDEX}.", "That says which part has what.", "Download it too.")
+
+
+def broken(file: Path, error: Exception) -> CorruptFile:
+    """Return the error of a file of weights that does not read: a pointer of Git LFS, or anything else."""
+    with contextlib.suppress(OSError), open(file, "rb") as opened:
+        if opened.read(40).startswith(b"version https://git-lfs"):
+            return CorruptFile(f"{file} is a pointer of Git LFS, not the weights.", "", "Fetch them: git lfs pull.")
+    return CorruptFile(f"{file} is not a safetensors file ({error}).", "", "Download or save it again.")
+
+
+def need_all(name: str, where: str, report: Mapping[str, Any], prefix: str = "") -> None:
+    """Refuse a checkpoint that lacks tensors, has other ones, or packed ones, by what transformers reports of its loading.
+
+    Only tensors whose names begin with the ``prefix`` count.
+
+    Raises:
+        BadModel: It does.
+    """
+    stored = Stored(Path(where))
+    others = sorted(each for each in report["mismatched_keys"] if each[0].startswith(prefix))
+    if others:
+        tensor, has, made = others[0]
+        file = stored.names.get(tensor, f"the checkpoint of {name}")
+        more = f" {len(others)} tensors differ so." if len(others) > 1 else ""
+        raise BadModel(
+            f"{tensor} in {file} has the shape {tuple(has)}, and by config.json it has {tuple(made)}.{more}",
+            "Weights and configuration are of one model.",
+            "Download or save both again.",
+        )
+    within = (k for k in report["missing_keys"] if k.startswith(prefix))
+    missing = sorted(k for k in within if "pooler" not in k)  # of the pooler nothing here depends
+    if missing:
+        wrapped = next((k.removesuffix(missing[0]) for k in stored.names if k.endswith(f".{missing[0]}")), "")
+        if wrapped and all(wrapped + k in stored.names for k in missing):
+            raise BadModel(
+                f"The names of tensors in the checkpoint of {name} begin with {wrapped!r}, such as {wrapped}{missing[0]}.",
+                "It was saved from a model in a wrapper (torch.compile, DataParallel).",
+                "Save the model within the wrapper.",
+            )
+        raise BadModel(
+            f"The checkpoint of {name} lacks {len(missing)} tensors, first {missing[0]}.",
+            "transformers would fill them with random numbers.",
+            "Download or save the whole checkpoint.",
+        )
+    file = Path(where) / "config.json"
+    if file.is_file() and not json.loads(file.read_bytes()).get("quantization_config"):
+        _need_numbers(name, stored, report["unexpected_keys"])
+
+
+def _need_numbers(name: str, stored: Stored, unread: Collection[str]) -> None:
+    """Refuse weights that are stored as codes, with scales elsewhere, where no configuration says how they are read."""
+    for tensor in sorted(n for n in stored.names.keys() - set(unread) if n.endswith(("weight", "bias"))):
+        kind = stored.kind(tensor)
+        scale = next((n for n in sorted(unread) if n.startswith(tensor.removesuffix("weight")) and "scale" in n), None)
+        if kind.startswith(("I", "U", "BOOL", "int", "uint", "bool")):
+            beside = "no model computes with whole numbers"
+        elif kind.lower().startswith(("f8", "float8")) and scale is not None:
+            beside = f"{scale} beside it is not read"
+        else:
+            continue
+        raise BadModel(
+            f"{tensor} in the checkpoint of {name} is stored as {kind}, and {beside}.",
+            "config.json has no quantization_config, which says how codes become weights.",
+            "Copy that entry from where the model was quantised, or take the model that was not.",
+        )
 
 
 class Stored:
@@ -53,7 +149,7 @@ class Stored:
                 with safe_open(file, "pt"):
                     self._sizes |= _header(file)
             except (SafetensorError, OSError) as error:
-                raise CorruptFile(f"{file} is not a safetensors file ({error}).", "", "Download or save it again.") from error
+                raise broken(file, error) from error
             self.names |= dict.fromkeys(_header(file), file)
 
     def _pickled(self, file: Path) -> dict[str, Any]:
@@ -73,6 +169,10 @@ class Stored:
             return kinds.get(self._sizes[name][0])
         kind = self._pickled(self.names[name])[name].dtype
         return kind if kind in kinds.values() else None
+
+    def kind(self, name: str) -> str:
+        """The precision of a tensor as its file names it: ``BF16``, ``I8``."""
+        return self._sizes[name][0] if name in self._sizes else str(self._pickled(self.names[name])[name].dtype)[6:]
 
     def bytes(self, name: str) -> int:
         """The bytes of a tensor."""
