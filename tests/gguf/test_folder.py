@@ -107,6 +107,9 @@ def test_a_file_that_is_none_is_refused(tmp_path):
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
     with pytest.raises(CorruptFile, match="does not read as GGUF"):
         load_model(str(tmp_path / "x.gguf"))
+    (tmp_path / "x.gguf").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(CorruptFile, match="is a pointer of Git LFS, not the weights"):
+        load_model(str(tmp_path / "x.gguf"))
     (tmp_path / "model.gguf").write_bytes(b"")
     assert gguf_of(str(tmp_path)) == tmp_path / "model.gguf"
     (tmp_path / "config.json").write_text("{}")

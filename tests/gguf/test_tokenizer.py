@@ -40,3 +40,12 @@ def test_a_file_without_a_vocabulary_is_refused_with_a_remedy(name, tmp_path):
     with pytest.raises(BadModel, match="no vocabulary") as refused:
         tokenizer_of(open_gguf(tmp_path / "m.gguf"))
     assert "beside the GGUF file" in str(refused.value)
+
+
+@pytest.mark.parametrize("lost", ["tokens", "token_type"])
+def test_a_vocabulary_that_lacks_words_of_its_merges_is_refused_with_a_remedy(lost, tmp_path):
+    file_of(MADE["bytes, tekken"](), tmp_path / "m.gguf")
+    opened = open_gguf(tmp_path / "m.gguf")
+    opened.fields[f"tokenizer.ggml.{lost}"] = list(opened.fields[f"tokenizer.ggml.{lost}"])[:-40]
+    with pytest.raises(BadModel, match=r"The vocabulary of .*m.gguf does not read: .*tokenizer\.json"):
+        tokenizer_of(opened)

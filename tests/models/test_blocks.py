@@ -162,7 +162,7 @@ def test_a_truncated_checkpoint_and_a_missing_device_end_in_a_sentence(tmp_path)
     shutil.copytree(DEMO_MODEL, tmp_path / "broken")
     weights = next((tmp_path / "broken").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:5000])
-    with pytest.raises(CorruptFile, match="model.safetensors is not a safetensors file"):
+    with pytest.raises(CorruptFile, match="model.safetensors does not read as safetensors"):
         load_model(str(tmp_path / "broken"))
     with pytest.raises(InvalidInput, match="nowhere"):
         load_model("demo", device="nowhere")

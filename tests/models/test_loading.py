@@ -188,7 +188,7 @@ def test_what_is_wrong_with_a_checkpoint_is_named(saved_model, way):
     with pytest.raises(BadModel, match=said):
         load()
     file.write_bytes(whole[:-1000])
-    with pytest.raises(CorruptFile, match=rf"^{file} is not a safetensors file .* Download or save it again\."):
+    with pytest.raises(CorruptFile, match=rf"^{file} does not read as safetensors: .*\. Download or save it again\."):
         load()
     config.write_text(json.dumps({**json.loads(right), "num_attention_heads": 5}))
     for read in (load, lambda: load_tokenizer(str(folder))):

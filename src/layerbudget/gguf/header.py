@@ -17,6 +17,7 @@ from typing import Any, cast
 import numpy as np
 
 from ..errors import BadModel, CorruptFile, InvalidInput, NotFound
+from ..storage.checkpoint import broken
 from .architectures import ARCHITECTURES, Architecture, rope_of
 from .names import rope_factors
 from .reader import read_gguf
@@ -99,10 +100,8 @@ class GgufFile:
             readers = [read_gguf(part) for part in self.parts]
             self.fields = readers[0].values()
         except _BROKEN as error:
-            reason = str(error).rstrip(".") if path.stat().st_size else "it is empty"
-            raise CorruptFile(
-                f"{path} does not read as GGUF: {reason}.", "It may be cut off.", "Write or copy it again."
-            ) from error
+            reason = error if path.stat().st_size else "it is empty"
+            raise broken(path, "GGUF", reason, "It may be cut off: write or copy it again.") from error
         self.arch = str(self.fields.get("general.architecture"))
         self.said = {k.partition(".")[2]: v for k, v in self.fields.items() if k.startswith(f"{self.arch}.")}
         self.tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}

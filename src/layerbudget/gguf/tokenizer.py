@@ -26,12 +26,22 @@ def tokenizer_of(gguf_file: GgufFile) -> Any:
     Raises:
         BadModel: The file has no vocabulary, or one that is not read.
     """
-    from tokenizers import Tokenizer
-
     kind, tokens = gguf_file.fields.get("tokenizer.ggml.model"), gguf_file.fields.get("tokenizer.ggml.tokens")
     if tokens is None or kind not in ("gpt2", "llama"):
         what = f"a vocabulary of the kind {kind}" if tokens is not None else "no vocabulary"
         raise gguf_file.refuse(what, _BESIDE)
+    try:
+        return _made(gguf_file, kind, tokens)
+    except BadModel:
+        raise
+    except Exception as error:  # tokenizers has no class of its own
+        raise BadModel(f"The vocabulary of {gguf_file.path} does not read: {error}.", "", _BESIDE) from error
+
+
+def _made(gguf_file: GgufFile, kind: str, tokens: Sequence[str]) -> Any:
+    """The tokenizer of a vocabulary."""
+    from tokenizers import Tokenizer
+
     kinds = list(gguf_file.fields.get("tokenizer.ggml.token_type") or [1] * len(tokens))
     record = (_bytes if kind == "gpt2" else _pieces)(gguf_file, tokens, kinds)
     record["added_tokens"] = [

@@ -61,7 +61,7 @@ def _tensors(file: Path, names: Iterable[str] | None = None) -> dict[str, torch.
         with safe_open(file, "pt") as handle:
             return {name: handle.get_tensor(name) for name in (handle.keys() if names is None else names)}
     except (SafetensorError, OSError) as error:
-        raise broken(file, error) from error
+        raise broken(file, "safetensors", error) from error
 
 
 class Mapped:

@@ -63,12 +63,12 @@ def check_files(folder: Path) -> None:
         raise NotFound(f"{folder} has {part.name} and no {INDEX}.", "That says which part has what.", "Download it too.")
 
 
-def broken(file: Path, error: Exception) -> CorruptFile:
-    """Return the error of a file of weights that does not read: a pointer of Git LFS, or anything else."""
+def broken(file: Path, kind: str, error: Exception | str, remedy: str = "Download or save it again.") -> CorruptFile:
+    """Return the error of a file of weights that is not of its kind: a pointer of Git LFS, or anything else."""
     with contextlib.suppress(OSError), open(file, "rb") as opened:
         if opened.read(40).startswith(b"version https://git-lfs"):
             return CorruptFile(f"{file} is a pointer of Git LFS, not the weights.", "", "Fetch them: git lfs pull.")
-    return CorruptFile(f"{file} is not a safetensors file ({error}).", "", "Download or save it again.")
+    return CorruptFile(f"{file} does not read as {kind}: {str(error).rstrip('.') or type(error).__name__}.", "", remedy)
 
 
 def need_all(name: str, where: str, report: Mapping[str, Any], prefix: str = "") -> None:
@@ -149,7 +149,7 @@ class Stored:
                 with safe_open(file, "pt"):
                     self._sizes |= _header(file)
             except (SafetensorError, OSError) as error:
-                raise broken(file, error) from error
+                raise broken(file, "safetensors", error) from error
             self.names |= dict.fromkeys(_header(file), file)
 
     def _pickled(self, file: Path) -> dict[str, Any]:

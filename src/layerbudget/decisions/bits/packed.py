@@ -15,10 +15,11 @@ from torch import nn
 from ...compressors.formats import Format, find_format, need_packing
 from ...compressors.quantisers import Rounded
 from ...compressors.treating import matrices
-from ...errors import BadModel, CorruptFile, CoverageError
+from ...errors import BadModel, CoverageError
 from ...models.blocks import config_of, layers, pretrained, weight_of
 from ...models.loading import check_packed, silent
 from ...models.machine import SHARE, free_bytes
+from ...storage.checkpoint import broken
 from ...storage.source import save_weights
 from .saved_names import CheckpointSlice, as_saved, experts_of, halved, names_of, pattern
 
@@ -241,6 +242,6 @@ def recount_safetensors(folder: Path) -> dict[str, int]:
             try:
                 header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
             except ValueError as error:
-                raise CorruptFile(f"{file} is not a safetensors file ({error}).", "", "Write it again.") from error
+                raise broken(file, "safetensors", error, "Write it again.") from error
         tensor_bytes |= {n: e["data_offsets"][1] - e["data_offsets"][0] for n, e in header.items() if n != "__metadata__"}
     return tensor_bytes
