@@ -13,7 +13,7 @@ from tests import zoo
 from layerbudget.cli import main
 from layerbudget.decisions.lora_experts.method import add_lora_experts
 from layerbudget.decisions.ranks.apply import add_ranks
-from layerbudget.errors import BadModel, NotFound
+from layerbudget.errors import BadModel, CorruptFile, NotFound
 from layerbudget.finetuning.adapters import adapt, classifier_loader, load_adapter, started
 from layerbudget.finetuning.protocol import Protocol
 from layerbudget.finetuning.rows import TextRows
@@ -119,9 +119,6 @@ def test_what_does_not_fit_is_refused(saved, tmp_path):
     )
     with pytest.raises(BadModel, match="have no place"):
         load_adapter(zoo.adaptable(), place)
-    (place / "adapter_model.safetensors").write_bytes(b"no tensors")
-    with pytest.raises(BadModel, match="cannot be read"):
-        load_adapter(zoo.adaptable(), place)
 
 
 def test_weights_in_a_pickle_are_read_and_one_that_runs_code_is_not(saved):
@@ -186,6 +183,32 @@ def test_an_adapter_in_a_folder_below_is_named(saved, tmp_path, name):
     (saved[0] / "ranks").rename(tmp_path / "run" / name)
     with pytest.raises(NotFound, match=f"Point to .*run/{name}"):
         load_adapter(zoo.adaptable(), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda first: first.to(torch.int8), BadModel, "is stored as int8"),
+        (lambda first: first.fill_(float("nan")), BadModel, "holds values that are not finite.*earlier checkpoint"),
+        ("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", CorruptFile, "is a pointer of Git LFS"),
+        ("no tensors at all", CorruptFile, "adapter_model.safetensors does not read as safetensors"),
+        ({"peft_type": "LATER"}, BadModel, "names the type LATER.*Install a later peft"),
+        ({"peft_type": None}, BadModel, "names no peft_type"),
+    ],
+)
+def test_an_adapter_whose_files_are_no_weights_is_refused(saved, change, error, words):
+    place = saved[0] / "ranks"
+    weights, record = place / "adapter_model.safetensors", place / "adapter_config.json"
+    if isinstance(change, dict):
+        record.write_text(json.dumps(json.loads(record.read_text()) | change))
+    elif isinstance(change, str):
+        weights.write_text(change)
+    else:
+        held = load_file(weights)
+        first = sorted(held)[0]
+        save_file(held | {first: change(held[first])}, weights)
+    with pytest.raises(error, match=words):
+        load_adapter(zoo.adaptable(), place)
 
 
 def test_an_adapter_of_another_base_of_the_same_shapes_is_said(saved, caplog):

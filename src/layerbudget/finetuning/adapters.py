@@ -8,6 +8,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +29,7 @@ from ..models.precision import held_dtype, quick_dtype
 from ..plan import Plan
 from ..sensitivity.adapter_space import accumulated_gradients
 from ..storage import reading
+from ..storage.checkpoint import broken
 from ..storage.unread import named_unread
 from .merging import REMEDY, merge_adapter, sparse, zeros_of
 from .protocol import DEVICES, Protocol
@@ -256,6 +258,7 @@ def saved_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the configuration and the tensors of a saved adapter; errors as of :func:`load_adapter`."""
     from peft import PeftConfig, PromptLearningConfig, load_peft_weights
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+    from safetensors import SafetensorError
 
     if not (folder / _CONFIG).is_file():
         inside = sorted({str(p.parent) for depth in ("*", "*/*") for p in folder.glob(f"{depth}/{_CONFIG}")})
@@ -271,8 +274,27 @@ def saved_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         )
     if not any((folder / name).is_file() for name in _WEIGHTS):
         raise NotFound(f"{folder} holds neither {' nor '.join(_WEIGHTS)}.", "", "Save the adapter again by save_pretrained.")
-    with foreign(f"The weights of the adapter {folder} cannot be read", "", "Save them again by save_pretrained."):
-        return config, load_peft_weights(str(folder), device="cpu")
+    if kind not in PEFT_TYPE_TO_CONFIG_MAPPING:
+        named = f"names the type {config['peft_type']}" if config.get("peft_type") else "names no peft_type"
+        raise BadModel(
+            f"{_CONFIG} of {folder} {named}.",
+            f"peft {version('peft')} knows {', '.join(sorted(map(str, PEFT_TYPE_TO_CONFIG_MAPPING)))}.",
+            "Install a later peft if that knows it, or save the adapter again by save_pretrained.",
+        )
+    remedy = "Save them again by save_pretrained."
+    with foreign(f"The weights of the adapter {folder} cannot be read", "", remedy):
+        try:
+            saved = load_peft_weights(str(folder), device="cpu")
+        except SafetensorError as error:
+            raise broken(folder / _WEIGHTS[0], "safetensors", error, remedy) from error
+    for name, tensor in saved.items():
+        if not tensor.is_floating_point():
+            what = f"{name} of the adapter {folder} is stored as {str(tensor.dtype).removeprefix('torch.')}."
+            raise BadModel(what, "No adapter computes with whole numbers.", "Save it in floating point.")
+        if not bool(torch.isfinite(tensor.double()).all()):
+            what = f"{name} of the adapter {folder} holds values that are not finite."
+            raise BadModel(what, "Weights must be finite.", "Take an earlier checkpoint, or train it again.")
+    return config, saved
 
 
 def _twice(name: str, saved: Mapping[str, Tensor]) -> bool:
