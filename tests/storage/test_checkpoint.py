@@ -108,6 +108,10 @@ def test_parts_that_are_missing_are_named(copied):
     index.unlink()
     with pytest.raises(NotFound, match=f"has {files[0]} and no model.safetensors.index.json"):
         load_model(folder)
+    for name in files:
+        (folder / name).rename(folder / f"pytorch_{name.replace('safetensors', 'bin')}")
+    with pytest.raises(NotFound, match=r"has pytorch_model-00001-of-.*\.bin and no pytorch_model\.bin\.index\.json"):
+        load_model(folder)
 
 
 def test_a_model_of_an_unknown_type_is_said_so(copied):

@@ -59,8 +59,12 @@ def check_files(folder: Path) -> None:
             "Its index names them.",
             "Download or save the whole checkpoint.",
         )
-    if not files and (part := next(iter(sorted(folder.glob("model-*-of-*.safetensors"))), None)) is not None:
-        raise NotFound(f"{folder} has {part.name} and no {INDEX}.", "That says which part has what.", "Download it too.")
+    for kind in ("model-*-of-*.safetensors", "pytorch_model-*-of-*.bin") if not files else ():
+        if parts := sorted(folder.glob(kind)):
+            index = f"{kind.partition('-')[0]}{parts[0].suffix}.index.json"
+            raise NotFound(
+                f"{folder} has {parts[0].name} and no {index}.", "That says which part has what.", "Download it too."
+            )
 
 
 def broken(file: Path, kind: str, error: Exception | str, remedy: str = "Download or save it again.") -> CorruptFile:
