@@ -347,8 +347,9 @@ def load_model(
         quiet: Do not say which tensors of the checkpoint are not loaded.
 
     Raises:
-        NotFound: No such folder.
-        BadModel: The checkpoint does not load, lacks tensors, has some of another shape, or holds NaN or infinite weights.
+        NotFound: No such folder, or not all files of its weights.
+        BadModel: The checkpoint does not load, lacks tensors, has some of another shape, or of codes that nothing says how to
+            read, or holds NaN or infinite weights.
         CorruptFile: A file of its weights is broken.
         InvalidInput: Unknown dtype, or a device that this machine does not have.
         MissingDependency: 4 bits without bitsandbytes.
