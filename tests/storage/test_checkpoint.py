@@ -76,6 +76,8 @@ def test_codes_without_a_configuration_that_reads_them_are_refused(copied, strea
     (folder / "model.safetensors").unlink()
     with pytest.raises(BadModel, match="is stored as int8"):
         load_model(folder)
+    torch.save(before, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    assert torch.equal(load_model(folder).get_parameter(UP), before[UP]), "the older form of a pickle"
 
 
 @pytest.mark.parametrize(

@@ -278,7 +278,7 @@ def saved_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         named = f"names the type {config['peft_type']}" if config.get("peft_type") else "names no peft_type"
         raise BadModel(
             f"{_CONFIG} of {folder} {named}.",
-            f"peft {version('peft')} knows {', '.join(sorted(map(str, PEFT_TYPE_TO_CONFIG_MAPPING)))}.",
+            f"peft {version('peft')} knows {', '.join(sorted(getattr(t, 'value', t) for t in PEFT_TYPE_TO_CONFIG_MAPPING))}.",
             "Install a later peft if that knows it, or save the adapter again by save_pretrained.",
         )
     remedy = "Save them again by save_pretrained."

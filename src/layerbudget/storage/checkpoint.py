@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import zipfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -118,13 +119,11 @@ def _need_numbers(name: str, stored: Stored, unread: Collection[str]) -> None:
     """Refuse weights that are stored as codes, with scales elsewhere, where no configuration says how they are read."""
     for tensor in sorted(n for n in stored.names.keys() - set(unread) if n.endswith(("weight", "bias"))):
         kind = stored.kind(tensor)
-        scale = next((n for n in sorted(unread) if n.startswith(tensor.removesuffix("weight")) and "scale" in n), None)
-        if kind.startswith(("I", "U", "BOOL", "int", "uint", "bool")):
-            beside = "no model computes with whole numbers"
-        elif kind.lower().startswith(("f8", "float8")) and scale is not None:
-            beside = f"{scale} beside it is not read"
-        else:
+        whole, few = kind.startswith(("I", "U", "BOOL", "int", "uint", "bool")), kind.lower().startswith(("f8", "float8"))
+        of_it = [n for n in unread if n.startswith(tensor.removesuffix("weight")) and "scale" in n] if few else []
+        if not whole and not of_it:
             continue
+        beside = "no model computes with whole numbers" if whole else f"{min(of_it)} beside it is not read"
         raise BadModel(
             f"{tensor} in the checkpoint of {name} is stored as {kind}, and {beside}.",
             "config.json has no quantization_config, which says how codes become weights.",
@@ -157,11 +156,12 @@ class Stored:
             self.names |= dict.fromkeys(_header(file), file)
 
     def _pickled(self, file: Path) -> dict[str, Any]:
-        """The tensors of a file that ``torch.save`` wrote, mapped."""
+        """The tensors of a file that ``torch.save`` wrote, mapped where they can be."""
         import torch
 
         if file not in self._loaded:
-            self._loaded[file] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            mapped = zipfile.is_zipfile(file)  # the older form of torch.save cannot be
+            self._loaded[file] = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
         return self._loaded[file]
 
     def dtype(self, name: str) -> Any:
