@@ -65,17 +65,18 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
     for row in rows:
         plan = next((r for r in rows if r["like"] == row["like"] and r["rule"] == "plan"), None)
-        cells = [f"{row['tasks'][t]['acc']:.1%}" for t in tasks] + [f"{mean_accuracy(row['tasks'])['acc']:.1%}"]
-        cells.append("" if plan in (None, row) else beside(row["tasks"], plan["tasks"]))
         size = [f"{row['bytes']:,}", f"{row['kl']:.4f}"] if "kl" in row else ["", ""]
-        lines.append(f"| {' | '.join([row['like'], row['rule'], row['method'], *size, *cells])} |")
+        lines.append(f"| {' | '.join([row['like'], row['rule'], row['method'], *size, *accuracy(row, plan)])} |")
     return lines
 
 
-def beside(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
-    """The difference of mean accuracies, and the p of McNemar's exact test."""
-    test = compare_means(first, second)
-    return f"{100 * test.difference:+.1f} points (p = {test.p:.2g})"
+def accuracy(row: Mapping[str, Any], plan: Mapping[str, Any] | None) -> list[str]:
+    """Cells of a row: accuracy by task, their mean, and what that is more than a plan's, with the p of McNemar's exact test."""
+    cells = [f"{each['acc']:.1%}" for each in row["tasks"].values()] + [f"{mean_accuracy(row['tasks'])['acc']:.1%}"]
+    if plan is None or plan is row:
+        return [*cells, ""]
+    test = compare_means(row["tasks"], plan["tasks"])
+    return [*cells, f"{100 * test.difference:+.1f} points (p = {test.p:.2g})"]
 
 
 def main() -> None:

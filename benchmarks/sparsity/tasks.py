@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.bits.tasks import answers, beside
+from benchmarks.bits.tasks import accuracy, answers
 from benchmarks.bits.whole import processor_seconds
 from benchmarks.sparsity.real import RealBench, per_window
 from benchmarks.stamp import RESULTS, keep_row, peak_gib, read_rows, write_section
 
 from layerbudget.decisions.sparsity.apply import prune
-from layerbudget.evaluation.statistics import mean_accuracy
 from layerbudget.sensitivity.sequences import per_token
 
 RULES = ("uniform", "OWL", "directional (Linear), 4 steps")
@@ -58,12 +57,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for row in rows:
         same = [r for r in rows if (r["method"], r["target"]) == (row["method"], row["target"])]
         plan = next((r for r in same if r["rule"].startswith("directional")), row)
-        cells = [f"{row['tasks'][t]['acc']:.1%}" for t in tasks] + [f"{mean_accuracy(row['tasks'])['acc']:.1%}"]
-        cells.append("" if plan is row else beside(row["tasks"], plan["tasks"]))
         size = ["", "", "dense", ""] if row["rule"] == "dense" else [row["method"], f"{row['sparsity']:.0%}", row["rule"]]
         if "kl" in row:
             size.append(f"{per_token(*per_window(row, slice(None), 'kl'))[0]:.3f}")
-        lines.append(f"| {' | '.join([*size, *cells])} |")
+        lines.append(f"| {' | '.join([*size, *accuracy(row, plan)])} |")
     return lines
 
 
