@@ -3,7 +3,8 @@
     python -m benchmarks.bits tasks MODEL --fit FILE --held-out FILE --name smollm2 --data-dir FOLDER [--like Q2_K Q4_K_M]
 
 Damages are those that ``benchmarks.bits whole`` left in ``--scratch``. Every question is answered by every model, without
-examples before it, by lm-eval. Differences from the plan are tested by McNemar's exact test over the questions of all tasks.
+examples before it, by lm-eval. Differences from the plan are tested by McNemar's exact test over the questions of all tasks: of
+right answers, and of answers that flipped, which are right in one of the dense model and this one, and wrong in the other.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from benchmarks.stamp import RESULTS, keep_row, read_rows, write_section
 import layerbudget as lb
 from layerbudget.decisions.formats.program import formats_of_plan
 from layerbudget.evaluation.harness import evaluate_tasks
-from layerbudget.evaluation.statistics import compare_means, mean_accuracy
+from layerbudget.evaluation.statistics import compare_means, flipped, mcnemar, mean_accuracy
 from layerbudget.sensitivity.sequences import per_token
 
 RULES = (("mix", "weighted"), ("uniform", "gptq"), ("plan", "gptq"))
 LIMITS = {"arc_easy": 500, "hellaswag": 200}
+COLUMNS = ("mean", "minus the plan", "flipped: lost + gained", "flips minus the plan's")
 
 
 def answers(bench: Any, a: argparse.Namespace) -> dict[str, Any]:
@@ -57,26 +59,33 @@ def measure(bench: Bench, a: argparse.Namespace, like: str, rule: str, method: s
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each model: accuracy by task and their mean, and the paired difference from the plan of the same bytes."""
+    """A line for each model: accuracy by task, their mean, flips, and the paired differences from the plan of the same bytes."""
     tasks = list(rows[0]["tasks"])
     lines = [
-        f"| bytes of | rule | rounding | bytes | KL | {' | '.join(tasks)} | mean | minus the plan, all questions |",
-        f"|---|---|---|---:|---|{'---|' * len(tasks)}---|---|",
+        f"| bytes of | rule | rounding | bytes | KL | {' | '.join(tasks)} | {' | '.join(COLUMNS)} |",
+        f"|---|---|---|---:|---|{'---|' * (len(tasks) + len(COLUMNS))}",
     ]
     for row in rows:
-        plan = next((r for r in rows if r["like"] == row["like"] and r["rule"] == "plan"), None)
+        plan = next((r for r in rows if r["like"] == row["like"] and r["rule"] == "plan"), row)
         size = [f"{row['bytes']:,}", f"{row['kl']:.4f}"] if "kl" in row else ["", ""]
-        lines.append(f"| {' | '.join([row['like'], row['rule'], row['method'], *size, *accuracy(row, plan)])} |")
+        lines.append(f"| {' | '.join([row['like'], row['rule'], row['method'], *size, *accuracy(row, plan, rows[0])])} |")
     return lines
 
 
-def accuracy(row: Mapping[str, Any], plan: Mapping[str, Any] | None) -> list[str]:
-    """Cells of a row: accuracy by task, their mean, and what that is more than a plan's, with the p of McNemar's exact test."""
-    cells = [f"{each['acc']:.1%}" for each in row["tasks"].values()] + [f"{mean_accuracy(row['tasks'])['acc']:.1%}"]
-    if plan is None or plan is row:
-        return [*cells, ""]
-    test = compare_means(row["tasks"], plan["tasks"])
-    return [*cells, f"{100 * test.difference:+.1f} points (p = {test.p:.2g})"]
+def accuracy(row: Mapping[str, Any], plan: Mapping[str, Any], dense: Mapping[str, Any]) -> list[str]:
+    """Cells of a row: accuracy by task and those of ``COLUMNS``, with the p of McNemar's test; flips are of all questions."""
+    own, base = row["tasks"], dense["tasks"]
+    cells = [f"{each['acc']:.1%}" for each in own.values()] + [f"{mean_accuracy(own)['acc']:.1%}"]
+    if row is dense:
+        return [*cells, "", "", ""]
+    now, then = (np.concatenate([each["correct"] for each in side.values()]) for side in (own, base))
+    turned = f"{(now != then).mean():.1%}: {(now < then).sum()} + {(now > then).sum()}"
+    if plan is row:
+        return [*cells, "", turned, ""]
+    here, there = (np.concatenate(list(flipped(side, base).values())) for side in (own, plan["tasks"]))
+    tests = compare_means(own, plan["tasks"]), mcnemar((here, there))
+    right, flips = (f"{100 * test.difference:+.1f} points (p = {test.p:.2g})" for test in tests)
+    return [*cells, right, turned, flips]
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ r"""Accuracy on tasks of a real model with zeros: dense, and by several rules at
         [--methods wanda] [--sparsities 0.5] [--rules uniform OWL 'directional (Linear), 4 steps']
 
 Every question is answered by every model, without examples before it, by lm-eval. Differences from the directional plan are tested
-by McNemar's exact test over the questions of all tasks. Rows are kept under ``results/rows`` and are not measured again.
+by McNemar's exact test over the questions of all tasks: of right answers, and of answers that flipped beside the dense model. Rows are kept under ``results/rows`` and are not measured again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.bits.tasks import accuracy, answers
+from benchmarks.bits.tasks import COLUMNS, accuracy, answers
 from benchmarks.bits.whole import processor_seconds
 from benchmarks.sparsity.real import RealBench, per_window
 from benchmarks.stamp import RESULTS, keep_row, peak_gib, read_rows, write_section
@@ -48,11 +48,11 @@ class TaskBench(RealBench):
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each model: accuracy by task and their mean, and the paired difference from the directional plan."""
+    """A line for each model: accuracy by task, their mean, flips, and the paired differences from the directional plan."""
     tasks = list(rows[0]["tasks"])
     lines = [
-        f"| pruner | zeros | rule | KL | {' | '.join(tasks)} | mean | minus the plan, all questions |",
-        f"|---|---|---|---|{'---|' * len(tasks)}---|---|",
+        f"| pruner | zeros | rule | KL | {' | '.join(tasks)} | {' | '.join(COLUMNS)} |",
+        f"|---|---|---|---|{'---|' * (len(tasks) + len(COLUMNS))}",
     ]
     for row in rows:
         same = [r for r in rows if (r["method"], r["target"]) == (row["method"], row["target"])]
@@ -60,7 +60,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         size = ["", "", "dense", ""] if row["rule"] == "dense" else [row["method"], f"{row['sparsity']:.0%}", row["rule"]]
         if "kl" in row:
             size.append(f"{per_token(*per_window(row, slice(None), 'kl'))[0]:.3f}")
-        lines.append(f"| {' | '.join([*size, *accuracy(row, plan)])} |")
+        lines.append(f"| {' | '.join([*size, *accuracy(row, plan, rows[0])])} |")
     return lines
 
 

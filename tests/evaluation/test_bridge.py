@@ -128,6 +128,14 @@ def test_mean_of_tasks_and_its_test(rng):
     assert same.difference == 0 and same.p == 1.0
 
 
+def test_answers_that_flip_either_way_leave_the_accuracy(rng):
+    a, b = {"tasks": {"t": rows(1, 0, 1, 1, 0)}}, {"tasks": {"t": rows(0, 1, 1, 1, 0)}}
+    found = statistics.compare_results(a | {"perplexity": {}}, b | {"perplexity": {}}, ("small", "whole"))
+    assert found["tasks"]["t"]["difference"] == 0 and found["tasks"]["t"]["flips"] == 0.4
+    assert "2 of 5 answers flipped: 1 are right in small alone, 1 in whole alone." in found["sentences"][0]
+    assert statistics.flipped(a["tasks"], b["tasks"])["t"].tolist() == [True, True, False, False, False]
+
+
 def test_two_results(rng):
     a = {
         "model": "A",
@@ -140,7 +148,10 @@ def test_two_results(rng):
         "perplexity": {"s": {"nll": [1.2, 2.1, 1.9], "counts": [7, 7, 7], "digest": "d"}},
     }
     found = statistics.compare_results(a, b)
-    assert found["tasks"]["t"] == vars(mcnemar(([1, 1, 1, 0], [0, 1, 0, 0])))
+    assert found["tasks"]["t"] == {**vars(mcnemar(([1, 1, 1, 0], [0, 1, 0, 0]))), "flips": 0.5}
+    assert found["mean"]["flips"] == pytest.approx((2 / 4 + 1 / 4) / 2)
+    assert "2 of 4 answers flipped: 2 are right in A alone, 0 in B alone." in found["sentences"][0]
+    assert "37.5% of the answers flipped" in found["verdict"]
     assert found["mean"]["difference"] == pytest.approx(0.375) and found["perplexity"]["s"]["difference"] < 0
     assert len(found["sentences"]) == 4
     text = a["perplexity"]["s"]

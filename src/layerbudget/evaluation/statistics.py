@@ -376,6 +376,24 @@ def compare_means(first: Rows, second: Rows) -> Comparison:
     return mcnemar(*((row["correct"], second[name]["correct"]) for name, row in first.items()))
 
 
+def flipped(first: Rows, second: Rows) -> dict[str, np.ndarray]:
+    """Return, for every task, which answers flipped: right in one model and wrong in the other.
+
+    Accuracy hides them where as many flip either way. They and KL say how far a smaller model is from its original (Dutta,
+    Krishnan, Kwatra and Ramjee, Accuracy is Not All You Need, NeurIPS 2024).
+
+    >>> flipped({"t": {"correct": [1, 0, 1]}}, {"t": {"correct": [1, 1, 0]}})["t"].tolist()
+    [False, True, True]
+    """
+    return {name: np.not_equal(row["correct"], second[name]["correct"]) for name, row in first.items()}
+
+
+def _on_flips(first: Sequence[float], second: Sequence[float], names: Sequence[str]) -> str:
+    """A sentence on the answers to a task that flipped."""
+    gained, lost, (a, b) = int(np.greater(first, second).sum()), int(np.less(first, second).sum()), names
+    return f"{gained + lost} of {len(first)} answers flipped: {gained} are right in {a} alone, {lost} in {b} alone."
+
+
 @checked
 def compare_results(first: Mapping[str, Any], second: Mapping[str, Any], names: Sequence[str] = ("A", "B")) -> dict[str, Any]:
     """Compare two results of ``evaluate``.
@@ -385,7 +403,8 @@ def compare_results(first: Mapping[str, Any], second: Mapping[str, Any], names: 
 
     Returns:
         ``{tasks: {name: test}, mean (two tasks and more), perplexity: {source: test}, sentences[], verdict}``; differences are
-        first minus second, of accuracies and of nats per token. The verdict leaves out single tasks where there is their mean.
+        first minus second, of accuracies and of nats per token. A test of tasks has ``flips``, the share of answers that are
+        right in one model alone. The verdict leaves out single tasks where there is their mean.
 
     Raises:
         ModelMismatch: They answered other questions, or read other text.
@@ -398,18 +417,20 @@ def compare_results(first: Mapping[str, Any], second: Mapping[str, Any], names: 
     check_texts(first, second)
     result: dict[str, Any] = {"tasks": {}, "perplexity": {}, "sentences": []}
     said = []
+    ours, theirs = ({t: side["tasks"][t] for t in tasks} for side in (first, second))
+    flips = {name: float(f.mean()) for name, f in flipped(ours, theirs).items()}
     for name in tasks:
-        test = compare_means({name: first["tasks"][name]}, second["tasks"])
-        result["tasks"][name] = vars(test)
-        result["sentences"].append(f"{name}: {test.sentence(a, b, 'accuracy')}")
+        test, share = compare_means({name: ours[name]}, theirs), flips[name]
+        result["tasks"][name] = {**vars(test), "flips": share}
+        on_flips = _on_flips(ours[name]["correct"], theirs[name]["correct"], names)
+        result["sentences"].append(f"{name}: {test.sentence(a, b, 'accuracy')} {on_flips}")
     if len(tasks) > 1:
-        means = [mean_accuracy({t: side["tasks"][t] for t in tasks}) for side in (first, second)]
-        test = compare_means({t: first["tasks"][t] for t in tasks}, second["tasks"])
-        result["mean"] = {"first": means[0], "second": means[1], **vars(test)}
+        test, share = compare_means(ours, theirs), float(np.mean(list(flips.values())))
+        result["mean"] = {"first": mean_accuracy(ours), "second": mean_accuracy(theirs), **vars(test), "flips": share}
         result["sentences"].append(f"mean of {len(tasks)} tasks: {test.sentence(a, b, 'accuracy')}")
     if tasks:  # the last test: of the one task, or of their mean
         on = tasks[0] if len(tasks) == 1 else f"the mean of {len(tasks)} tasks"
-        said.append(f"{test.outcome(a, b)} on {on} (accuracy {test.difference:+.2%})")
+        said.append(f"{test.outcome(a, b)} on {on} (accuracy {test.difference:+.2%}; {share:.1%} of the answers flipped)")
     for name in texts:
         one, other = first["perplexity"][name], second["perplexity"][name]
         test = paired_t(one["nll"], other["nll"], one["counts"])
