@@ -193,6 +193,9 @@ def test_a_file_in_parts_is_read_whole_and_a_missing_part_is_named(tmp_path):
         for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
             step()
     assert torch.equal(logits(load_model(str(parts[0]), quiet=True)), logits(load_model(str(tmp_path / "out"), quiet=True)))
+    parts[1].write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(CorruptFile, match=r"m-00002-of-00002.gguf is a pointer of Git LFS"):
+        load_model(str(parts[0]), quiet=True)
     parts[1].unlink()
     with pytest.raises(NotFound, match="there is no m-00002-of-00002.gguf"):
         load_model(str(parts[0]), quiet=True)

@@ -96,15 +96,11 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path, self.parts = path, _parts_of(path)
-        try:
-            readers = [read_gguf(part) for part in self.parts]
-            self.fields = readers[0].values()
-        except _BROKEN as error:
-            reason = error if path.stat().st_size else "it is empty"
-            raise broken(path, "GGUF", reason, "It may be cut off: write or copy it again.") from error
+        opened = [_open_part(part) for part in self.parts]
+        self.fields = opened[0][1]
         self.arch = str(self.fields.get("general.architecture"))
         self.said = {k.partition(".")[2]: v for k, v in self.fields.items() if k.startswith(f"{self.arch}.")}
-        self.tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
+        self.tensors = {tensor.name: tensor for reader, _ in opened for tensor in reader.tensors}
         if (count := self.fields.get("split.count") or 1) != len(self.parts):
             raise NotFound(
                 f"{path} is one of {count} parts.", "Parts are named NAME-00001-of-00003.gguf.", "Give them these names."
@@ -124,6 +120,16 @@ class GgufFile:
             f"Files of {', '.join(dict.fromkeys(a.name for a in READ.values()))} are read, as llama.cpp computes them.",
             remedy or "Give the folder that the file was converted from.",
         )
+
+
+def _open_part(path: Path) -> tuple[Any, dict[str, Any]]:
+    """The reader of a file, and what its header says."""
+    try:
+        reader = read_gguf(path)
+        return reader, reader.values()
+    except _BROKEN as error:
+        reason = error if path.stat().st_size else "it is empty"
+        raise broken(path, "GGUF", reason, "It may be cut off: write or copy it again.") from error
 
 
 def _parts_of(path: Path) -> list[Path]:
