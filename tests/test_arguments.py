@@ -126,3 +126,29 @@ def test_numbers_of_numpy_and_types_of_torch_are_taken():
     assert ranks[0].blocks == ranks[1].blocks == ranks[2].blocks
     model = lb.load_model("demo", dtype=torch.bfloat16, device=torch.device("cpu"))
     assert next(model.parameters()).dtype == torch.bfloat16
+
+
+def test_what_is_called_in_inference_mode_is_as_outside():
+    """Gradients were zero there, and every matrix got the smallest type."""
+    model, tokenizer = lb.load_model("demo"), lb.load_tokenizer("demo")
+    data, blocks = lb.calibration("stdlib", tokenizer, samples=2, length=32), lb.partition(model)
+    calls = {
+        "gradients": lambda: lb.score(model, data, blocks, "gradient-norm").gain,
+        "influences": lambda: lb.score(model, data, blocks, "layerif").gain,
+        "bits": lambda: lb.plan_bits(model, data, bits=4).values.tolist(),
+        "steps": lambda: lb.direct_check(model, data, blocks[:1]),
+    }
+    for name, call in calls.items():
+        outside = call()
+        with torch.inference_mode():
+            assert call() == outside, name
+            assert torch.is_inference_mode_enabled()
+
+
+@pytest.mark.parametrize(("wrap", "inside"), [(torch.compile, "_orig_mod"), (torch.nn.DataParallel, "module")])
+def test_a_model_inside_a_wrapper_is_refused_and_what_is_inside_is_taken(wrap, inside):
+    model = zoo.build("llama")
+    wrapped = wrap(model)
+    with pytest.raises(InvalidInput, match=rf"Give the model itself: model\.{inside}\."):
+        lb.partition(wrapped)
+    assert lb.partition(getattr(wrapped, inside)) == lb.partition(model)

@@ -5,6 +5,7 @@ import dataclasses
 import pickle
 
 import numpy as np
+import pandas
 import pytest
 from tests import zoo
 
@@ -121,3 +122,23 @@ def test_tables_need_pandas(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
     with pytest.raises(MissingDependency, match="pandas"):
         PLAN.to_pandas()
+
+
+def test_a_column_of_pandas_is_read_by_its_labels_and_what_has_no_order_is_refused():
+    names = [b.name for b in SCORES.blocks]
+    values = {name: float(i) for i, name in enumerate(names)}
+    column = pandas.Series(values)[::-1]
+    assert lb.Scores.from_values(SCORES.blocks, column) == lb.Scores.from_values(SCORES.blocks, values)
+    plain = pandas.Series(list(values.values()))
+    assert lb.Scores.from_values(SCORES.blocks, plain) == lb.Scores.from_values(SCORES.blocks, values)
+    for wrong, said in (
+        (column.rename({names[0]: names[1]}), "a label twice"),
+        (set(values.values()), "of type set, which has no order"),
+        (3.0, "of type float"),
+        ([None] * len(names), f"The value of {names[0]} is None"),
+        (["a"] * len(names), f"The value of {names[0]} is 'a'"),
+        (np.ones((len(names), 2)), "must be a finite number"),
+        (np.ones(len(names)) * 1j, "must be a finite number"),
+    ):
+        with pytest.raises(InvalidInput, match=said):
+            lb.Scores.from_values(SCORES.blocks, wrong)

@@ -6,6 +6,7 @@ import functools
 import inspect
 import numbers
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from pathlib import PurePath
 from typing import Any, NamedTuple, TypeVar
@@ -82,6 +83,13 @@ KINDS = {
     "Callable": Kind("a function", callable, "Give the function itself."),
     "None": _NONE,
 }
+#: Classes that wrap a model, by the attribute that holds it.
+WRAPPERS = {
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "module",
+}
 #: Parameters that are known by their names: annotations say less of them.
 NAMED = {"tokenizer": [_TOKENIZER, _NONE], "name": [_NAME]}
 
@@ -90,18 +98,35 @@ def checked(function: F) -> F:
     """The same function, but an argument of another type than its annotation says is refused with a sentence.
 
     Usual mistakes are the name or the path of a thing in its place, a number in quotes, one name where there is a list.
+    Where the caller is in torch's inference mode, in which nothing has a gradient, the function is not.
     """
     parameters = inspect.signature(function).parameters
     wanted = {name: kinds for name, p in parameters.items() if (kinds := kinds_of(name, str(p.annotation)))}
+    models = {name for name, kinds in wanted.items() if KINDS["nn.Module"] in kinds}
 
     @functools.wraps(function)
     def door(*args: Any, **kwargs: Any) -> Any:
         for name, value in (*zip(parameters, args, strict=False), *kwargs.items()):
             if name in wanted and not any(kind.fits(value) for kind in wanted[name]):
                 _refuse(name, value, [kind for kind in wanted[name] if kind is not _NONE])
-        return function(*args, **kwargs)
+            if name in models:
+                _refuse_wrapped(name, value)
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False):
+            return function(*args, **kwargs)
 
     return door  # type: ignore[return-value]
+
+
+def _refuse_wrapped(name: str, value: Any) -> None:
+    """Refuse a model inside a wrapper, whose names, configuration and outputs are others."""
+    for wrapper, inside in WRAPPERS.items():
+        if of_class(wrapper)(value):
+            called = wrapper.rpartition(".")[2]
+            what = f"{name} is a model inside {called}."
+            raise InvalidInput(what, "Layers are read by their own names.", f"Give the model itself: {name}.{inside}.")
 
 
 def kinds_of(name: str, annotation: str) -> list[Kind]:

@@ -9,7 +9,7 @@ import html
 import math
 import numbers
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
@@ -356,17 +356,20 @@ def _few(names: Sequence[str]) -> str:
 
 
 def values_by_name(blocks: Sequence[Block], values: Mapping[str, float] | Sequence[float]) -> list[float]:
-    """Return one finite number per block, in order.
+    """Return one finite number per block, in order; a column of pandas that is labelled by block is read by its labels.
 
     Raises:
-        InvalidInput: Too few, too many, unknown names, or not finite.
+        InvalidInput: Too few, too many, unknown names, no order, or not finite numbers.
     """
-    names = [b.name for b in blocks]
+    names, values = [b.name for b in blocks], _by_label(values)
+    if isinstance(values, Set) or not isinstance(values, Iterable):
+        what = f"The values are of type {type(values).__name__}, which has no order."
+        raise InvalidInput(what, "One value per block.", "Give them by block name.")
     if not isinstance(values, Mapping):
-        numbers = [float(v) for v in values]
-        if len(numbers) != len(names):
-            raise InvalidInput(f"There are {len(numbers)} values for {len(names)} blocks.", "One each.", "Give one per block.")
-        values = dict(zip(names, numbers, strict=True))
+        given = list(values)
+        if len(given) != len(names):
+            raise InvalidInput(f"There are {len(given)} values for {len(names)} blocks.", "One each.", "Give one per block.")
+        values = dict(zip(names, given, strict=True))
     known = set(names)
     missing, unknown = [n for n in names if n not in values], [n for n in values if n not in known]
     if missing or unknown:
@@ -375,10 +378,30 @@ def values_by_name(blocks: Sequence[Block], values: Mapping[str, float] | Sequen
         raise InvalidInput(
             f"Values are {' and '.join(said)}.", f"The {len(names)} blocks are {_few(names)}.", "Give one value per block."
         )
-    for name in names:
-        if not math.isfinite(values[name]):
-            raise InvalidInput(f"The value of {name} is {values[name]}.", "It must be finite.", "Correct it.")
-    return [float(values[name]) for name in names]
+    return [_finite(name, values[name]) for name in names]
+
+
+def _by_label(values: Any) -> Any:
+    """A column of pandas as a dictionary, where its labels are words; anything else as it is."""
+    if isinstance(values, Mapping) or not hasattr(values, "items"):
+        return values
+    if not any(isinstance(label, str) for label in values.keys()):
+        return values
+    if len(labelled := dict(values.items())) < len(values):
+        raise InvalidInput("The values have a label twice.", "One value per block.", "Drop the others.")
+    return labelled
+
+
+def _finite(name: str, value: Any) -> float:
+    """A value as a finite number."""
+    try:
+        number = math.nan if isinstance(value, str) or np.iscomplexobj(value) else float(value)
+    except (TypeError, ValueError):  # None, or several numbers
+        number = math.nan
+    if not math.isfinite(number):
+        shown = repr(value) if isinstance(value, str) else str(value)
+        raise InvalidInput(f"The value of {name} is {shown[:40]}.", "It must be a finite number.", "Correct it.")
+    return number
 
 
 class Result(Mapping[str, Any]):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from sklearn import metrics
 
 from layerbudget.errors import InvalidInput
 from layerbudget.evaluation import statistics
+from layerbudget.evaluation.perplexity import Evaluation
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=2, max_size=40))
@@ -175,3 +178,20 @@ def test_holms_p_and_its_interval_decide_the_same(seeds):
             assert (test["low"] <= 0 <= test["high"]) == (test["p"] >= 0.05)
             seen.add(found["holm"] < 0.05)
     assert seen == {True, False}
+
+
+def test_results_of_python_calls_are_compared_and_other_dictionaries_are_refused():
+    read = Evaluation(
+        value=3.0, standard_error=0.1, tokens=21, length=8, windows=3, source="s", digest="d", text=None,
+        nll=(1.0, 1.2, 1.1), counts=(7, 7, 7),
+    )  # fmt: skip
+    worse = dataclasses.replace(read, nll=(1.1, 1.3, 1.25))
+    found = statistics.compare_results({"perplexity": {"s": read}}, {"perplexity": {"s": worse}})
+    assert found["perplexity"]["s"]["difference"] < 0 and found["tasks"] == {}
+    answers = {"t": {"acc": 0.5, "stderr": 0.1, "correct": [1, 0, 1, 0], "digest": "x"}}
+    assert statistics.compare_results({"tasks": answers}, {"tasks": answers})["tasks"]["t"]["difference"] == 0
+    for wrong, said in ((answers, "An evaluation has t"), ({}, "An evaluation has nothing")):
+        with pytest.raises(InvalidInput, match=said):
+            statistics.compare_results(wrong, wrong)
+    with pytest.raises(InvalidInput, match="There are 1 names"):
+        statistics.compare_results({"tasks": answers}, {"tasks": answers}, ("A",))

@@ -11,12 +11,16 @@ from safetensors.torch import load_file, save_file
 from tests import zoo
 
 from layerbudget.cli import main
+from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.lora_experts.method import add_lora_experts
 from layerbudget.decisions.ranks.apply import add_ranks
+from layerbudget.decisions.sparsity.apply import prune
+from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import BadModel, CorruptFile, NotFound
 from layerbudget.finetuning.adapters import adapt, classifier_loader, load_adapter, started
 from layerbudget.finetuning.protocol import Protocol
 from layerbudget.finetuning.rows import TextRows
+from layerbudget.models.blocks import partition
 from layerbudget.models.experts import cut_experts, find_experts
 
 
@@ -105,8 +109,12 @@ def test_a_classifier_whose_base_is_not_all_of_the_checkpoint_is_refused(wrong, 
 def test_what_does_not_fit_is_refused(saved, tmp_path):
     folder, _ = saved
     for base in (zoo.adaptable(1), zoo.adaptable(hidden_size=48, head_dim=12), zoo.classifier(2)):
+        before, flags = {n: p.clone() for n, p in base.state_dict().items()}, [p.requires_grad for p in base.parameters()]
         with pytest.raises(BadModel, match="does not fit|no place"):
-            load_adapter(base, folder / "ranks")
+            load_adapter(base.train(), folder / "ranks")
+        after = base.state_dict()
+        assert list(after) == list(before) and all(torch.equal(p, before[n]) for n, p in after.items())
+        assert [p.requires_grad for p in base.parameters()] == flags and base.training and not hasattr(base, "peft_config")
     (tmp_path / "run" / "seed-0").mkdir(parents=True)
     (folder / "ranks").rename(tmp_path / "run" / "seed-0" / "adapter")
     with pytest.raises(NotFound, match=r"Point to .*seed-0"):
@@ -286,3 +294,19 @@ def test_perplexity_with_an_adapter(tmp_path, capsys):
     assert plain["perplexity"]["stdlib"]["value"] != changed["perplexity"]["stdlib"]["value"]
     assert main([*words, "--adapter", str(tmp_path)]) == 2
     assert "adapter_config.json" in capsys.readouterr().err
+
+
+def test_what_an_adapter_puts_beside_weights_is_no_block(saved):
+    """Half of a trained update was pruned with the weights."""
+    folder, _ = saved
+    base = zoo.adaptable()
+    sizes = [(b.name, b.numel) for b in partition(base)]
+    adapted = load_adapter(base, folder / "ranks")
+    found = partition(adapted)
+    assert [(b.name.removeprefix("base_model.model."), b.numel) for b in found] == sizes
+    factors = {n: p.clone() for n, p in adapted.named_parameters() if "lora_" in n}
+    prune(adapted, plan_sparsity(found, sparsity=0.5, rule="uniform"), method="magnitude")
+    assert all(torch.equal(p, factors[n]) for n, p in adapted.named_parameters() if n in factors)
+    assert partition(load_adapter(zoo.adaptable(), folder / "experts"))[0].numel == found[0].numel
+    with pytest.raises(BadModel, match="merge=True"):
+        plan_bits(adapted, rule="uniform", bits=8)

@@ -298,3 +298,12 @@ def test_no_cap_is_proposed_that_is_refused():
 def test_the_example_of_the_notation():
     s = allocate([0.4, 0.3, 0.2, 0.1], [1, 2, 1, 1], 6, spend="exactly")
     assert (round(s.multiplier, 4), round(s.shadow_price, 4), round(s.shadow_price / 3.6, 4)) == (-0.0727, 0.3273, 0.0909)
+
+
+def test_a_barrier_is_never_reached():
+    """Sparsity 1 came out where a weight is next to nothing: the certificate had no numbers, and its file was not read."""
+    found = sparsify([1.0, 1e-20], [10, 10], 9, max_sparsity=1.0, penalty="log-barrier", spend="exactly")
+    assert found.value.max() < 1 and np.isfinite([found.gap, found.kkt_residual, found.primal, found.dual]).all()
+    assert found.gap < 1e-9 and found.kkt_residual < 1e-9
+    with pytest.raises(InvalidInput, match="the log-barrier goes to 0.99999"):
+        sparsify([1.0, 1.0], [10, 10], 9, min_sparsity=[0.0, 1.0], max_sparsity=1.0, penalty="log-barrier")

@@ -135,6 +135,9 @@ def test_power_and_log_barrier():
         target = (0.02 + 0.96 * i["part"]) * (c @ high)
         certified(sparsify(q, c, target, max_sparsity=high, penalty="log-barrier", **EXACT), True)
 
+        spread = (q / q.max()) ** (1 + 40 * i["part"])  # the largest wish is 1 but for the last digit
+        certified(sparsify(spread, c, target, max_sparsity=1.0, penalty="log-barrier", **EXACT), True)
+
     run(60, check)
 
 

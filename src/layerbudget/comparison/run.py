@@ -66,7 +66,7 @@ def _scored(bench: Bench, cells: Cells, name: str, source: Given, seed: int) -> 
     """A score record of one seed and what it cost; ``None`` where the cell is left to another part."""
     if isinstance(source, Scores):
         return source, _FREE
-    if isinstance(source, Mapping):
+    if not isinstance(source, str):
         return Scores.from_values(bench.blocks, source, estimator=name), _FREE
     data = bench.data(seed) if ESTIMATORS.find(source).data else None
 

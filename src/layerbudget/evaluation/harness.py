@@ -20,6 +20,7 @@ from ..arguments import checked
 from ..canonical import digest
 from ..data.tasks import known_label
 from ..errors import CorruptFile, InvalidInput, LayerbudgetError, MissingDependency, NotFound
+from ..execution.modes import own_random_numbers
 from ..progress import Progress, Steps, say
 from ..storage.hub import check_id
 
@@ -200,6 +201,7 @@ def _cached_only() -> Iterator[None]:
 
 
 @checked
+@own_random_numbers()
 def evaluate_tasks(
     model: nn.Module,
     tokenizer: Any,

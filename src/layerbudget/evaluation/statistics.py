@@ -398,8 +398,8 @@ def _on_flips(first: Sequence[float], second: Sequence[float], names: Sequence[s
 def compare_results(first: Mapping[str, Any], second: Mapping[str, Any], names: Sequence[str] = ("A", "B")) -> dict[str, Any]:
     """Compare two results of ``evaluate``.
 
-    Both have ``tasks`` (each with ``correct`` and ``digest``) and ``perplexity`` (each with ``nll``, ``counts`` and
-    ``digest``), of the same questions and text; ``names`` is how to call them.
+    Both have ``tasks`` (what :func:`~layerbudget.evaluate_tasks` returned), ``perplexity`` (what
+    :func:`~layerbudget.perplexity` returned, by name), or both, of the same questions and text; ``names`` is how to call them.
 
     Returns:
         ``{tasks: {name: test}, mean (two tasks and more), perplexity: {source: test}, sentences[], verdict}``; differences are
@@ -410,7 +410,9 @@ def compare_results(first: Mapping[str, Any], second: Mapping[str, Any], names: 
         ModelMismatch: They answered other questions, or read other text.
         InvalidInput: They have nothing in common, or one window alone.
     """
-    a, b = names
+    if len(names) != 2:
+        raise InvalidInput(f"There are {len(names)} names.", "Each of the two results has one.", "Give ('A', 'B').")
+    (a, b), first, second = names, _whole(first), _whole(second)
     tasks, texts = _shared(first, second)
     for name in tasks:
         _same(first["tasks"][name], second["tasks"][name], name)
@@ -447,6 +449,7 @@ def check_texts(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
     Raises:
         ModelMismatch, InvalidInput: As :func:`compare_results`.
     """
+    first, second = _whole(first), _whole(second)
     for name in _shared(first, second)[1]:
         one, other = first["perplexity"][name], second["perplexity"][name]
         _same(one, other, name)
@@ -456,6 +459,18 @@ def check_texts(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
                 "A paired test needs two at least.",
                 "Evaluate both models with more --windows, a smaller --length, or more text.",
             )
+
+
+def _whole(result: Mapping[str, Any]) -> dict[str, Any]:
+    """A result with both of its parts; a perplexity of :func:`layerbudget.perplexity` is read by its fields."""
+    if not {"tasks", "perplexity"} & set(result):
+        raise InvalidInput(
+            f"An evaluation has {', '.join(map(str, result)) or 'nothing'}.",
+            "It has tasks, perplexity, or both.",
+            "Give {'tasks': evaluate_tasks(...)}, {'perplexity': {NAME: perplexity(...)}}, or what evaluate --out wrote.",
+        )
+    texts = {n: each if isinstance(each, Mapping) else vars(each) for n, each in result.get("perplexity", {}).items()}
+    return {"tasks": result.get("tasks", {}), "perplexity": texts}
 
 
 def _shared(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[list[str], list[str]]:

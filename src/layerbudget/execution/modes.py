@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -45,6 +47,18 @@ def prepared(model: nn.Module) -> Iterator[None]:
         for p, flag, grad in flags:
             p.requires_grad_(flag)
             p.grad = grad
+
+
+@contextlib.contextmanager
+def own_random_numbers() -> Iterator[None]:
+    """Inside, the seeds of Python, numpy and torch may be set; afterwards the caller's go on."""
+    python, arrays = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(arrays)
 
 
 @contextlib.contextmanager

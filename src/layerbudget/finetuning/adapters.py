@@ -23,6 +23,7 @@ from ..data.text import Texts
 from ..decision import DECISIONS, check_kind, decision_of
 from ..decisions.adapters import patterns_of_stacks
 from ..errors import BadModel, InvalidInput, NotFound
+from ..models.blocks import config_of, text_config
 from ..models.loading import class_for, find_checkpoint, foreign, from_checkpoint, several, silent
 from ..models.packed import unpacked
 from ..models.precision import held_dtype, quick_dtype
@@ -214,7 +215,8 @@ def load_adapter(model: nn.Module, folder: Path | str, *, merge: bool = False) -
 
     Raises:
         NotFound: No adapter is there.
-        BadModel: It does not fit this model, is of a type that has no place in a model, or cannot be merged.
+        BadModel: It does not fit this model, is of a type that has no place in a model, or cannot be merged. The model is
+            then as it was.
     """
     from peft import PeftModel
 
@@ -226,29 +228,54 @@ def load_adapter(model: nn.Module, folder: Path | str, *, merge: bool = False) -
     owner = next((d for d in DECISIONS.all().values() if d.adapter_type == kind), None)
     if merge and owner is not None and not owner.merges:
         raise BadModel(f"An adapter of {owner.name} cannot be merged.", "Its update depends on the token.", REMEDY)
-    _check_head(model, config, saved)
-    if differs := _another_base(model, base):
-        logger.warning(
-            "The adapter was trained on %s, and this base is %s: nothing in its file shows whether they are equal.", *differs
-        )
-    fit_vocabulary(model, saved)
-    remedy = f"Give the base model that it was trained on{f' ({base})' if base else ''}."
-    with foreign(f"The adapter {folder} does not fit this model", "", remedy), _whole_reason(), patterns_of_stacks():
-        warnings.filterwarnings("error", "Found missing adapter keys")
-        place = str(next(model.parameters()).device)
-        adapted: Any = PeftModel.from_pretrained(model, str(folder), torch_device=place)  # type: ignore[arg-type]
-        report = adapted.load_adapter(str(folder), "default", torch_device=place)  # the same again: PEFT drops its report
-        with torch.inference_mode():  # options that PEFT does not check fail in the first forward
-            adapted.eval()(input_ids=torch.tensor([[0, 1]], device=place))
-    lost = [name for name in report.unexpected_keys if not _twice(name, saved)]
-    if lost:
-        what = f"{len(lost)} of the {len(saved)} tensors of {folder} have no place in this model, first {lost[0]}."
-        raise BadModel(what, "", remedy)
-    if merge and (named := named_unread(model)):
-        logger.warning(
-            "%s are not in this model: lb.write_model(merged, tokenizer, DIR) copies them, save_pretrained does not.", named
-        )
-    return merge_adapter(adapted) if merge else adapted.eval()
+    with _unchanged_if_refused(model):
+        _check_head(model, config, saved)
+        if differs := _another_base(model, base):
+            equal = "nothing in its file shows whether they are equal"
+            logger.warning(f"The adapter was trained on %s, and this base is %s: {equal}.", *differs)
+        fit_vocabulary(model, saved)
+        remedy = f"Give the base model that it was trained on{f' ({base})' if base else ''}."
+        with foreign(f"The adapter {folder} does not fit this model", "", remedy), _whole_reason(), patterns_of_stacks():
+            warnings.filterwarnings("error", "Found missing adapter keys")
+            place = str(next(model.parameters()).device)
+            adapted: Any = PeftModel.from_pretrained(model, str(folder), torch_device=place)  # type: ignore[arg-type]
+            report = adapted.load_adapter(str(folder), "default", torch_device=place)  # the same again: PEFT drops its report
+            with torch.inference_mode():  # options that PEFT does not check fail in the first forward
+                adapted.eval()(input_ids=torch.tensor([[0, 1]], device=place))
+        lost = [name for name in report.unexpected_keys if not _twice(name, saved)]
+        if lost:
+            what = f"{len(lost)} of the {len(saved)} tensors of {folder} have no place in this model, first {lost[0]}."
+            raise BadModel(what, "", remedy)
+        if merge and (named := named_unread(model)):
+            logger.warning(
+                "%s are not in this model: lb.write_model(merged, tokenizer, DIR) copies them, save_pretrained does not.", named
+            )
+        return merge_adapter(adapted) if merge else adapted.eval()
+
+
+@contextlib.contextmanager
+def _unchanged_if_refused(model: nn.Module) -> Iterator[None]:
+    """Put a model back as it was where an error comes: PEFT puts its layers into it before it looks at the weights."""
+    parts = [(module, dict(module._modules)) for module in model.modules()]
+    modes = [(module, module.training) for module in model.modules()]
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    names, config = set(vars(model)), config_of(model)
+    tokens = getattr(text_config(config), "vocab_size", None)
+    try:
+        yield
+    except BaseException:
+        for module, children in parts:
+            module._modules.clear()
+            module._modules.update(children)
+        for module, mode in modes:
+            module.training = mode
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+        for name in set(vars(model)) - names:
+            delattr(model, name)
+        if tokens is not None:
+            text_config(config).vocab_size = tokens
+        raise
 
 
 # What stands in a saved adapter, read before PEFT does.

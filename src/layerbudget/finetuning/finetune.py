@@ -29,6 +29,7 @@ from ..data.text import Texts, read_texts
 from ..decision import decision_of
 from ..errors import CorruptFile, InvalidInput, LayerbudgetError, NotFound
 from ..evaluation import statistics
+from ..execution.modes import own_random_numbers
 from ..execution.processes import broadcast, is_main
 from ..models.card import hub_name, loading, model_card
 from ..models.loading import load_tokenizer
@@ -48,6 +49,7 @@ _RESULT, _CHECKPOINTS = "result.json", "checkpoints"
 
 
 @checked
+@own_random_numbers()
 def finetune(
     model: str | Loader,
     plan: Plan,

@@ -133,9 +133,13 @@ def text_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _weights(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, torch.Tensor, Module]]:
-    """Weight matrices below ``root``: (full name, owner, parameter, shape record)."""
+    """Weight matrices below ``root``, without what PEFT put beside them: (full name, owner, parameter, shape record)."""
+    beside = tuple[str, ...]()
     for name, module in root.named_modules():
         full = ".".join(part for part in (prefix, name) if part)
+        beside += tuple(f"{name}.{part}.".lstrip(".") for part in getattr(module, "adapter_layer_names", ()))
+        if f"{name}.".startswith(beside):
+            continue
         if name.endswith("mixer.dt_proj") or name.endswith("mamba.dt_proj"):
             continue  # the scan of Mamba multiplies by it itself: its inputs and outputs are never seen
         if ".indexer." in f".{name}.":

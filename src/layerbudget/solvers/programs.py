@@ -122,7 +122,8 @@ def sparsify(
         exponent_on: ``density`` or ``block``.
         bits: b, the description length saved per pruned parameter. It cancels when S binds, and so does ``eta``.
         eta: Weight of the penalty.
-        penalty: ``quadratic``, ``log-barrier``, or an object of :mod:`layerbudget.solvers.utilities`, such as measured curves.
+        penalty: ``quadratic``, ``log-barrier`` (caps are then ``1 - 2^-20`` at the most), or an object of
+            :mod:`layerbudget.solvers.utilities`, such as measured curves.
         spend: ``at_least`` (the theorem, lambda >= 0) or ``exactly`` (prune S and no more, lambda > -b).
         units: As in :func:`allocate`.
 
@@ -197,7 +198,7 @@ def capacity_bounds(base: ArrayLike, lower: ArrayLike, upper: ArrayLike | None, 
 
 
 def sparsity_bounds(low: ArrayLike, high: ArrayLike, size: int, penalty: Function) -> tuple[Vector, Vector]:
-    """Return floors and caps, ``0 <= floor <= cap <= 1``; measured curves are a cap too."""
+    """Return floors and caps, ``0 <= floor <= cap <= 1``; the end of measured curves, or of a barrier, is a cap too."""
     a, b = bound_vector(low, size, "min_sparsity", 0.0), bound_vector(high, size, "max_sparsity", 1.0)
     if not ((a <= b).all() and b.max() <= 1.0):
         k = int(np.argmax((a > b) | (b > 1.0)))
@@ -207,7 +208,15 @@ def sparsity_bounds(low: ArrayLike, high: ArrayLike, size: int, penalty: Functio
             f"Correct the bounds of block {k}.",
         )
     if not isinstance(penalty, CalibratedPenalty):
-        return a, b
+        limit = getattr(penalty, "limit", 1.0)
+        if a.max() > limit:
+            k = int(np.argmax(a > limit))
+            raise InvalidInput(
+                f"Block {k} has min_sparsity {a[k]!r}, and the {penalty.name} goes to {limit!r}.",
+                "Pruning a block to nothing costs infinitely much there.",
+                f"Lower the floor of block {k}, or use penalty='quadratic'.",
+            )
+        return a, np.minimum(b, limit)
     if penalty.blocks != size:
         raise LengthMismatch(
             f"There are {penalty.blocks} calibrated curves for {size} blocks.",

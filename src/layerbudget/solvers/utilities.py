@@ -67,9 +67,13 @@ class _Quadratic:
 
 
 class _LogBarrier:
-    """``psi(rho) = -log(1 - rho)``: pruning a block to nothing costs infinitely much."""
+    """``psi(rho) = -log(1 - rho)``: pruning a block to nothing costs infinitely much.
+
+    Its cap leaves one weight in a million: nearer to 1, numbers of 64 bits are too coarse to certify ``1 / (1 - rho)``.
+    """
 
     name, concave = "log-barrier", False
+    limit = 1.0 - 2.0**-20
     value = staticmethod(lambda x: -np.log1p(-x))
     derivative = staticmethod(lambda x: 1.0 / (1.0 - x))
     inverse = staticmethod(lambda p: 1.0 - 1.0 / p)

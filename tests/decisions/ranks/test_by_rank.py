@@ -177,3 +177,10 @@ def test_a_uniform_plan_ranks_nothing(scores):
     assert diff_plans(plan, even)["rank_correlation"] == 0.0
     assert diff_plans(even, even)["rank_correlation"] == 1.0
     assert diff_plans(plan, plan)["rank_correlation"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("rule", ["by-rank", "by-rank-permuted", "uniform"])
+def test_a_budget_that_the_caps_cannot_take_is_refused(scores, rule):
+    """By the gain of every rank half of it was left without a word."""
+    with pytest.raises(InfeasibleBudget, match="The caps can take .* raise max_rank"):
+        plan_ranks(scores, mean_rank=4, rule=rule, max_rank=2)

@@ -16,7 +16,7 @@ from torch import nn
 
 from ...compressors.base import find_quantiser
 from ...compressors.formats import GGUF, PACKED, RUNTIMES, TYPES, Format, Runtime, find_format, find_runtime
-from ...errors import InvalidInput, UnknownBlock
+from ...errors import BadModel, InvalidInput, UnknownBlock
 from ...gguf.architectures import layer_configs
 from ...gguf.names import ACROSS, LATENT, ROUTERS, check_computed, find_architecture, find_names, split_stacks
 from ...llama_cpp.mixes import LlamaModel
@@ -57,6 +57,10 @@ def formats_table(
             (they are planned like all others, for a tool that writes them).
     """
     target = find_runtime(runtime, family)
+    if any(hasattr(module, "adapter_layer_names") for module in model.modules()):
+        raise BadModel(
+            "The model has an adapter.", "Files of weights have no place for it.", "Merge it: load_adapter(..., merge=True)."
+        )
     if target.family == GGUF:
         check_even(model)
         if unwritten != "plan":
