@@ -214,6 +214,11 @@ def calibration(
     if (samples is not None and samples < 1) or length < 2:
         problem = f"samples is {samples}, length is {length}."
         raise InvalidInput(problem, "At least 1 sample of at least 2 tokens.", "Try 128 and 256.")
+    if seed < 0:
+        raise InvalidInput(f"seed is {seed}.", "It must be 0 or more.", "Use 0.")
+    if tokenizer is None:
+        make = "Make it with layerbudget.load_tokenizer(NAME)."
+        raise InvalidInput("tokenizer is None.", "It should be a loaded tokenizer.", make)
     if not isinstance(source, Path | str | Sequence):
         problem = f"source is {source!r}, of type {type(source).__name__}."
         raise InvalidInput(problem, "It is a name, a path, or a list of texts or rows.", "Name one, for example 'stdlib'.")

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..data.calibration import CalibrationSet, check_reads_text
+from ..data.calibration import CalibrationSet, check_labels, check_reads_text
 from ..errors import InvalidInput, UnknownStructure
 
 IGNORE = -100
@@ -154,6 +154,12 @@ def targets_of(model: nn.Module, data: Data) -> torch.Tensor:
     if isinstance(data, FeatureSet):
         return data.labels
     labels, mask = data.labels, data.attention_mask
+    if labels is not None:
+        wanted, each = ((data.samples,), "sample") if head == "classes" else ((data.samples, data.length), "token")
+        if tuple(labels.shape) != wanted:
+            problem = f"The labels have shape {tuple(labels.shape)}."
+            raise InvalidInput(problem, f"{type(model).__name__} learns one per {each}.", f"Give them in shape {wanted}.")
+        check_labels(model, labels)
     if head == "causal":
         labels = data.input_ids if labels is None else labels
         targets = torch.full_like(data.input_ids, IGNORE)
