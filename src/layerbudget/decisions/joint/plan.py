@@ -129,6 +129,7 @@ def _whole(
     return round_capacity(allocate(q, cost, spare, spend="at_most", **options))
 
 
+@checked
 def split_joint(plan: Plan) -> tuple[Plan, Plan]:
     """Return the sparsity plan and the ranks (or experts) plan of a joint plan, ready to be applied one after the other."""
     payload, hyperparameters, pruned = payload_of(plan, JointPayload), plan.hyperparameters, int(plan.counts.sum())
