@@ -124,6 +124,13 @@ def test_joint_meets_the_net_bytes(mistral):
         plan_joint(mistral, budget="-20GiB")
 
 
+def test_a_joint_budget_that_the_caps_just_take_is_spent(mistral):
+    """Not left over by the price of capacity."""
+    most = float(unit_cost(mistral.blocks, "bytes").sum()) * 4
+    plan = plan_joint(mistral, budget=most, max_capacity=4)
+    assert set(plan.payload.capacity.counts.values()) == {4} and plan.budget["spent"] == most
+
+
 def test_budgets_are_given_once(mistral):
     for options in ({}, {"total": 160, "budget": "3% flops"}):
         with pytest.raises(InvalidInput, match="exactly one"):
