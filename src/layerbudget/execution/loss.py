@@ -122,6 +122,9 @@ def head_of(model: nn.Module) -> str:
     if config is None:
         return "classes"
     check_reads_text(model)
+    if getattr(config, "return_dict", True) is False:  # most models of transformers then fail inside of themselves
+        problem = "The configuration of the model has return_dict=False."
+        raise InvalidInput(problem, "Its outputs are read by their names.", "Set model.config.return_dict = True.")
     if getattr(config, "is_encoder_decoder", False):
         raise UnknownStructure(
             f"{name} is an encoder-decoder.",
