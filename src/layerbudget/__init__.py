@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and 
     from .comparison.bench import TaskBench as TaskBench
     from .comparison.bench import TextBench as TextBench
     from .comparison.run import compare_scores as compare_scores
+    from .comparison.run import write_comparison as write_comparison
     from .data.calibration import CalibrationSet as CalibrationSet
     from .data.text import calibration as calibration
     from .decisions.apply import apply_plan as apply_plan
@@ -23,6 +24,7 @@ if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and 
     from .decisions.expert_pruning import keep_experts as keep_experts
     from .decisions.expert_pruning import plan_expert_pruning as plan_expert_pruning
     from .decisions.joint import plan_joint as plan_joint
+    from .decisions.joint import split_joint as split_joint
     from .decisions.lora_experts import add_lora_experts as add_lora_experts
     from .decisions.lora_experts import plan_lora_experts as plan_lora_experts
     from .decisions.memory import plan_memory as plan_memory
@@ -86,7 +88,7 @@ _HOMES = {
     "decisions.expert_pruning": "plan_expert_pruning keep_experts",
     "decisions.ranks": "plan_ranks add_ranks fold_scales pad_ranks to_lora_config",
     "decisions.lora_experts": "plan_lora_experts add_lora_experts",
-    "decisions.joint": "plan_joint",
+    "decisions.joint": "plan_joint split_joint",
     "plan": "Plan",
     "reporting.explain": "explain_plan",
     "reporting.sweep": "diff_plans sweep transfer_scores",
@@ -97,7 +99,7 @@ _HOMES = {
     "evaluation.perplexity": "perplexity evaluation_set",
     "evaluation.harness": "evaluate_tasks",
     "evaluation.statistics": "compare_results",
-    "comparison.run": "compare_scores",
+    "comparison.run": "compare_scores write_comparison",
     "comparison.bench": "TextBench TaskBench",
     "reporting.page": "write_report",
     "storage.folders": "write_model",

@@ -18,7 +18,7 @@ from layerbudget.comparison.run import _on_budget, _on_second, compare_scores
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.data.folders import say_once
 from layerbudget.decisions.rules import shuffled
-from layerbudget.errors import InvalidInput
+from layerbudget.errors import InvalidInput, NotFound
 from layerbudget.evaluation import statistics
 from layerbudget.records import Block, Module
 from layerbudget.scores import Scores
@@ -112,12 +112,18 @@ def test_a_second_run_reads_its_cells_and_parts_share_a_folder(bench, tmp_path):
     arguments = (bench, ["gain"], ["mdl"], [0.4])
     parts = [compare_scores(*arguments, folder=tmp_path, part=(i, 2)) for i in (2, 1, 2)]
     assert not parts[0].complete
+    with pytest.raises(InvalidInput, match="not complete.*Call compare_scores again with this folder"):
+        lb.write_comparison(parts[0], tmp_path)
     files = set((tmp_path / "cells").iterdir())
     last = compare_scores(*arguments, folder=tmp_path)
     assert last.complete and len(list((tmp_path / "cells").iterdir())) >= len(files)
     stamps = {f: f.stat().st_mtime_ns for f in (tmp_path / "cells").iterdir()}
     again = compare_scores(*arguments, folder=tmp_path)
     assert {f: f.stat().st_mtime_ns for f in stamps} == stamps and again.budgets == last.budgets
+    with pytest.raises(NotFound, match="in Python, give what compare_scores returns to layerbudget.write_comparison"):
+        lb.write_report(tmp_path, tmp_path / "page.html")
+    lb.write_comparison(again, tmp_path)  # as this remedy says
+    assert "plans of sparsity compared" in lb.write_report(tmp_path, tmp_path / "page.html").read_text(encoding="utf-8")
     next(iter(stamps)).write_text("{")  # a broken cell is measured again
     assert compare_scores(*arguments, folder=tmp_path).budgets == last.budgets
 

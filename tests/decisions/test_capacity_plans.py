@@ -6,9 +6,11 @@ import shlex
 
 import numpy as np
 import pytest
+import torch
 from tests import zoo
 from tests.cli.helpers import command_result
 
+import layerbudget as lb
 from layerbudget.budget import rank_parameters, unit_cost
 from layerbudget.decision import decision_of
 from layerbudget.decisions.capacity import smallest_sides
@@ -113,10 +115,20 @@ def test_joint_meets_the_net_bytes(mistral):
     assert net == pytest.approx(plan.budget["spent"]) and -(2**31) - 2e6 < net <= -(2**31)
     assert adapt.kind == "ranks" and adapt.counts.min() >= 4 and prune.kind == "sparsity"
     assert plan.certificate["gap"] <= 1e-9 and Plan.from_dict(plan.to_dict()).digest == plan.digest
+    with pytest.raises(InvalidInput, match="layerbudget.split_joint gives the two plans"):
+        lb.apply_plan(torch.nn.Linear(1, 1), plan)
+    assert lb.split_joint(plan) == (prune, adapt)
     with pytest.raises(UnknownUnit):
         plan_joint(mistral, budget="3% flops")
     with pytest.raises(InfeasibleBudget):
         plan_joint(mistral, budget="-20GiB")
+
+
+def test_a_joint_budget_that_the_caps_just_take_is_spent(mistral):
+    """Not left over by the price of capacity."""
+    most = float(unit_cost(mistral.blocks, "bytes").sum()) * 4
+    plan = plan_joint(mistral, budget=most, max_capacity=4)
+    assert set(plan.payload.capacity.counts.values()) == {4} and plan.budget["spent"] == most
 
 
 def test_budgets_are_given_once(mistral):

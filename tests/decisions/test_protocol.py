@@ -36,6 +36,7 @@ def test_a_decision_from_a_file_keeps_the_same_protocol(tmp_path, capsys, monkey
         assert main(["plan", f"{EXAMPLE}:kept16", "demo", "--keep", "3", "-o", "p.json"]) == 0
         said = capsys.readouterr().out
         assert f"apply demo p.json -o DIR --plugin {EXAMPLE}" in said
+        assert f"layerbudget explain p.json --plugin {EXAMPLE} says what it rests on" in said
         decision, plan = DECISIONS.find("kept16"), lb.Plan.load("p.json")
         assert plan.made_by.endswith(f"plan kept16 demo --keep 3 --out p.json --plugin {EXAMPLE}") or plan.made_by
         conformance.check_declared(decision)

@@ -9,8 +9,10 @@ import pytest
 import torch
 from tests import zoo
 
+import layerbudget as lb
 from layerbudget.decisions.sparsity.payload import SparsityPayload
 from layerbudget.decisions.sparsity.plan import plan_sparsity
+from layerbudget.errors import InvalidInput
 from layerbudget.evaluation.perplexity import perplexity
 from layerbudget.execution import backward, divergence, memory
 from layerbudget.execution.loss import Batch
@@ -64,3 +66,13 @@ def test_a_plan_of_zeros_makes_few_logits_at_a_time_and_nothing_changes(family, 
     whole, pieces = (payload_of(plan, SparsityPayload) for plan in plans)
     assert pieces.measured == pytest.approx(whole.measured, rel=1e-5)
     assert plans[1].values == pytest.approx(plans[0].values, rel=1e-4)
+
+
+def test_a_model_that_returns_tuples_is_refused_with_the_remedy():
+    model, data = zoo.build("llama"), zoo.tokens()
+    model.config.return_dict = False
+    for read in (lambda: lb.perplexity(model, data), lambda: lb.score(model, data, lb.partition(model), "gradient-norm")):
+        with pytest.raises(InvalidInput, match="return_dict=False.*Set model.config.return_dict = True"):
+            read()
+    model.config.return_dict = True
+    assert lb.perplexity(model, data).windows == data.samples

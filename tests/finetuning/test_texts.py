@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -69,9 +70,45 @@ def test_a_language_model_learns_and_its_held_out_loss_is_what_the_saved_adapter
 
 def test_a_model_and_rows_by_their_names(saved_model, rows, tmp_path):
     folder, plan = saved_model("llama"), plan_for(zoo.speaker("llama"))
-    found = lb.finetune(str(folder), plan, rows, tmp_path / "out", protocol=Protocol(epochs=1, batch=18, cutoff=64))
+    found = lb.finetune(Path(folder), plan, Path(rows), tmp_path / "out", protocol=Protocol(epochs=1, batch=18, cutoff=64))
     assert found["rows"] == {"train": 54, "held_out": 6} and found["metric"] == "loss"
     assert lb.load_adapter(zoo.speaker("llama"), tmp_path / "out" / "seed-0" / "adapter")
+
+
+def test_a_list_of_rows_is_what_a_file_of_them_is(tokenizer, rows):
+    listed, read = [json.loads(line) for line in open(rows)], read_texts(rows, tokenizer, limit=64)
+    found = read_texts(listed, tokenizer, limit=64)
+    assert (
+        found
+        == dataclasses.replace(read, name="own texts")
+        == dataclasses.replace(read_texts(Path(rows), tokenizer, limit=64), name="own texts")
+    )
+
+    def untrained(seed):
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        finetune(untrained, plan_for(zoo.speaker("llama")), listed, "out", tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"model": zoo.speaker("llama")}, "model is of type LlamaForCausalLM. Every seed loads its own.*give the folder"),
+        ({"model": 3}, "model is of type int"),
+        ({"model": lambda seed: zoo.speaker("llama")}, "is a function, and there is no tokenizer.*Give tokenizer="),
+        ({"task": {"text": "a row"}}, "task is of type dict. It is a name or a path of text, a list of rows, or a task"),
+        ({"task": [3]}, "Row 1 of your list is of type int"),
+        ({"task": []}, "The list of texts is empty"),
+        ({"protocol": "default"}, "protocol is of type str"),
+        ({"tokenizer": "demo"}, "tokenizer is 'demo', of type str"),
+    ],
+)
+def test_arguments_of_another_type_are_refused_before_any_work(given, match, tmp_path):
+    plan = plan_for(zoo.speaker("llama"))
+    with pytest.raises((InvalidInput, NotEnoughText), match=match):
+        lb.finetune(**{"model": "demo", "plan": plan, "task": "stdlib", "out": tmp_path / "out", **given})
+    assert not (tmp_path / "out").exists()
 
 
 def test_from_the_command_line_with_a_paired_comparison(saved_model, rows, tmp_path, capsys):

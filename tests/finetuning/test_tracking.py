@@ -164,7 +164,9 @@ def test_frozen_block_is_refused(mistral, data, tmp_path):
         train(mistral, data, tmp_path, GainTracker(partition(mistral)))
 
 
-@pytest.mark.parametrize("options", [{"every": 0}, {"damping": 0.0}])
+@pytest.mark.parametrize(
+    "options", [{"every": 0}, {"every": 1.5}, {"damping": 0.0}, {"budget": 0}, {"tolerance": -1}, {"tolerance": float("nan")}]
+)
 def test_refusals(options):
     with pytest.raises(InvalidInput):
         GainTracker(**options)

@@ -126,3 +126,6 @@ def test_a_page_of_a_comparison_that_was_stopped_says_how_far_it_is(tmp_path):
     told = "not finished: 1 of 2 plans are measured.*Run the same compare command again: layerbudget compare demo"
     with pytest.raises(NotFound, match=told):
         build_page(tmp_path)
+    cells.get({"i": 0}, lambda: {"x": 1})
+    with pytest.raises(NotFound, match="^All 2 plans of this comparison are measured, but its result is not in"):
+        build_page(tmp_path)

@@ -1,6 +1,7 @@
 """Both programs against closed forms, a plain bisection, CVXPY + Clarabel, and their own statuses."""
 
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from layerbudget.errors import (
     NegativeValue,
     NotFinite,
 )
-from layerbudget.solvers import CalibratedPenalty, allocate, solve_joint, sparsify
+from layerbudget.solvers import CalibratedPenalty, allocate, round_capacity, solve_joint, sparsify
 from layerbudget.solvers.dual import piecewise_root
 from layerbudget.solvers.utilities import UTILITIES
 
@@ -293,6 +294,20 @@ def test_no_cap_is_proposed_that_is_refused():
         with pytest.raises(InfeasibleBudget, match=said) as found:
             sparsify([1.0, 2.0], 1.0, sparsity=share)
         assert share < 1 or "Raise" not in str(found.value)
+
+
+@pytest.mark.parametrize(("beyond", "spend"), [(0.0, "at_most"), (0.0, "exactly"), (1e9, "exactly")])
+def test_an_end_of_a_range_that_a_refusal_names_is_feasible(beyond, spend):
+    cost, bounds = [1234567.8, 3333333.3], {"lower": [1 / 3, 0.1], "upper": [7 / 3, 0.7], "spend": spend}
+    for call, total in (
+        (lambda total: allocate([1, 1], cost, total, **bounds), beyond),
+        (lambda total: solve_joint([1, 1], cost, 1e7 / 3, total, max_sparsity=0.6, **bounds), beyond or -1e9),
+        (lambda total: round_capacity(allocate([1, 1], cost, total, lower=bounds["lower"]), multiple=3), 2e6),
+    ):
+        with pytest.raises(InfeasibleBudget) as refused:
+            call(total)
+        for end in re.findall(r"-?\d[\d.]*\d", refused.value.feasible):
+            call(float(end))
 
 
 def test_the_example_of_the_notation():

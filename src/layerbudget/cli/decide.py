@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -62,8 +61,7 @@ def show_plan(session: Session, plan: Plan) -> dict[str, Any]:
         show(session, part, decision_of(part).price_of(session, part))
     session.say(*(summary.sentences if request.table else summary.advice))
     if request.out:
-        out = shlex.quote(request.out)
-        session.say(f"Written to {request.out}; layerbudget explain {out} says what it rests on.")
+        session.say(f"Written to {request.out}; {session.command('explain', request.out)} says what it rests on.")
     if summary.comparison is not None and (request.table or not decision.told_by_verdict):
         session.show(*summary.comparison)
     verdict = f"Verdict: {decision.verdict_of(session, plan)}"

@@ -147,10 +147,14 @@ class Display:
         if not self.request.quiet:
             terminal().print(sentence, style="dim")
 
-    def follow(self, *words: str) -> str:
-        """Print the command that follows, the last line of a verb, and return it; what this one ran first, that one has too."""
+    def command(self, *words: str) -> str:
+        """Return another command as it is typed; what this one ran first, that one has too."""
         plugins = [word for file in self.request.plugin for word in ("--plugin", file)]
-        command = shlex.join(["layerbudget", *map(str, words), *plugins])
+        return shlex.join(["layerbudget", *map(str, words), *plugins])
+
+    def follow(self, *words: str) -> str:
+        """Print the command that follows, the last line of a verb, and return it."""
+        command = self.command(*words)
         self.say(f"Next: {command}")
         return command
 

@@ -134,7 +134,8 @@ def compare_scores(
         seeds: Seeds of the calibration draw (or of the training), and of the controls.
         controls: Add a permuted control of every pair that reads its score.
         options: Bounds of the plans and options of rules.
-        folder: Keep finished cells here; a run that was stopped goes on.
+        folder: Keep finished cells here; a run that was stopped goes on. :func:`write_comparison` writes the result beside
+            them, for :func:`~layerbudget.reporting.page.write_report`.
         part: ``(i, n)``: measure every n-th missing cell only, so that n processes share the folder.
         again: Measure nothing: the result of a finished run, from the cells in the folder.
         progress: Called with cells done and in total.
@@ -383,7 +384,19 @@ def holds(result: ScoreComparison, record: Mapping[str, Any]) -> bool:
     return digest({n: to_jsonable(result[n]) for n in parts}) == digest({n: record.get(n) for n in parts})
 
 
+@checked
 def write_comparison(result: ScoreComparison, out: Path | str, *, overwrite: bool = False) -> Mapping[str, str]:
-    """Write ``comparison.json`` and ``comparison.csv``."""
+    """Paths by ending of ``comparison.json`` and ``comparison.csv``, which are written; ``write_report`` draws their folder.
+
+    Raises:
+        InvalidInput: The comparison is not complete.
+        AlreadyExists: A file is there and is not replaced.
+    """
+    if not isinstance(result, ScoreComparison):
+        made = "Give what layerbudget.compare_scores returns."
+        raise InvalidInput(f"result is of type {type(result).__name__}.", "It should be a comparison.", made)
+    if not result.complete:
+        problem = "The comparison is not complete: other parts of the run are still to come."
+        raise InvalidInput(problem, "A table needs all of them.", "Call compare_scores again with this folder after them.")
     texts = {"json": dumps({"schema_version": 1, **result, "made_by": made_by()}), "csv": to_csv(result)}
     return {k: str(write_text(Path(out) / f"comparison.{k}", text, overwrite=overwrite)) for k, text in texts.items()}

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import InvalidInput, UnknownStructure
+from .encoding import IGNORE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,14 +34,33 @@ class CalibrationSet:
     )
 
     def __post_init__(self) -> None:
-        if self.input_ids.ndim != 2 or not self.input_ids.numel():
-            problem = f"The calibration set has shape {tuple(self.input_ids.shape)}."
+        for name in ("input_ids", "attention_mask", "labels"):
+            if name == "input_ids" or getattr(self, name) is not None:
+                object.__setattr__(self, name, _whole_numbers(name, getattr(self, name)))
+        shape = tuple(self.input_ids.shape)
+        if len(shape) != 2 or not self.input_ids.numel():
+            problem = f"The calibration set has shape {shape}."
             raise InvalidInput(problem, "It must be samples x length with at least one token.", "Give more text.")
-        for name in ("attention_mask", "labels"):
+        for name, shapes in (("attention_mask", [shape]), ("labels", [shape, shape[:1]])):
             value = getattr(self, name)
-            if value is not None and len(value) != len(self.input_ids):
-                problem = f"{name} has {len(value)} rows for {len(self.input_ids)} samples."
-                raise InvalidInput(problem, "", "Give one per sample.")
+            if value is not None and tuple(value.shape) not in shapes:
+                problem = f"{name} has shape {tuple(value.shape)} for input_ids of shape {shape}."
+                raise InvalidInput(problem, f"It must have shape {' or '.join(map(str, shapes))}.", "Cut or pad them together.")
+        self._check_values()
+
+    def _check_values(self) -> None:
+        """Refuse numbers that no model reads, whatever its vocabulary."""
+        ids, mask, labels = self.input_ids, self.attention_mask, self.labels
+        if ids.min() < 0:
+            problem = f"input_ids has the token {int(ids.min())}."
+            raise InvalidInput(problem, "Tokens are 0 or more.", "Give padding a token too, and 0 in attention_mask.")
+        if mask is not None and (mask.min() < 0 or mask.max() > 1):
+            problem = f"attention_mask has values from {int(mask.min())} to {int(mask.max())}."
+            raise InvalidInput(problem, "It is 1 for real tokens and 0 for padding.", "Give (mask > 0).long().")
+        wrong = None if labels is None else labels[(labels < 0) & (labels != IGNORE)]
+        if wrong is not None and wrong.numel():
+            problem = f"labels has the value {int(wrong[0])}."
+            raise InvalidInput(problem, f"Labels are 0 or more, or {IGNORE} for no loss.", f"Write {IGNORE} there.")
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -94,6 +114,19 @@ class CalibrationSet:
             if self.attention_mask is not None:
                 batch["attention_mask"] = self.attention_mask[rows].to(device)
             yield batch
+
+
+def _whole_numbers(name: str, value: Any) -> torch.Tensor:
+    """The tensor as int64; refused where it is no tensor, or its numbers are no whole ones (a mask may be of 0.0 and 1.0)."""
+    if not isinstance(value, torch.Tensor):
+        problem = f"{name} is of type {type(value).__name__}."
+        raise InvalidInput(problem, "It should be a tensor.", "Give torch.as_tensor of it.")
+    whole = not value.is_floating_point() and not value.is_complex()
+    if name == "attention_mask" and value.is_floating_point():
+        whole = bool((value == value.round()).all())
+    if not whole:
+        raise InvalidInput(f"{name} is of type {value.dtype}.", "It should hold whole numbers.", "Give it as torch.int64.")
+    return value.to(torch.int64)
 
 
 def check_reads_text(model: nn.Module) -> None:
@@ -153,3 +186,18 @@ def check_fits(model: nn.Module, data: Any) -> None:
         return
     check_reads_text(model)
     check_ids(model, ids.shape[1], int(ids.max()), "--length")
+    if data.labels is not None and "Classification" not in type(model).__name__:
+        check_labels(model, data.labels)
+
+
+def check_labels(model: nn.Module, labels: torch.Tensor) -> None:
+    """Refuse labels that the model has no output for: tokens of a language model, classes of another head."""
+    if "Classification" in type(model).__name__:
+        outputs = getattr(getattr(model, "config", None), "num_labels", None)
+    else:
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        outputs = getattr(head, "out_features", None)
+    largest = int(labels.max())
+    if outputs is not None and largest >= outputs:
+        known = f"{type(model).__name__} has outputs for labels below {outputs}."
+        raise InvalidInput(f"The data has the label {largest}.", known, f"Write {IGNORE} where no loss is to be taken.")

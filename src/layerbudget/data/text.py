@@ -121,6 +121,17 @@ def _read_rows(source: str, group: str, limit: int | None = None) -> list[tuple[
     return [(row, f"row {n} of {source}") for n, row in enumerate(_read_hub(source, group, limit), 1)]
 
 
+def _named_rows(source: Path | str | Sequence[Row], group: str, limit: int | None = None) -> tuple[str, list[tuple[Row, str]]]:
+    """The name and the rows of a source, or of a list of one's own."""
+    if isinstance(source, Path | str):
+        return str(source), _read_rows(str(source), group, limit)
+    if not isinstance(source, Sequence):
+        problem = f"source is {source!r}, of type {type(source).__name__}."
+        raise InvalidInput(problem, "It is a name, a path, or a list of texts or rows.", "Name one, for example 'stdlib'.")
+    _check_rows(source)
+    return "own texts", [(row, f"row {n} of your list") for n, row in enumerate(source, 1)]
+
+
 def _is_local(source: str) -> bool:
     return bool(parts_of(source)) and all(map(is_local, parts_of(source)))
 
@@ -214,18 +225,15 @@ def calibration(
     if (samples is not None and samples < 1) or length < 2:
         problem = f"samples is {samples}, length is {length}."
         raise InvalidInput(problem, "At least 1 sample of at least 2 tokens.", "Try 128 and 256.")
-    if not isinstance(source, Path | str | Sequence):
-        problem = f"source is {source!r}, of type {type(source).__name__}."
-        raise InvalidInput(problem, "It is a name, a path, or a list of texts or rows.", "Name one, for example 'stdlib'.")
-    if not isinstance(source, Path | str):
-        _check_rows(source)
-    source, order = str(source) if isinstance(source, Path) else source, np.random.default_rng(seed)
+    if seed < 0:
+        raise InvalidInput(f"seed is {seed}.", "It must be 0 or more.", "Use 0.")
+    if tokenizer is None:
+        make = "Make it with layerbudget.load_tokenizer(NAME)."
+        raise InvalidInput("tokenizer is None.", "It should be a loaded tokenizer.", make)
+    order = np.random.default_rng(seed)
     if isinstance(source, str) and source in _REFERENCES and shuffle == (group != "evaluation"):
         return _of_reference(source, tokenizer, samples, length, seed, group)
-    if isinstance(source, str):
-        name, rows = source, _read_rows(source, group, None if samples is None else 64 * samples)
-    else:
-        name, rows = "own texts", [(row, f"row {n} of your list") for n, row in enumerate(source, 1)]
+    name, rows = _named_rows(source, group, None if samples is None else 64 * samples)
     rows = _written_rows(rows, name)
     text = digest_of(row for row, _ in rows)
     if any(format_of(row) for row, _ in rows):
@@ -351,28 +359,29 @@ class Texts:
 
 
 def read_texts(
-    source: str,
+    source: Path | str | Sequence[Row],
     tokenizer: Any,
     *,
     limit: int,
     everything: bool = False,
     held_out: str | None = None,
 ) -> Texts:
-    """Rows of text to train on, and rows that are held out.
+    """Rows of text to train on, and rows that are held out, of a source as in :func:`calibration`.
 
     Conversations, completions and instructions are learned on their answers (``everything``: also their prompts), plain texts
     whole; a row has at most ``limit`` tokens. ``held_out`` is another source of held-out rows; by default they are a tenth of
     the rows, chosen by a hash of their content (of the standard library its evaluation modules).
     """
-    rows = _written_rows(_read_rows(source, "calibration"), source)
-    if held_out is None and source == "stdlib":
-        held_out = source
+    name, rows = _named_rows(source, "calibration")
+    rows = _written_rows(rows, name)
+    if held_out is None and name == "stdlib":
+        held_out = name
     if held_out is None:
-        sides = _split(rows, source)
+        sides = _split(rows, name)
     else:
         sides = rows, _written_rows(_read_rows(held_out, "evaluation"), held_out)
     train, held_out_rows = (tuple(encode(part, tokenizer, limit=limit, everything=everything)) for part in sides)
-    return Texts(name=source, train=train, evaluation={"held_out": held_out_rows}, text=digest_of(row for row, _ in rows))
+    return Texts(name=name, train=train, evaluation={"held_out": held_out_rows}, text=digest_of(row for row, _ in rows))
 
 
 def _split(rows: list[tuple[Row, str]], source: str) -> tuple[list[tuple[Row, str]], list[tuple[Row, str]]]:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..data.calibration import CalibrationSet
+from ..errors import InvalidInput
 from ..models.offload import mapped
 from .inputs import InputStatistics
 from .loss import IGNORE, pad_right, unlabelled
@@ -65,6 +66,9 @@ def losses_of(log_probabilities: torch.Tensor, targets: torch.Tensor) -> torch.T
 
 def next_tokens(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """Targets of ``logits[:, :-1]``, ``(B, T - 1)``; -100 for padding."""
+    if ids.ndim != 2:
+        problem = f"The labels have shape {tuple(ids.shape)}."
+        raise InvalidInput(problem, "A language model predicts one per token.", "Give them in the shape of input_ids.")
     return (ids if mask is None else ids.masked_fill(~mask, IGNORE))[:, 1:]
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..data.calibration import CalibrationSet, check_reads_text
+from ..data.calibration import CalibrationSet, check_labels, check_reads_text
 from ..errors import InvalidInput, UnknownStructure
 
 IGNORE = -100
@@ -122,6 +122,9 @@ def head_of(model: nn.Module) -> str:
     if config is None:
         return "classes"
     check_reads_text(model)
+    if getattr(config, "return_dict", True) is False:  # most models of transformers then fail inside of themselves
+        problem = "The configuration of the model has return_dict=False."
+        raise InvalidInput(problem, "Its outputs are read by their names.", "Set model.config.return_dict = True.")
     if getattr(config, "is_encoder_decoder", False):
         raise UnknownStructure(
             f"{name} is an encoder-decoder.",
@@ -154,6 +157,12 @@ def targets_of(model: nn.Module, data: Data) -> torch.Tensor:
     if isinstance(data, FeatureSet):
         return data.labels
     labels, mask = data.labels, data.attention_mask
+    if labels is not None:
+        wanted, each = ((data.samples,), "sample") if head == "classes" else ((data.samples, data.length), "token")
+        if tuple(labels.shape) != wanted:
+            problem = f"The labels have shape {tuple(labels.shape)}."
+            raise InvalidInput(problem, f"{type(model).__name__} learns one per {each}.", f"Give them in shape {wanted}.")
+        check_labels(model, labels)
     if head == "causal":
         labels = data.input_ids if labels is None else labels
         targets = torch.full_like(data.input_ids, IGNORE)

@@ -23,6 +23,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from ..arguments import checked
 from ..canonical import dumps, to_jsonable
+from ..data.files import Row
 from ..data.folders import say_once
 from ..data.tasks import Task
 from ..data.text import Texts, read_texts
@@ -51,9 +52,9 @@ _RESULT, _CHECKPOINTS = "result.json", "checkpoints"
 @checked
 @own_random_numbers()
 def finetune(
-    model: str | Loader,
+    model: Path | str | Loader,
     plan: Plan,
-    task: str | Task | Texts,
+    task: Path | str | Sequence[Row] | Task | Texts,
     out: Path | str,
     *,
     tokenizer: Any = None,
@@ -77,9 +78,10 @@ def finetune(
     Args:
         model: ``demo``, a folder, a hub id, or ``seed -> model`` (:func:`layerbudget.finetuning.adapters.classifier_loader`).
         plan: A plan of ranks or experts.
-        task: A source of rows of text (:func:`layerbudget.data.text.read_texts`), such rows, or a labelled task.
+        task: A source of rows of text or a list of rows (:func:`layerbudget.data.text.read_texts`), what that returns, or a
+            labelled task (:func:`layerbudget.data.tasks.load_task`).
         out: Folder of the results; one sub-folder per seed.
-        tokenizer: The model's tokenizer; it is found where the model is named.
+        tokenizer: The model's tokenizer; it is found where the model is named, and needed where a function loads it.
         protocol: Numbers of the run.
         seeds: Seeds; each sets the head, the adapters' start and the order of rows.
         resume: Folder that keeps finished seeds, and a checkpoint per epoch of the others; a run continues with what is there.
@@ -94,13 +96,16 @@ def finetune(
     Raises:
         AlreadyExists: ``out`` holds something that is not replaced.
         ModelMismatch: ``resume`` holds seeds of another plan, task, protocol, base or version.
-        InvalidInput: A seed is named twice, a tracker is not known or would keep nothing, a number of the protocol that the
-            plan does not read, what several processes cannot share, or too little to pair with ``against``.
+        InvalidInput: An argument is of another type, a seed is named twice, a tracker is not known or would keep nothing, a
+            number of the protocol that the plan does not read, what several processes cannot share, or too little to pair with
+            ``against``.
         NotFound, CorruptFile: ``against`` lacks a result, or holds one that does not read.
         MissingDependency: The package of a tracker is not installed.
         CoverageError: The recount differs from the plan.
         NotFinite: The training diverged: its loss or weights are not finite.
     """
+    model = str(model) if isinstance(model, Path) else model
+    _check_arguments(model, task, tokenizer, protocol)
     training.check_reporters(report_to)
     if len(set(seeds)) < len(seeds) or not seeds:
         raise InvalidInput(
@@ -109,7 +114,7 @@ def finetune(
     check_trained(plan)
     protocol.check(plan)
     tokenizer = load_tokenizer(model) if tokenizer is None and isinstance(model, str) else tokenizer
-    if isinstance(task, str):
+    if not isinstance(task, Task | Texts):
         task = read_texts(task, tokenizer, limit=protocol.cutoff, everything=protocol.on_prompt)
     load = classifier_loader(model, len(getattr(task, "labels", ()))) if isinstance(model, str) else model
     settings = getattr(load, "settings", None)
@@ -150,6 +155,23 @@ def finetune(
                 record["against"] = tests
                 write_text(staging / "against.json", dumps(tests))
     return record
+
+
+def _check_arguments(model: Any, task: Any, tokenizer: Any, protocol: Any) -> None:
+    """Refuse what nothing can be trained with: arguments of another type, and a function that loads without a tokenizer."""
+    if isinstance(model, nn.Module) or not (isinstance(model, str) or callable(model)):
+        problem = f"model is of type {type(model).__name__}."
+        known = "Every seed loads its own: it is a name, a folder, or a function from a seed to a model."
+        raise InvalidInput(problem, known, "Save the model with its tokenizer, and give the folder.")
+    if not isinstance(model, str) and tokenizer is None:
+        make = "Give tokenizer=layerbudget.load_tokenizer(NAME)."
+        raise InvalidInput("model is a function, and there is no tokenizer.", "It is found where the model is named.", make)
+    if not isinstance(task, Path | str | Sequence | Task | Texts):
+        problem, known = f"task is of type {type(task).__name__}.", "It is a name or a path of text, a list of rows, or a task."
+        raise InvalidInput(problem, known, "Name one, for example 'stdlib'.")
+    if not isinstance(protocol, Protocol):
+        made = "Take one of layerbudget.finetuning.protocol.PRESETS, for example PRESETS['default']."
+        raise InvalidInput(f"protocol is of type {type(protocol).__name__}.", "It should be a Protocol.", made)
 
 
 def _identity(plan: Plan, task: Task | Texts, protocol: Protocol, base: Mapping[str, Any], *, bf16: bool) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from ..models.blocks import describe, layers
 from ..records import Block, Module
 from ..scores import Scores
 from ..solvers import allocate
+from ..solvers.inputs import number, whole_number
 from ..solvers.rounding import round_capacity
 from ..solvers.transfer import transfer_allocation
 
@@ -90,9 +91,11 @@ class GainTracker(TrainerCallback):
         budget: float | None = None,
         tolerance: float = 0.02,
     ) -> None:
-        if every < 1 or not damping > 0:
-            problem = f"every={every}, damping={damping}."
-            raise InvalidInput(problem, "every is at least 1, damping positive.", "Leave them out.")
+        whole_number(every, "every")
+        number(damping, "damping", positive=True)
+        number(tolerance, "tolerance")
+        if budget is not None:
+            number(budget, "budget", positive=True)
         self.blocks = None if blocks is None else tuple(blocks)
         self.every, self.damping, self.initial, self.budget, self.tolerance = every, damping, initial, budget, tolerance
         self.history: list[dict[str, Any]] = []

@@ -110,7 +110,12 @@ def _check_finished(folder: Path) -> None:
     if state is None:
         return
     many = "no plan is" if state.total is None else f"{state.done} of {state.total} plans are"
-    again = f"Run the same compare command again{f': {state.command}' if state.command else '.'}"
+    again = f"Run the same compare command again: {state.command}"
+    if not state.command:
+        again = "Run it again; in Python, give what compare_scores returns to layerbudget.write_comparison, with this folder."
+    if state.total is not None and state.done == state.total:
+        problem = f"All {state.total} plans of this comparison are measured, but its result is not in {folder}."
+        raise NotFound(problem, "comparison.json holds it.", again)
     raise NotFound(f"This comparison is not finished: {many} measured.", "What was measured is kept.", again)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ..errors import NotEnoughText
+
 
 def deviations(sums: np.ndarray, counts: np.ndarray, mean: ArrayLike) -> np.ndarray:
     """Return what every sequence adds to a mean per token beyond its share, in the shape of ``sums``.
@@ -26,6 +28,13 @@ def per_token(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
     >>> mean, error = per_token(np.array([1.0, 3.0]), np.array([10.0, 10.0]))
     >>> round(mean, 12), round(error, 12)
     (0.2, 0.1)
+
+    Raises:
+        NotEnoughText: No sequence has a token that counts.
     """
+    if not counts.sum():
+        problem = "No token of this text is predicted, so there is no mean over them."
+        needed = "The first token of a window is never predicted, nor are labels of -100."
+        raise NotEnoughText(problem, needed, "Use windows of 2 tokens or more, with labels.")
     mean = float(sums.sum() / counts.sum())
     return mean, float(np.linalg.norm(deviations(sums, counts, mean)))

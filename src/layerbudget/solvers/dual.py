@@ -237,13 +237,17 @@ def monotone_root(spend: Callable[[float], float], knots: Vector, target: float)
     if first < knots.size and at(first) == target:
         top = float(knots[min(stop, knots.size) - 1])
         return _inside(b, top), b, top
-    if a >= b or spend(a) >= target:
+    ends = math.log(a), math.log(b)
+
+    def over(u: float) -> float:  # at exp(log(a)), which may be no longer a
+        return spend(math.exp(u)) - target
+
+    if a >= b or over(ends[0]) >= 0.0:
         p = a
-    elif spend(b) <= target:
+    elif over(ends[1]) <= 0.0:
         p = b
     else:
-        ends = math.log(a), math.log(b)
-        p = math.exp(brentq(lambda u: spend(math.exp(u)) - target, *ends, xtol=1e-300, rtol=4 * _EPS, maxiter=300))
+        p = math.exp(brentq(over, *ends, xtol=1e-300, rtol=4 * _EPS, maxiter=300))
         p = min(max(p, a), b)
     return p, p, p
 

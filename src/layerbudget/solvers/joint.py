@@ -140,14 +140,14 @@ def _check(program: JointProgram, *, exactly: bool) -> None:
     room = _ROUNDING * (abs(least) + abs(total))
     if total < least - room:
         raise InfeasibleBudget(
-            f"The net budget {total:g} cannot be reached: pruning to the caps without adapting gives {least:g}.",
-            f"It must be at least {least:g}.",
+            f"The net budget {total:g} cannot be reached: pruning to the caps without adapting gives {least:.15g}.",
+            f"It must be at least {least:.15g}.",
             "Raise max_sparsity, or ask for less shrinking.",
         )
     if exactly and total > most + room:
         raise InfeasibleBudget(
-            f"The net budget {total:g} cannot be used up: full capacity without pruning takes {most:g}.",
-            f"Under spend='exactly' it must lie in [{least:g}, {most:g}].",
+            f"The net budget {total:g} cannot be used up: full capacity without pruning takes {most:.15g}.",
+            f"Under spend='exactly' it must lie in [{least:.15g}, {most:.15g}].",
             "Raise the caps, or use spend='at_most'.",
         )
 

@@ -230,8 +230,8 @@ def _capacity_target(c: Vector, total: float, paid: float, low: Vector, high: Ve
     least = paid + float(np.dot(c, low))
     if total < least * (1.0 - _ROUNDING):
         raise InfeasibleBudget(
-            f"The budget {total:g} is below the {least:g} that base and floors cost.",
-            f"It must be at least {least:g}.",
+            f"The budget {total:g} is below the {least:.15g} that base and floors cost.",
+            f"It must be at least {least:.15g}.",
             "Raise the budget or lower the floors.",
         )
     if not exactly:
@@ -239,9 +239,9 @@ def _capacity_target(c: Vector, total: float, paid: float, low: Vector, high: Ve
     most = paid + float(np.dot(c, high))
     if total > most * (1.0 + _ROUNDING):
         raise InfeasibleBudget(
-            f"The caps can take {most:g} and the budget {total:g} is to be spent exactly.",
-            f"Under spend='exactly' it must lie in [{least:g}, {most:g}].",
-            f"Raise the caps, or lower the budget to {most:g}.",
+            f"The caps can take {most:.15g} and the budget {total:g} is to be spent exactly.",
+            f"Under spend='exactly' it must lie in [{least:.15g}, {most:.15g}].",
+            f"Raise the caps, or lower the budget to {most:.15g}.",
         )
     return min(max(total, least), most) - paid
 

@@ -77,8 +77,8 @@ def round_capacity(solution: Solution, *, method: str = "auto", multiple: int = 
     left = p.budget * (1 + _ROUNDING) - least
     if left < 0.0:
         raise InfeasibleBudget(
-            f"Floors rounded up to multiples of {step} cost {least:g}, the budget is {p.budget:g}.",
-            f"At least {least:g} is needed.",
+            f"Floors rounded up to multiples of {step} cost {least:.15g}, the budget is {p.budget:g}.",
+            f"At least {least:.15g} is needed.",
             "Raise the budget, or lower the floors or the multiple.",
         )
     if (floor > solution.upper + 1e-9).any():

@@ -315,6 +315,7 @@ def test_bad_input_is_one_sentence():
         ({"context": longest + 1, "bits": 4.0}, f"reads at most {longest:,} tokens"),
         ({"context": 8, "batch": 0, "bits": 4.0}, "batch 0"),
         ({"context": 8, "bits": 4.0, "budget": "1 MB"}, "bits and budget were given together"),
+        ({"context": 8}, "Give one of bits and budget. For example"),
         ({"context": 8, "bits": 4.0, "formats": ["Q4_0"]}, "transformers keeps no Q4_0"),
         ({"context": 8, "bits": 4.0, "group": 24}, "32 channels, which int2 cannot keep in groups of 24"),
         ({"context": 8, "bits": 4.0, "group": 0}, "group is 0"),

@@ -121,7 +121,7 @@ def plan_cache(
     if draws < 1:
         raise InvalidInput(f"draws is {draws}.", "Labels are drawn 1 time or more.", "Use draws=4.")
     space, limits = cache_space(model, context, batch, runtime, formats, group), Limits(bits=bits, budget=budget)
-    limits.check()
+    limits.check(("bits", "budget"))
     limit = limits.bytes(space.table())
     for text in [data] if check is None else [data, check]:
         process_group().shard(range(text.samples))  # refuses a text that has too few sequences, before anything runs

@@ -57,5 +57,5 @@ class CacheRequest(PlanRequest):
         """
         super().check()
         self.need_one(("bits", "budget"), "budget", "--bits 3.5, or --budget '1.5 GiB'")
-        Limits(bits=self.bits, budget=self.budget).check()
+        Limits(bits=self.bits, budget=self.budget).check(("bits", "budget"))
         refuse_long(self.source, self.tokens)

@@ -46,12 +46,13 @@ class Limits:
         names = (f.name for f in dataclasses.fields(cls))
         return cls(**{name: plan.hyperparameters[name] for name in names if name in plan.hyperparameters})
 
-    def check(self) -> None:
-        """Refuse what no model can make possible."""
-        budgets = [name for name in ("bits", "budget", "like") if getattr(self, name) is not None]
+    def check(self, ways: Sequence[str] = ("bits", "budget", "like")) -> None:
+        """Refuse what no model can make possible; ``ways`` are those to say a budget, of which one is given."""
+        budgets = [name for name in ways if getattr(self, name) is not None]
         if len(budgets) != 1:
             what = f"{' and '.join(budgets)} were given together" if budgets else "No budget was given"
-            raise InvalidInput(f"{what}.", "Give one of bits, budget and like.", "For example bits=3.5, or budget='1.2 GiB'.")
+            one = f"Give one of {', '.join(ways[:-1])} and {ways[-1]}."
+            raise InvalidInput(f"{what}.", one, "For example bits=3.5, or budget='1.2 GiB'.")
         self.check_formats()
 
     def check_formats(self) -> None:

@@ -8,10 +8,11 @@ from ...registry import lazy_names
 
 if TYPE_CHECKING:
     from .plan import plan_joint as plan_joint
+    from .plan import split_joint as split_joint
 
 __getattr__ = lazy_names(
     __name__,
     {
-        "plan": "plan_joint",
+        "plan": "plan_joint split_joint",
     },
 )

@@ -47,7 +47,7 @@ _NUMBERS = (
 class Joint(Decision):
     """One byte budget for pruning and adapting."""
 
-    name, summary = "joint", "one byte budget for pruning and adapting; split_joint gives the two plans"
+    name, summary = "joint", "one byte budget for pruning and adapting; layerbudget.split_joint gives the two plans"
     decides, counts = "sparsity", "pruned parameters"
     harms = True
     Payload, Request = JointPayload, JointRequest

@@ -123,12 +123,13 @@ def _whole(
 ) -> RoundedCapacity:
     """Whole capacities for the bytes that are left after pruning (which rounds up, so there may be a few more)."""
     spare = min(left, float(cost @ solution.capacity) + float(cost.min()))
-    if spend == "exactly" and (solution.capacity < options["upper"]).any():
+    if spend == "exactly":
         most = float(cost @ options["upper"])
         return round_capacity(allocate(q, cost, min(spare, most), spend="exactly", **options))
     return round_capacity(allocate(q, cost, spare, spend="at_most", **options))
 
 
+@checked
 def split_joint(plan: Plan) -> tuple[Plan, Plan]:
     """Return the sparsity plan and the ranks (or experts) plan of a joint plan, ready to be applied one after the other."""
     payload, hyperparameters, pruned = payload_of(plan, JointPayload), plan.hyperparameters, int(plan.counts.sum())
