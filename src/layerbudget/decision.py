@@ -458,8 +458,7 @@ def check_kind(kind: str, wanted: Sequence[str], what: str) -> None:
     """
     if kind in wanted:
         return
-    command = DECISIONS.find(kind).command if kind in DECISIONS.names() else "export"
-    use = f"Use this one with layerbudget {command}, or make" if command != "export" else "Make"
+    use = f"Use this one with layerbudget {DECISIONS.find(kind).command}, or make" if kind in DECISIONS.names() else "Make"
     raise InvalidInput(
         f"A plan of kind {kind} {what}.",
         f"That takes a plan of kind {', '.join(wanted)}.",

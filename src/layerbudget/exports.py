@@ -31,9 +31,10 @@ def export(name: str, **fields: Any) -> Callable[[Call], Call]:
 
 
 def format_for(plan: Plan) -> str:
-    """Return the format of a plan where none is named: the first that is made for its kind, or else for one of its parts."""
+    """Return the format of a plan where none is named: the first for its kind that takes it, else for one of its parts."""
     kinds = dict.fromkeys((plan.kind, *decision_of(plan).parts(plan)))
-    return next((e.name for kind in kinds for e in EXPORTS.all().values() if kind in e.kinds), "csv")
+    made = [each for kind in kinds for each in EXPORTS.all().values() if kind in each.kinds]
+    return next((each.name for each in made if each.takes(plan)), made[0].name if made else "csv")
 
 
 def find_export(name: str | None, plan: Plan) -> Export:

@@ -246,6 +246,26 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(folder, plan, capsys):
     ranks = folder / "ranks.json"
     main(["plan", "ranks", str(_config(folder)), "--rule", "uniform", "--mean-rank", "4", "-o", str(ranks)])
     assert "layerbudget finetune, or make another" in sentence(capsys, "apply", "demo", ranks, "-o", folder / "none")
+    cache = folder / "cache.json"
+    main(
+        [
+            "plan",
+            "cache",
+            "demo",
+            "--bits",
+            "16",
+            "--context",
+            "32",
+            "--rule",
+            "uniform",
+            "--check",
+            "0",
+            *SMALL,
+            "-o",
+            str(cache),
+        ]
+    )
+    assert "layerbudget export, or make another" in sentence(capsys, "apply", "demo", cache, "-o", folder / "none")
     assert "--pattern has no meaning" in sentence(capsys, "apply", "demo", plan, "--pattern", "2:4", "-o", folder / "none")
     assert not (folder / "none").exists()
 

@@ -175,6 +175,8 @@ def test_a_budget_is_of_the_whole_file_and_a_mix_is_the_mix(tmp_path):
         moved.config._name_or_path = f"/models/{'in-a-folder-of-a-longer-name-' * 3}"  # bytes that the plan does not count
         write_bits(moved, plan, tmp_path / str(budget), data, tokenizer=tokenizer)
         assert (tmp_path / str(budget) / "model.gguf").stat().st_size == size
+    one = plan_bits(model, data, bits=16, **(own | {"formats": ["F16"]}))
+    assert "mix" not in one.payload.baselines, "a menu without the types of a mix has no mix"
     plan = plan_bits(model, data, like="Q4_K_M", rule="mix", **own)
     assert explain_plan(plan)["sentences"][-1].endswith("the plan is llama.cpp's Q4_K_M.")
     write_bits(model, plan, tmp_path / "mix", data)

@@ -505,6 +505,8 @@ def test_the_card_says_when_llama_quantize_needs_an_importance_matrix(method, fo
     receipt = QuantisationReceipt(method=method, family="gguf", identity=plan.model, modules=rows, versions={}, **numbers)
     card = model_card(plan, receipt)
     assert words in card and silent not in card
+    other = "" if method == "rtn" else f". Damage and KL that the plan names are of rtn: what {method} costs was not measured."
+    assert f"| rounded by | {method}{other} |" in card, "the figures of a plan are those of its own method"
 
 
 @pytest.mark.parametrize(("runtime", "use"), [("transformers", "AutoModelForCausalLM.from_"), ("vllm", "vllm serve .")])

@@ -27,7 +27,7 @@ from layerbudget.decisions.cache.space import CacheSpace
 from layerbudget.errors import CorruptFile, CoverageError, InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
 from layerbudget.execution import memory
 from layerbudget.execution.loss import logits_of, sampled_targets, summed_loss, unlabelled
-from layerbudget.exports import EXPORTS
+from layerbudget.exports import EXPORTS, format_for
 from layerbudget.models.blocks import describe
 from layerbudget.models.memory import cache_of
 from layerbudget.models.offload import mapped
@@ -304,8 +304,11 @@ def test_runtimes_get_their_own_words(monkeypatch):
     # two blocks, all pairs: the program finds the best
     assert plans["llama.cpp"].certificate["status"] in ("optimal", "slack")
     assert EXPORTS.find("vllm-cache").text(plans["vllm"], {}) == vllm_cache(plans["vllm"])
-    with pytest.raises(InvalidInput, match="This plan is for transformers"):
+    with pytest.raises(InvalidInput, match=r"This plan is for transformers.* In Python, layerbudget.apply_plan\("):
         vllm_cache(plans["transformers"])
+    with pytest.raises(InvalidInput, match="Add --to llama-cache; or plan with --runtime vllm"):
+        vllm_cache(plans["llama.cpp"])
+    assert [format_for(plans[r]) for r in ("vllm", "llama.cpp")] == ["vllm-cache", "llama-cache"]
 
 
 def test_bad_input_is_one_sentence():

@@ -29,7 +29,7 @@ def model_card(plan: Plan, receipt: QuantisationReceipt) -> str:
         "bits per weight": f"{receipt.bits:.4f} (scales and padding counted)",
         "planned matrices": f"{receipt.bytes:,} bytes in {len(receipt.modules)}: {formats}",
         "whole file": f"{receipt.file:,} bytes",
-        "rounded by": receipt.method,
+        "rounded by": ". ".join(filter(None, (receipt.method, on_method(plan, receipt.method)))),
     }
     gguf = receipt.family == "gguf"
     return card.model_card(
@@ -44,6 +44,14 @@ def model_card(plan: Plan, receipt: QuantisationReceipt) -> str:
         tags=("gguf",) if gguf else (),
         more=_tensor_types(receipt),
     )
+
+
+def on_method(plan: Plan, method: str) -> str:
+    """A sentence where a file is rounded by another method than the one that was measured; none where it is that one."""
+    measured = payload_of(plan, BitsPayload).method
+    if method == measured:
+        return ""
+    return f"Damage and KL that the plan names are of {measured}: what {method} costs was not measured."
 
 
 def _use(plan: Plan, receipt: QuantisationReceipt) -> str:

@@ -18,6 +18,7 @@ from ..formats.payload import FormatsPayload
 from ..formats.program import formats_of_plan, plan_from_table
 from ..formats.request import need_samples, on_check
 from ..written import end_of_gguf
+from .card import on_method
 from .payload import BitsPayload
 from .terms import whole_bytes
 
@@ -174,6 +175,7 @@ def write(
         f"planned, such as {others}, and {rest:,} of metadata.",
         *filter(None, (receipt.llama_cpp,)),
         *receipt.notes,
+        *filter(None, (on_method(weights, receipt.method),)),
     )
     return {**receipt.written(), "output": str(request.out), **_end(session, plan, cache)}
 

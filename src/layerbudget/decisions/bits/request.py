@@ -34,7 +34,11 @@ class BitsRequest(FormatsRequest):
         choices=lambda: tuple(RUNTIMES),
         help="who runs it; vllm: q/k/v, gate/up and experts agree",
     )
-    rule: str = option("exact", choices=lambda: RULES, help="exact: the exact program (default); others need none")
+    rule: str = option(
+        "exact",
+        choices=lambda: RULES,
+        help="exact: the least damage (default); others are to compare with",
+    )
     samples: int | None = option(
         None,
         group=TEXT,

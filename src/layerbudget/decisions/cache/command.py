@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 
 from ...plan import Plan
 from ..formats.request import on_check
+from .export import EXPORT_OF
 
 if TYPE_CHECKING:
     from ...session import Session
     from .request import CacheRequest
-
-_EXPORTS = {"vllm": ("--to", "vllm-cache"), "llama.cpp": ("--to", "llama-cache")}  # where a plan goes, by runtime
 
 
 def plan(session: Session) -> Plan:
@@ -40,4 +39,4 @@ def follow(session: Session, plan: Plan) -> str | None:
         made = f"layerbudget.apply_plan(model, layerbudget.Plan.load({out!r})).cache"
         session.say(f"Next, in Python: {made} is a cache for generate; packed=True saves its memory.")
         return None
-    return session.follow("export", out, *_EXPORTS[runtime])
+    return session.follow("export", out, "--to", EXPORT_OF[runtime])

@@ -67,11 +67,16 @@ def llama_build(plan: Plan) -> str:
     return f" Damages are those of llama.cpp without rotated keys and values: set {SWITCH}=1."
 
 
+EXPORT_OF = {"vllm": "vllm-cache", "llama.cpp": "llama-cache"}  # by runtime; transformers takes a plan in Python
+
+
 def _blocks(plan: Plan, runtime: str) -> tuple[PlanBlock, ...]:
     planned = payload_of(plan, CachePayload).runtime
     if planned != runtime:
         what = f"This plan is for {planned}, whose formats {runtime} does not keep."
-        raise InvalidInput(what, "", f"Plan with --runtime {runtime}.")
+        own = "In Python, layerbudget.apply_plan(model, layerbudget.Plan.load(FILE)).cache is a cache for generate"
+        own = own if planned == "transformers" else f"Add --to {EXPORT_OF[planned]}"
+        raise InvalidInput(what, "", f"{own}; or plan with --runtime {runtime}.")
     return plan.blocks
 
 

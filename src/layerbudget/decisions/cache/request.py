@@ -32,7 +32,11 @@ class CacheRequest(PlanRequest):
     formats: tuple[str, ...] | None = option(
         None, metavar="LIST", read=names, help="choose among these: int4,int8 (transformers), Q4_0,Q8_0 (llama.cpp)"
     )
-    rule: str = option("exact", choices=lambda: RULES, help="exact: the exact program (default); others need none")
+    rule: str = option(
+        "exact",
+        choices=lambda: RULES,
+        help="exact: the least damage (default); others are to compare with",
+    )
     samples: int | None = option(None, group=TEXT, help="number of calibration sequences (default: 16)")
     length: int | None = option(None, group=TEXT, help="tokens per sequence (default: 512)")
     group: int | None = option(None, group=ADVANCED, help="channels that share a scale (default: 64, 32 or 16)")

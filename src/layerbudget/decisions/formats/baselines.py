@@ -28,7 +28,7 @@ def mix_of(table: FormatTable, mix: str) -> tuple[int, np.ndarray | None]:
 
     What it rounds beside them and no plan does, it saves: that is taken off.
     There is no choice where llama.cpp refuses the mix for want of an importance matrix, or where the table does not have its
-    types. A block that can have one format only has that.
+    types. A block that can have one format only has that, where the menu has the mix's.
     """
     refused, types = types_in_mix(table, mix)
     named_blocks = zip(table.blocks, table.stored, strict=True)
@@ -39,7 +39,8 @@ def mix_of(table: FormatTable, mix: str) -> tuple[int, np.ndarray | None]:
     chosen, has = np.zeros(len(table.blocks), dtype=np.int64), table.has
     for i, names in enumerate(table.stored):
         kinds = {types[name] for name in names}
-        allowed = [j for j in np.flatnonzero(has[i]) if {table.formats[j]} == kinds or has[i].sum() == 1]
+        only = has[i].sum() == 1 and kinds <= set(table.formats)
+        allowed = [j for j in np.flatnonzero(has[i]) if {table.formats[j]} == kinds or only]
         if not allowed:
             return size, None
         chosen[i] = allowed[0]
