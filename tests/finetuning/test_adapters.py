@@ -307,6 +307,6 @@ def test_what_an_adapter_puts_beside_weights_is_no_block(saved):
     factors = {n: p.clone() for n, p in adapted.named_parameters() if "lora_" in n}
     prune(adapted, plan_sparsity(found, sparsity=0.5, rule="uniform"), method="magnitude")
     assert all(torch.equal(p, factors[n]) for n, p in adapted.named_parameters() if n in factors)
-    assert partition(load_adapter(zoo.adaptable(), folder / "experts"))[0].numel == found[0].numel
+    assert partition(load_adapter(zoo.adaptable(), folder / "lora-experts"))[0].numel == found[0].numel
     with pytest.raises(BadModel, match="merge=True"):
         plan_bits(adapted, rule="uniform", bits=8)
