@@ -309,4 +309,4 @@ def test_what_an_adapter_puts_beside_weights_is_no_block(saved):
     assert all(torch.equal(p, factors[n]) for n, p in adapted.named_parameters() if n in factors)
     assert partition(load_adapter(zoo.adaptable(), folder / "lora-experts"))[0].numel == found[0].numel
     with pytest.raises(BadModel, match="merge=True"):
-        plan_bits(adapted, rule="uniform", bits=8)
+        plan_bits(adapted, zoo.tokens(2, 8, vocabulary=61), rule="uniform", bits=8)
