@@ -241,3 +241,12 @@ def test_a_matrix_whose_rows_belong_to_groups_of_its_inputs_is_in_no_block():
     grouped.n_groups = 2
     blocks = partition(model, "linear")
     assert [b.name for b in blocks] == ["0"] and left_out(model, blocks) == {"1.weight": 32}
+
+
+def test_a_model_without_values_is_refused(tmp_path):
+    with torch.device("meta"):
+        model = zoo.build("llama")
+    with pytest.raises(BadModel, match="has no values: it is on the device meta"):
+        lb.plan_sparsity(model, zoo.tokens(2, 8), sparsity=0.5)
+    with pytest.raises(BadModel, match="has no values: it is on the device meta"):
+        lb.score(model, zoo.tokens(2, 8), partition(model), "gradient-norm")

@@ -310,6 +310,18 @@ def test_an_end_of_a_range_that_a_refusal_names_is_feasible(beyond, spend):
             call(float(end))
 
 
+@pytest.mark.parametrize(("wanted", "spend"), [(0.9, "exactly"), (0.9, "at_least"), (0.05, "exactly")])
+def test_a_sparsity_that_a_refusal_names_is_feasible(wanted, spend):
+    size, bounds = [1234567, 3333333], {"min_sparsity": [1 / 3, 1 / 7], "max_sparsity": [2 / 3, 6 / 7], "spend": spend}
+    with pytest.raises(InfeasibleBudget) as refused:
+        sparsify([1, 1], size, sparsity=wanted, **bounds)
+    for end in re.findall(r"0\.\d+", refused.value.feasible):
+        sparsify([1, 1], size, sparsity=float(end), **bounds)
+    bound = float(re.findall(r"(?:at least|min_sparsity to) (0\.\d+)", str(refused.value))[0])
+    name = "max_sparsity" if wanted > 0.5 else "min_sparsity"
+    sparsify([1, 1], size, sparsity=wanted, **{**bounds, name: bound})
+
+
 def test_the_example_of_the_notation():
     s = allocate([0.4, 0.3, 0.2, 0.1], [1, 2, 1, 1], 6, spend="exactly")
     assert (round(s.multiplier, 4), round(s.shadow_price, 4), round(s.shadow_price / 3.6, 4)) == (-0.0727, 0.3273, 0.0909)

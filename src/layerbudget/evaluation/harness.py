@@ -235,6 +235,8 @@ def evaluate_tasks(
     """
     if limit is not None and limit < 1:
         raise InvalidInput(f"limit is {limit}.", "It is at least 1.", "Leave it out for all examples.")
+    if not tasks:
+        raise InvalidInput("No task is named.", f"Local tasks are {', '.join(LOCAL)}.", "Name one at least.")
     manager = _task_manager(tasks)
     import lm_eval
     from lm_eval.models.huggingface import HFLM

@@ -396,6 +396,9 @@ def check_finite(model: nn.Module, *, once: bool = False) -> None:
     if model in _FINITE:
         return
     for name, tensor in model.state_dict().items():
+        if tensor.is_meta:
+            what = f"{name} has no values: it is on the device meta."
+            raise BadModel(what, "A model is measured with its weights.", "Load it by layerbudget.load_model(NAME).")
         if tensor.is_floating_point() and not all(bool(torch.isfinite(part).all()) for part in _pieces(tensor)):
             bad = int((~torch.isfinite(tensor)).sum())
             raise BadModel(

@@ -19,6 +19,8 @@ piecewise linear in t, so t is found exactly.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -248,19 +250,19 @@ def _capacity_target(c: Vector, total: float, paid: float, low: Vector, high: Ve
 
 def _sparsity_target(n: Vector, target: float, low: Vector, high: Vector, *, exactly: bool) -> float:
     everything, least, most = (float(np.dot(n, v)) for v in (np.ones(n.size), low, high))
+    lowest, highest = math.ceil(least / everything * 1e4) / 1e4, math.floor(most / everything * 1e4) / 1e4  # as they are typed
+    cap, floor = math.ceil(target / everything * 1e4) / 1e4, math.floor(target / everything * 1e4) / 1e4
     if target > most * (1.0 + _ROUNDING):
         raise InfeasibleBudget(
             f"{spoken_amount(target)} parameters ({target / everything:.4g} of all) are to go and the caps allow "
             f"{spoken_amount(most)} ({most / everything:.4g}).",
-            f"The global sparsity must lie in [{least / everything:.4g}, {most / everything:.4g}].",
-            f"Raise max_sparsity to at least {target / everything:.4g}, or prune less."
-            if target <= everything
-            else "Prune less.",
+            f"The global sparsity must lie in [{lowest:.4g}, {highest:.4g}].",
+            f"Raise max_sparsity to at least {cap:.4g}, or prune less." if target <= everything else "Prune less.",
         )
     if exactly and target < least * (1.0 - _ROUNDING):
         raise InfeasibleBudget(
             f"{spoken_amount(target)} parameters are to go and the floors alone prune {spoken_amount(least)}.",
-            f"Under spend='exactly' the global sparsity must lie in [{least / everything:.4g}, {most / everything:.4g}].",
-            f"Lower min_sparsity to {target / everything:.4g}, or prune {least / everything:.4g} or more.",
+            f"Under spend='exactly' the global sparsity must lie in [{lowest:.4g}, {highest:.4g}].",
+            f"Lower min_sparsity to {floor:.4g}, or prune {lowest:.4g} or more.",
         )
     return min(max(target, least), most) if exactly else min(target, most)

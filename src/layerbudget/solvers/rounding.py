@@ -278,7 +278,8 @@ def _relaxed(gain: Vector, cost: Vector, budget: float) -> float:
 def round_parameters(values: ArrayLike, numel: ArrayLike, total: int, caps: ArrayLike = 1.0) -> np.ndarray:
     """Return whole numbers of pruned parameters per block that sum to ``total``, each within one of ``values * numel``.
 
-    ``values`` and ``caps`` are sparsities; no count exceeds ``floor(caps * numel)`` unless the total demands it.
+    ``values`` and ``caps`` are sparsities; no count exceeds ``floor(caps * numel)`` unless the total demands it. What blocks at
+    their caps cannot take goes to the others, which may then have more than one beyond.
 
     >>> round_parameters([0.25, 0.5, 0.5], [3, 3, 3], 4).tolist()
     [1, 2, 1]
