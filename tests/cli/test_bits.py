@@ -147,6 +147,22 @@ def test_a_gguf_file_gets_its_rounding_from_the_inputs_of_its_model(tmp_path, ca
     assert "--inputs MODEL reads text" in said and not (folder / "no.gguf").exists()
 
 
+def test_a_gguf_file_that_a_plan_was_made_on_has_the_inputs_that_its_method_reads(folder, source, capsys):
+    """The command after ``Next:`` was refused; of rows in few bits it still is."""
+    quick, out = [*SMALL, "--draws", "1", "--check", "0", "--format", "gguf"], folder / "itself"
+    out.mkdir()
+    capsys.readouterr()
+    for bits, form, method in (("8.5", "Q8_0", "weighted"), ("6", "Q4_0,Q5_1", "gptq")):
+        plan, file, again = out / f"{method}.json", out / f"{method}.gguf", out / "again.gguf"
+        options = ["--bits", bits, "--formats", form, "--method", method, "--rows", "4", *quick]
+        told = document(capsys, "plan", "bits", source, *options, "-o", plan)
+        document(capsys, *shlex.split(told["next"].replace("DIR", str(file)))[1:], "--overwrite")
+        document(capsys, "apply", source, plan, "--inputs", source, "-o", again, "--quiet", "--overwrite")
+        assert file.read_bytes() == again.read_bytes()
+        source = file  # the first one, in 8 bits, is planned and rounded too
+    assert "Add --inputs MODEL" in sentence(capsys, "apply", file, plan, "-o", out / "no.gguf")
+
+
 def test_a_gguf_file_that_gets_a_fit_is_said_to_cost_what_was_measured_of_both(folder, source, capsys):
     """The weights alone were named, which nothing had measured; and the command that follows left the cache out."""
     fit, quick = folder / "both.json", [*SMALL, "--draws", "1"]

@@ -221,11 +221,14 @@ def _requantise(session: Session, plan: Plan, weights: Plan) -> Any:
     """Give a GGUF file the types of a plan; with the inputs of its model, where that is named."""
     from ...execution.processes import one_process
     from .forecast import applying
-    from .requantise import check_source, requantise
+    from .requantise import check_source, reads_itself, requantise
 
     one_process("A GGUF file gets other types")
     request: BitsWrite = session.request
     file, options = request.model, request.given("method", "imatrix")
+    if request.inputs is None and reads_itself(file, weights, method=request.method, imatrix=request.imatrix):
+        session.announce(f"{file} is also the model whose inputs are read, as with --inputs {shlex.quote(file)}.")
+        request.inputs = file
     check_source(file, weights, method=request.method, imatrix=request.imatrix, reads=request.inputs is not None)
     request.refuse(("dtype", "resume", "verify", *request.more), "a GGUF file")
     if request.inputs is None:

@@ -24,6 +24,7 @@ from ...compressors.formats import BY_MOMENTS, find_format
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InvalidInput, ModelMismatch
 from ...execution.processes import one_process
+from ...gguf.header import is_read, open_gguf
 from ...gguf.names import ACROSS, Names, need_gguf
 from ...gguf.rewriting import GgufOutput, GgufSource, tensor_bytes
 from ...llama_cpp.imatrix import read_imatrix
@@ -40,7 +41,7 @@ from .card import model_card
 from .export import llama_cpp
 from .payload import BitsPayload
 from .pieces import quantiser_of
-from .placed import PlacedRows
+from .placed import ROWS_TOLD, PlacedRows
 from .receipt import QuantisationReceipt
 from .terms import whole_bytes
 
@@ -103,6 +104,18 @@ def check_source(source: Path | str, plan: Plan, *, method: str | None, imatrix:
     formats_of_plan(plan)
     _method(plan, method, imatrix, reads)
     GgufSource.open(source)
+
+
+def reads_itself(source: Path | str, plan: Plan, *, method: str | None, imatrix: str | None) -> bool:
+    """Return whether a file is the model whose inputs a method needs: a plan was made on a file, and this one is read as one.
+
+    It has 8 bits or more: rows of fewer cannot be told any more.
+    """
+    method = method or payload_of(plan, BitsPayload).method
+    if imatrix is not None or method not in ("weighted", *BY_MOMENTS) or not str(plan.model.get("id")).endswith(".gguf"):
+        return False
+    file = Path(source)
+    return file.is_file() and is_read(file) and set(open_gguf(file).types()) <= {*ROWS_TOLD}
 
 
 def _write_others(plan: Plan, folder: Path, receipt: QuantisationReceipt) -> None:
