@@ -13,6 +13,7 @@ from tests import zoo
 
 import layerbudget as lb
 from layerbudget.cli import main
+from layerbudget.decisions.memory.plan import files_of
 from layerbudget.errors import InvalidInput
 
 pytest.importorskip("compressed_tensors")
@@ -173,6 +174,11 @@ def test_a_gguf_file_that_gets_a_fit_is_said_to_cost_what_was_measured_of_both(f
     check = json.loads(fit.read_text())["extra"]["check"]["rows"]
     cost = f"{check[json.loads(fit.read_text())['rule']]['kl']:.3g} nats per token were measured on held-out text"
     assert cost in done["verdict"] and "--cache-type-k" in done["next"]
+    assert done["llama_cpp"].startswith("llama.cpp loads the file; ")
+    document(capsys, "apply", source, fit, "--no-check", "-o", folder / "fit")
+    assert json.loads((folder / "fit" / "receipt.json").read_text())["llama_cpp"] == ""
+    beside = {name: (folder / "fit" / name).read_text() for name in ("cache.txt", "cache.json")}
+    assert beside == files_of(lb.Plan.load(fit)) and "$(cat cache.txt)" in (folder / "fit" / "README.md").read_text()
 
 
 def test_a_model_that_is_not_written_as_gguf_gets_the_way_that_works(tmp_path, capsys):

@@ -19,6 +19,7 @@ from ...compressors.ggml import dequantise
 from ...compressors.quantisers import Rounded
 from ...compressors.treating import matrices
 from ...errors import InvalidInput, ModelMismatch
+from ...llama_cpp.imatrix import ENDINGS
 from ...models.blocks import weight_of
 
 _TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -50,6 +51,7 @@ class PlacedRows:
         folder: Path,
     ) -> None:
         self.folder, self.made = folder, dict[str, Path]()
+        self.sums: Mapping[str, torch.Tensor] = {}  # what matrices' inputs come to, by name
         self.owners: dict[str, list[str]] = {}
         for matrix, names in stored.items():
             for name in names:
@@ -83,6 +85,19 @@ class PlacedRows:
             rows = [part[order] for part, order in zip(parts, self.orders[name], strict=True) if part is not None]
             contents[name] = torch.from_numpy(np.stack(rows))
         return contents
+
+    def names(self) -> dict[str, list[str]]:
+        """Return the names of sums of inputs: every matrix has its own, for some may share a tensor."""
+        return {matrix: [matrix] for owners in self.owners.values() for matrix in owners}
+
+    def importances(self) -> dict[str, torch.Tensor]:
+        """Return the sums of the tensors of the file, as an importance matrix has them."""
+        known = {name: owners for name, owners in self.owners.items() if all(o + ENDINGS[0] in self.sums for o in owners)}
+        return {
+            name + ending: torch.cat([self.sums[owner + ending] for owner in owners])
+            for name, owners in known.items()
+            for ending in ENDINGS
+        }
 
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Keep the tensors of a piece."""
