@@ -13,6 +13,7 @@ from tests import zoo
 
 import layerbudget as lb
 from layerbudget.cli import main
+from layerbudget.decisions.memory.plan import files_of
 from layerbudget.errors import InvalidInput
 
 pytest.importorskip("compressed_tensors")
@@ -147,6 +148,22 @@ def test_a_gguf_file_gets_its_rounding_from_the_inputs_of_its_model(tmp_path, ca
     assert "--inputs MODEL reads text" in said and not (folder / "no.gguf").exists()
 
 
+def test_a_gguf_file_that_a_plan_was_made_on_has_the_inputs_that_its_method_reads(folder, source, capsys):
+    """The command after ``Next:`` was refused; of rows in few bits it still is."""
+    quick, out = [*SMALL, "--draws", "1", "--check", "0", "--format", "gguf"], folder / "itself"
+    out.mkdir()
+    capsys.readouterr()
+    for bits, form, method in (("8.5", "Q8_0", "weighted"), ("6", "Q4_0,Q5_1", "gptq")):
+        plan, file, again = out / f"{method}.json", out / f"{method}.gguf", out / "again.gguf"
+        options = ["--bits", bits, "--formats", form, "--method", method, "--rows", "4", *quick]
+        told = document(capsys, "plan", "bits", source, *options, "-o", plan)
+        document(capsys, *shlex.split(told["next"].replace("DIR", str(file)))[1:], "--overwrite")
+        document(capsys, "apply", source, plan, "--inputs", source, "-o", again, "--quiet", "--overwrite")
+        assert file.read_bytes() == again.read_bytes()
+        source = file  # the first one, in 8 bits, is planned and rounded too
+    assert "Add --inputs MODEL" in sentence(capsys, "apply", file, plan, "-o", out / "no.gguf")
+
+
 def test_a_gguf_file_that_gets_a_fit_is_said_to_cost_what_was_measured_of_both(folder, source, capsys):
     """The weights alone were named, which nothing had measured; and the command that follows left the cache out."""
     fit, quick = folder / "both.json", [*SMALL, "--draws", "1"]
@@ -157,6 +174,11 @@ def test_a_gguf_file_that_gets_a_fit_is_said_to_cost_what_was_measured_of_both(f
     check = json.loads(fit.read_text())["extra"]["check"]["rows"]
     cost = f"{check[json.loads(fit.read_text())['rule']]['kl']:.3g} nats per token were measured on held-out text"
     assert cost in done["verdict"] and "--cache-type-k" in done["next"]
+    assert done["llama_cpp"].startswith("llama.cpp loads the file; ")
+    document(capsys, "apply", source, fit, "--no-check", "-o", folder / "fit")
+    assert json.loads((folder / "fit" / "receipt.json").read_text())["llama_cpp"] == ""
+    beside = {name: (folder / "fit" / name).read_text() for name in ("cache.txt", "cache.json")}
+    assert beside == files_of(lb.Plan.load(fit)) and "$(cat cache.txt)" in (folder / "fit" / "README.md").read_text()
 
 
 def test_a_model_that_is_not_written_as_gguf_gets_the_way_that_works(tmp_path, capsys):

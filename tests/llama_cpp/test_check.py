@@ -12,6 +12,7 @@ from tests.llama_cpp.test_writer import build, planned
 import layerbudget as lb
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.decisions.bits.apply import write_bits
+from layerbudget.decisions.bits.requantise import requantise
 from layerbudget.decisions.shapes.save import save_gguf
 from layerbudget.errors import CoverageError
 from layerbudget.gguf import names as names
@@ -38,6 +39,25 @@ def test_tokens_are_compared_too(tmp_path):
     model, tokenizer = zoo.build("llama", hidden_size=32, intermediate_size=32, vocab_size=2048), lb.load_tokenizer("demo")
     receipt = write_bits(model, planned(model, ["F16"]), tmp_path / "out", tokenizer=tokenizer)
     assert "the tokens of 3 texts are equal" in receipt.llama_cpp
+
+
+def test_a_file_that_was_made_from_another_one_is_loaded_too(tmp_path, monkeypatch):
+    model, source, whole = build("llama"), tmp_path / "source.gguf", tmp_path / "whole.gguf"
+    write_bits(model, planned(model, ["F16"]), tmp_path / "out", check=False)
+    (tmp_path / "out" / "model.gguf").rename(source)
+    plan = planned(model, ["Q8_0"])
+    said = "llama.cpp loads the file; what it computes on 32 tokens is finite. No probabilities were compared."
+    assert requantise(source, plan, whole).llama_cpp == said
+    assert requantise(source, plan, tmp_path / "two.gguf", check=False).llama_cpp == ""
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(whole.read_bytes()[:-4096])
+    with pytest.raises(CoverageError, match=r"llama.cpp takes source.gguf, and not .* made from it: it does not load \("):
+        gguf_check.check_alike(cut, source, 96)
+    assert "cut.gguf is not taken either" in gguf_check.check_alike(cut, cut, 96)
+    monkeypatch.setattr(gguf_check, "free_bytes", lambda: 0)
+    assert gguf_check.check_alike(whole, source, 96) == "llama.cpp loads the file. No probabilities were compared."
+    monkeypatch.setattr(gguf_check, "library_file", lambda: None)
+    assert "xllamacpp is not installed" in gguf_check.check_alike(whole, source, 96)
 
 
 def spoil(monkeypatch, how):

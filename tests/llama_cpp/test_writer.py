@@ -267,6 +267,22 @@ def test_a_file_is_rounded_with_the_inputs_of_its_model(tmp_path, converted, let
     assert {p.name for p in tmp_path.iterdir()} == {"out", "planned.gguf", "plain.gguf"}, "what lay aside is gone"
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_the_folder_has_the_importance_matrix_that_its_card_names(tmp_path, converted, letters, kind):
+    """As the model's own folder has it: from the inputs of the model, and where a file of them is given."""
+    source, text, weighted = converted / f"{kind}.gguf", zoo.tokens(4, 24, vocabulary=96), {"method": "weighted"}
+    plan, own = planned(build(kind), ["Q8_0", "Q4_0", "F16", "Q5_1"]), tmp_path / "own" / "imatrix.gguf"
+    write_bits(build(kind), plan, tmp_path / "own", text, tokenizer=letters, **weighted)
+    requantise(source, plan, tmp_path / "inputs", inputs=build(kind), data=text, **weighted)
+    requantise(source, plan, tmp_path / "file", imatrix=str(own))
+    write_bits(build(kind), plan, tmp_path / "again", tokenizer=letters, imatrix=str(own), **weighted)
+    for name in ("inputs", "file", "again"):
+        assert "--imatrix imatrix.gguf" in (tmp_path / name / "README.md").read_text()
+        assert (tmp_path / name / "imatrix.gguf").read_bytes() == own.read_bytes()
+    requantise(source, plan, tmp_path / "plain", method="rtn")
+    assert not (tmp_path / "plain" / "imatrix.gguf").exists()
+
+
 def moved(file, out, name, change):
     """The file with one tensor's rows changed."""
     reader = gguf.GGUFReader(file)

@@ -29,6 +29,7 @@ TEXTS = (
     "naïve café, 東京タワー, Привет мир, 😀",
 )
 TOKENS = 32
+_NOT_INSTALLED = "llama.cpp did not load the file: the package xllamacpp is not installed."
 _LEAST, _TIMES = 1e-3, 20.0  # nats per token that pass anyway, and of what rounded inputs explain
 
 
@@ -95,7 +96,7 @@ def check_file(
     """
     library = library_file()
     if library is None:
-        return "llama.cpp did not load the file: the package xllamacpp is not installed."
+        return _NOT_INSTALLED
     size = text_config(config_of(model)).vocab_size
     texts = tuple(text for text in TEXTS if tokenizer is not None and _holds(tokenizer, text, size))
     ids = () if file.stat().st_size > free_bytes() else _ids(model, tokenizer)
@@ -120,6 +121,46 @@ def check_file(
         ours, coarse = _probabilities(model, formats, ids) if followed is None else followed.said
         said.append(_compare(ours, coarse, _finite(raw).reshape(len(ids), -1)))
     return "; ".join(said) + "."
+
+
+def _wrong(library: Path, file: Path, ids: tuple[int, ...]) -> str:
+    """What llama.cpp refuses of a file, or computes from it; empty where nothing is wrong."""
+    try:
+        logits = ask(library, file, ids=ids)[1]
+    except LlamaError as error:
+        return f"it does not load ({error})"
+    return "" if not ids or np.isfinite(np.frombuffer(logits, np.float32)).all() else "it computes numbers that are not finite"
+
+
+def check_alike(file: Path, source: Path, tokens: int) -> str:
+    """Return a sentence on whether llama.cpp loads a file that has the metadata of another one, and computes finite numbers.
+
+    It names no tokens, which are those of the other file, and compares no probabilities. Where llama.cpp does not take the
+    other file either, or gives no answer, the sentence says so.
+
+    Args:
+        file: That was written.
+        source: That it was written from.
+        tokens: Of the vocabulary.
+
+    Raises:
+        CoverageError: llama.cpp refuses the file, or computes numbers that are not finite, and takes the other one.
+    """
+    library = library_file()
+    if library is None:
+        return _NOT_INSTALLED
+    count = 0 if file.stat().st_size > free_bytes() else min(TOKENS, tokens)
+    ids = tuple(np.random.default_rng(0).integers(0, tokens, count).tolist())
+    try:
+        if wrong := _wrong(library, file, ids):
+            if _wrong(library, source, ids):
+                return f"llama.cpp did not check the file: {source.name} is not taken either; {wrong}."
+            what = f"llama.cpp takes {source.name}, and not the file that was made from it: {wrong}."
+            raise CoverageError(what, "", "Nothing is kept. Plan other formats, and report this.")
+    except NoAnswer as error:
+        return f"llama.cpp did not check the file: {error}."
+    computes = f"; what it computes on {count} tokens is finite" if count else ""
+    return f"llama.cpp loads the file{computes}. No probabilities were compared."
 
 
 def _ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from ..models.blocks import config_of, layers, text_config
 from ..records import Module
 
 IMATRIX_FILE = "imatrix.gguf"
-_SUMS, _COUNTS = ".in_sum2", ".counts"
+ENDINGS = _SUMS, _COUNTS = ".in_sum2", ".counts"
 
 
 def counted(moments: Sequence[InputMoments], width: int) -> list[InputMoments]:

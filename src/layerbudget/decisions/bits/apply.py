@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -93,6 +94,8 @@ def round_matrices(
     rounding.writer, rounding.follow, rounding.shared = placed, follow, shared
     rounding.dealt.coded = placed is not None
     rounding.run(batch_size, progress)
+    if placed is not None:
+        placed.sums = rounding.sums
     return rounding.notes
 
 
@@ -235,7 +238,9 @@ def _finish(
     notes += expected.check(plan, tensors, file)
     if gguf:
         write_text(folder / "tensor-types.txt", llama_cpp(plan))
-        if rounding.sums and rounding.data is not None:
+        if rounding.quantiser.imatrix is not None:
+            shutil.copyfile(rounding.quantiser.imatrix, folder / IMATRIX_FILE)
+        elif rounding.sums and rounding.data is not None:
             write_imatrix(folder / IMATRIX_FILE, rounding.sums, rounding.data.describe())
     elif not any(find_format(f).floating for f in formats.values()):
         write_text(folder / "autoround-layer_config.json", auto_round(plan))

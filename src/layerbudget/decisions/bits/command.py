@@ -163,7 +163,7 @@ def write(
     request: BitsWrite = session.request
     formats_of_plan(weights)
     receipt = (
-        _requantise(session, plan, weights)
+        _requantise(session, plan, weights, text_files)
         if request.model.endswith(".gguf")
         else _quantise(session, plan, weights, text_files)
     )
@@ -219,17 +219,21 @@ def _quantise(session: Session, plan: Plan, weights: Plan, text_files: Mapping[s
         return write_bits(model, weights, request.out, data, **options)
 
 
-def _requantise(session: Session, plan: Plan, weights: Plan) -> Any:
+def _requantise(session: Session, plan: Plan, weights: Plan, text_files: Mapping[str, str] | None) -> Any:
     """Give a GGUF file the types of a plan; with the inputs of its model, where that is named."""
     from ...execution.processes import one_process
     from .forecast import applying
-    from .requantise import check_source, requantise
+    from .requantise import check_source, reads_itself, requantise
 
     one_process("A GGUF file gets other types")
     request: BitsWrite = session.request
     file, options = request.model, request.given("method", "imatrix")
+    if request.inputs is None and reads_itself(file, weights, method=request.method, imatrix=request.imatrix):
+        session.announce(f"{file} is also the model whose inputs are read, as with --inputs {shlex.quote(file)}.")
+        request.inputs = file
     check_source(file, weights, method=request.method, imatrix=request.imatrix, reads=request.inputs is not None)
-    request.refuse(("dtype", "resume", "verify", *request.more), "a GGUF file")
+    request.refuse(("dtype", "resume", *request.more), "a GGUF file")
+    options |= {"text_files": text_files} | ({} if request.verify is None else {"check": request.verify})
     if request.inputs is None:
         remedy = "Leave it out: what is known of the inputs is in --imatrix FILE. (--inputs MODEL reads text.)"
         request.refuse(READING, "a GGUF file", remedy)

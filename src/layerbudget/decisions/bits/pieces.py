@@ -215,7 +215,7 @@ class ModelRounding(LayerCompressor):
                 f"{name}[{i}] {self.lacks}; its inputs count alike." for i, m in enumerate(module_moments) if m.value is None
             ]
             whole[name] = counted(module_moments, module.d_in)
-            if isinstance(self.writer, GgufWriter) and not self.importances:
+            if isinstance(self.writer, GgufWriter | PlacedRows) and not self.importances:
                 self.sums |= entries(module_moments, module.d_in, self.writer.names()[name])
         return [*notes, *super().jobs(work, whole, made)]
 

@@ -15,12 +15,16 @@ import numpy as np
 import torch
 from torch import nn
 
+from ...compressors.ggml import dequantise
 from ...compressors.quantisers import Rounded
 from ...compressors.treating import matrices
 from ...errors import InvalidInput, ModelMismatch
+from ...llama_cpp.imatrix import ENDINGS
 from ...models.blocks import weight_of
 
 _TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FINE = "Q8_0"  # its rows are those of a model that was read from the same file
+ROWS_TOLD = (*_TORCH, _FINE)  #: Types of tensors whose rows are found in a model.
 
 
 class PlacedRows:
@@ -47,6 +51,7 @@ class PlacedRows:
         folder: Path,
     ) -> None:
         self.folder, self.made = folder, dict[str, Path]()
+        self.sums: Mapping[str, torch.Tensor] = {}  # what matrices' inputs come to, by name
         self.owners: dict[str, list[str]] = {}
         for matrix, names in stored.items():
             for name in names:
@@ -54,12 +59,15 @@ class PlacedRows:
         self.orders: dict[str, list[np.ndarray]] = {}
         for name, owners in self.owners.items():
             tensor = tensors[name]
-            if tensor.tensor_type.name not in _TORCH:
-                what = f"{name} of {source} is in {tensor.tensor_type.name}, and its rows cannot be told any more."
+            kind, orders = tensor.tensor_type.name, list[np.ndarray | None]()
+            if kind in ROWS_TOLD:
+                copies, dtype = tensor.data.reshape(-1, *tensor.data.shape[-2:]), _TORCH.get(kind, torch.float32)
+                copies = [dequantise(rows, kind) for rows in copies] if kind == _FINE else copies
+                views = [view for owner in owners for view in matrices(*weight_of(model, owner))]
+                orders = [_order(view, rows, dtype) for view, rows in zip(views, copies, strict=True)]
+            if kind not in _TORCH and (not orders or any(order is None for order in orders)):
+                what = f"{name} of {source} is in {kind}, and its rows cannot be told any more."
                 raise InvalidInput(what, "Error feedback takes a file in 16 or 32 bits.", "Convert with --outtype f16.")
-            copies = tensor.data.reshape(-1, *tensor.data.shape[-2:])
-            views = [view for owner in owners for view in matrices(*weight_of(model, owner))]
-            orders = [_order(v, rows, _TORCH[tensor.tensor_type.name]) for v, rows in zip(views, copies, strict=True)]
             if any(order is None for order in orders):
                 what = (
                     f"Rows of {name} in {source} are in no row of {owners[0]}: the converter changed them, or the file is old."
@@ -77,6 +85,19 @@ class PlacedRows:
             rows = [part[order] for part, order in zip(parts, self.orders[name], strict=True) if part is not None]
             contents[name] = torch.from_numpy(np.stack(rows))
         return contents
+
+    def names(self) -> dict[str, list[str]]:
+        """Return the names of sums of inputs: every matrix has its own, for some may share a tensor."""
+        return {matrix: [matrix] for owners in self.owners.values() for matrix in owners}
+
+    def importances(self) -> dict[str, torch.Tensor]:
+        """Return the sums of the tensors of the file, as an importance matrix has them."""
+        known = {name: owners for name, owners in self.owners.items() if all(o + ENDINGS[0] in self.sums for o in owners)}
+        return {
+            name + ending: torch.cat([self.sums[owner + ending] for owner in owners])
+            for name, owners in known.items()
+            for ending in ENDINGS
+        }
 
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Keep the tensors of a piece."""

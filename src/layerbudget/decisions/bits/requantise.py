@@ -8,7 +8,9 @@ is given too, its matrices are rounded with their inputs, by error feedback if t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -24,9 +26,11 @@ from ...compressors.formats import BY_MOMENTS, find_format
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InvalidInput, ModelMismatch
 from ...execution.processes import one_process
+from ...gguf.header import is_read, open_gguf
 from ...gguf.names import ACROSS, Names, need_gguf
 from ...gguf.rewriting import GgufOutput, GgufSource, tensor_bytes
-from ...llama_cpp.imatrix import read_imatrix
+from ...llama_cpp.check import check_alike
+from ...llama_cpp.imatrix import IMATRIX_FILE, read_imatrix, write_imatrix
 from ...llama_cpp.writer import file_type, recount_gguf
 from ...models.blocks import check_finite, describe
 from ...models.machine import versions
@@ -40,7 +44,7 @@ from .card import model_card
 from .export import llama_cpp
 from .payload import BitsPayload
 from .pieces import quantiser_of
-from .placed import PlacedRows
+from .placed import ROWS_TOLD, PlacedRows
 from .receipt import QuantisationReceipt
 from .terms import whole_bytes
 
@@ -62,6 +66,8 @@ def requantise(
     data: CalibrationSet | None = None,
     batch_size: int = 8,
     overwrite: bool = False,
+    text_files: Mapping[str, str] | None = None,
+    check: bool = True,
     progress: Progress | None = None,
 ) -> QuantisationReceipt:
     """Write a GGUF file again with the types of a plan, and return its record; metadata and other tensors are copied.
@@ -69,7 +75,8 @@ def requantise(
     Args:
         source: The file, in 16 or 32 bits as ``convert_hf_to_gguf.py`` writes it. One that is quantised is read back first.
         plan: Of kind ``bits`` for GGUF, made from the same model in transformers.
-        out: The file to write (``planned.gguf``), or a folder for it with the plan, the record and a model card.
+        out: The file to write (``planned.gguf``), or a folder for it with the plan, the record and a model card. With
+            ``weighted`` the folder has the importance matrix too.
         method: ``rtn``, ``weighted``, ``gptq`` or ``descent``; by default what the plan was measured with.
         imatrix: An importance matrix of llama.cpp, for ``weighted``.
         inputs: The model that the file was converted from, in float32: its matrices' inputs on ``data`` are what ``descent``,
@@ -77,6 +84,8 @@ def requantise(
         data: Calibration tokens, for ``inputs``.
         batch_size: Sequences per forward of it.
         overwrite: Replace what an earlier call wrote.
+        text_files: Further text files of a folder, by name.
+        check: Load the file by llama.cpp: see :func:`~layerbudget.llama_cpp.check.check_alike`.
         progress: Called with (tensors done, tensors), after (pieces done, pieces) of the model.
 
     Raises:
@@ -84,6 +93,7 @@ def requantise(
         CorruptFile: It is no GGUF file, or is cut off.
         ModelMismatch: The plan, the importance matrix or ``inputs`` is of another model.
         InvalidInput: A plan of another kind, a method that needs the model, a type that needs an importance matrix.
+        CoverageError: Weights that a type does not reach, or a file that llama.cpp refuses where it takes the source.
     """
     one_process("A GGUF file gets other types")
     formats, source_file = formats_of_plan(plan), GgufSource.open(source)
@@ -95,7 +105,18 @@ def requantise(
         if inputs is not None:
             aside = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=output.parent, prefix=".rounded-")))
             work.round(inputs, data, method, batch_size, aside, progress)
-        return output.write(partial(work.write, method=method, progress=progress), partial(_write_others, plan))
+
+        def write_others(folder: Path, receipt: QuantisationReceipt) -> None:
+            """Write what lies beside the file in a folder."""
+            if imatrix is not None:
+                shutil.copyfile(imatrix, folder / IMATRIX_FILE)
+            elif work.sums and data is not None:
+                write_imatrix(folder / IMATRIX_FILE, work.sums, data.describe())
+            for name, text in (text_files or {}).items():
+                write_text(folder / name, text)
+            _write_others(plan, folder, receipt)
+
+        return output.write(partial(work.write, method=method, check=check, progress=progress), write_others)
 
 
 def check_source(source: Path | str, plan: Plan, *, method: str | None, imatrix: str | None, reads: bool) -> None:
@@ -103,6 +124,18 @@ def check_source(source: Path | str, plan: Plan, *, method: str | None, imatrix:
     formats_of_plan(plan)
     _method(plan, method, imatrix, reads)
     GgufSource.open(source)
+
+
+def reads_itself(source: Path | str, plan: Plan, *, method: str | None, imatrix: str | None) -> bool:
+    """Return whether a file is the model whose inputs a method needs: a plan was made on a file, and this one is read as one.
+
+    It has 8 bits or more: rows of fewer cannot be told any more.
+    """
+    method = method or payload_of(plan, BitsPayload).method
+    if imatrix is not None or method not in ("weighted", *BY_MOMENTS) or not str(plan.model.get("id")).endswith(".gguf"):
+        return False
+    file = Path(source)
+    return file.is_file() and is_read(file) and set(open_gguf(file).types()) <= {*ROWS_TOLD}
 
 
 def _write_others(plan: Plan, folder: Path, receipt: QuantisationReceipt) -> None:
@@ -159,6 +192,7 @@ class _Work:
     ) -> None:
         self.source, self.plan, self.formats, self.importances = source, plan, formats, importances
         self.gguf, self.notes, self.made, self.read = need_gguf(), list[str](), dict[str, Path](), read
+        self.sums: dict[str, torch.Tensor] = {}
         self.left_out: dict[str, int] = {}  # rows of the model that a tensor of the file does not have
         self.tensors = {t.name: t for t in source.reader.tensors}
         self.stored = self._names()
@@ -265,12 +299,14 @@ class _Work:
         placed = PlacedRows(model, self.stored, self.tensors, self.source.path, aside)
         options: dict[str, Any] = {"method": method, "batch_size": batch_size, "progress": progress}
         self.notes += round_matrices(model, self.formats, data, placed=placed, **options)
-        self.made = placed.made
+        self.made, self.sums = placed.made, placed.importances()
 
-    def write(self, file: Path, method: str, progress: Progress | None) -> QuantisationReceipt:
-        """Write the file, count it again, and return the record."""
+    def write(self, file: Path, method: str, check: bool, progress: Progress | None) -> QuantisationReceipt:
+        """Write the file, count it again, load it, and return the record."""
         self.source.write(file, self.head, self._content, progress)
-        return self._receipt(file, method)
+        receipt = self._receipt(file, method)
+        tokens = int(self.tensors[_ENDS[0]].shape[1]) if _ENDS[0] in self.tensors else 0
+        return dataclasses.replace(receipt, llama_cpp=check_alike(file, self.source.path, tokens) if check else "")
 
     def _content(self, tensor: Any) -> Iterator[np.ndarray]:
         """The bytes of a tensor, some rows at a time."""

@@ -90,7 +90,7 @@ def write(session: Session, plan: Plan) -> dict[str, Any]:
     placement = plan.payload.placement
     types += f" {placement.options}" if placement else ""
     result = bits.write(session, plan, parts["bits"], text_files=files_of(plan), cache=types)
-    if request.model.endswith(".gguf"):
+    if request.out.endswith(".gguf"):
         session.say(f"The cache: layerbudget export {shlex.quote(request.plan)} --to llama-cache")
     return result
 
