@@ -58,7 +58,8 @@ def plan_ranks(
     Raises:
         InvalidInput: Not exactly one budget, an option outside its domain, or one that rule or unit do not read.
         UnknownUnit: A budget in an unknown or unpriced unit.
-        InfeasibleBudget: The budget is below the minimum ranks, or cannot be spent under the caps.
+        InfeasibleBudget: The budget is below the minimum ranks, or cannot be spent under the caps (``by-rank`` spends what
+            they take: ``budget`` and the verdict say what is left).
     """
     wanted = one_budget({"mean_rank": mean_rank, "budget": budget}, "params")
     if mean_rank is not None:

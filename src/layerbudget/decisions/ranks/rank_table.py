@@ -163,7 +163,7 @@ def rank_table(
             continue
         row: dict[str, Any] = {"rank": rank, "parameters": int(price @ plan.counts)}
         if rows and row["parameters"] == rows[-1]["parameters"]:
-            left_out[rank] = f"It has no more parameters than mean rank {rows[-1]['rank']}: further ranks have no gain."
+            left_out[rank] = f"The caps allow no more parameters than mean rank {rows[-1]['rank']}."
             continue
         payload = payload_of(plan, RanksPayload)
         gain = 0.0 if payload.rounding is None else payload.rounding["value"]

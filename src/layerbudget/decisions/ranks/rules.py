@@ -12,7 +12,6 @@ from ...errors import InfeasibleBudget
 from ...solvers.inputs import Vector
 from ...solvers.rounding import RoundedCapacity, allocate_increments
 from ..capacity import in_proportion
-from ..capacity.bounds import check_caps
 from ..rules import Problem, RuleResult, rule
 from .gains import TAKE_UNIFORM, increments_of, uniform_share
 from .payload import SmallerReserve
@@ -35,7 +34,6 @@ def _size(problem: Problem, *, method: str = "auto") -> RuleResult:
 @rule("ranks", "by-rank", summary="the exact program of the gain of every further rank (rank-gain scores)")
 def _by_rank(problem: Problem, *, damping: float | None = None) -> RuleResult:
     """The program of increments, without a surrogate utility between the measurement and the decision."""
-    check_caps(problem)
     rows: Sequence[Sequence[float]] = increments_of(problem.need_scores(), damping)
     if problem.order is not None:
         rows = [rows[int(i)] for i in problem.order]
