@@ -177,5 +177,10 @@ def test_a_plan_knows_its_pruner(saved_model, tmp_path, capsys):
     assert said["other"].count(sentence) == 1 and sentence in receipts["other"]["notes"][-1]
     assert sentence not in said["own"] + said["weaker"]
     recipes = {name: (tmp_path / f"{name}.yaml").read_text() for name in said}
+    capsys.readouterr()
+    assert main(["apply", str(folder), str(plan), "--pattern", "n:4", *small, "-o", str(tmp_path / "bound")]) == 0
+    bound = "The plan was measured without the pattern n:4"
+    assert " ".join(capsys.readouterr().out.split()).count(bound) == 1 and bound not in said["own"]
+    assert json.loads((tmp_path / "bound" / "receipt.json").read_text())["notes"][-1].startswith(bound)
     assert "SparseGPTModifier" in recipes["own"] and "WandaPruningModifier" in recipes["other"]
     assert sentence in recipes["other"] and sentence not in recipes["own"]

@@ -106,9 +106,9 @@ def prune(
             walking = {"batch_size": batch_size, "store": store or "device", "autocast": autocast}
             notes, forwards = _layers(treating, jobs, checkpoints, progress, shard(data), walking)
     seconds = time.monotonic() - started
-    notes += other_pruner(plan, method)
     recounted = recount(model, plan.blocks)
     notes += check_recount(recounted, {name: job.level.zeros for name, job in jobs.items()})
+    notes += other_pruner(plan, method, pattern)
     planned = {b.name: sum(jobs[m].level.zeros for m in b.modules) for b in plan.blocks}
     return PruningReceipt(
         method=treatment.name,
@@ -148,14 +148,15 @@ def method_of(plan: Plan, method: str | None, overrides: Mapping[str, Any]) -> t
     return chosen, {**(options if chosen == measured else {}), **overrides}
 
 
-def other_pruner(plan: Plan, method: str) -> tuple[str, ...]:
-    """A sentence where a plan is applied by another pruner than the one whose damage decided it, else nothing."""
+def other_pruner(plan: Plan, method: str, pattern: str | None = None) -> tuple[str, ...]:
+    """Sentences where a plan is applied by another pruner than the one whose damage decided it, or in a pattern."""
     measured, _ = plan.pruner
-    if measured in (None, method):
+    if measured is None:
         return ()
-    return (
-        f"The plan was measured with {measured} and is applied by {method}: measure with --method {method} to plan for it.",
-    )
+    remedy = f"measure with --method {method} to plan for it"
+    other = f"The plan was measured with {measured} and is applied by {method}: {remedy}."
+    bound = f"The plan was measured without the pattern {pattern}: what that costs more is not known before evaluate."
+    return (*([other] if measured != method else []), *([bound] if pattern else []))
 
 
 @contextlib.contextmanager

@@ -199,7 +199,7 @@ def _write(session: Session, plan: Plan) -> dict[str, Any]:
     parts = treating(method, session.size(data), again=5.0 if request.true_sequential else 1.0)
     session.expect(f"{method} to {plan.budget['spent']:,} zeros{session.on_text(data)}", model, parts)
     session.share(model, plan.blocks)
-    notes = other_pruner(plan, method)
+    notes = other_pruner(plan, method, request.pattern)
     session.say(*notes)
     options |= request.given("pattern", "resume", "store", "autocast") | {"true_sequential": request.true_sequential}
     with session.progress(f"prune by {method}") as progress:
