@@ -322,6 +322,17 @@ def test_a_sparsity_that_a_refusal_names_is_feasible(wanted, spend):
     sparsify([1, 1], size, sparsity=wanted, **{**bounds, name: bound})
 
 
+def test_the_cap_that_a_refusal_names_counts_what_is_held():
+    """It named a cap below the one that was given, where blocks keep all their weights."""
+    size, low = [1000, 1000, 1000], [0.0, 0.0, 0.0]
+    with pytest.raises(InfeasibleBudget, match="Raise max_sparsity to at least 0.75, or") as refused:
+        sparsify([1, 1, 1], size, sparsity=0.5, min_sparsity=low, max_sparsity=[0.55, 0.55, 0.0])
+    assert "0.3666" in refused.value.feasible
+    sparsify([1, 1, 1], size, sparsity=0.5, min_sparsity=low, max_sparsity=[0.75, 0.75, 0.0])
+    with pytest.raises(InfeasibleBudget, match="Prune less"):
+        sparsify([1, 1, 1], size, sparsity=0.7, min_sparsity=low, max_sparsity=[0.55, 0.55, 0.0])
+
+
 def test_the_example_of_the_notation():
     s = allocate([0.4, 0.3, 0.2, 0.1], [1, 2, 1, 1], 6, spend="exactly")
     assert (round(s.multiplier, 4), round(s.shadow_price, 4), round(s.shadow_price / 3.6, 4)) == (-0.0727, 0.3273, 0.0909)

@@ -251,13 +251,17 @@ def _capacity_target(c: Vector, total: float, paid: float, low: Vector, high: Ve
 def _sparsity_target(n: Vector, target: float, low: Vector, high: Vector, *, exactly: bool) -> float:
     everything, least, most = (float(np.dot(n, v)) for v in (np.ones(n.size), low, high))
     lowest, highest = math.ceil(least / everything * 1e4) / 1e4, math.floor(most / everything * 1e4) / 1e4  # as they are typed
-    cap, floor = math.ceil(target / everything * 1e4) / 1e4, math.floor(target / everything * 1e4) / 1e4
+    floor = math.floor(target / everything * 1e4) / 1e4
     if target > most * (1.0 + _ROUNDING):
+        held = low == high
+        others = float(np.add.reduce(n[~held]))
+        wanted = (target - float(np.dot(n[held], high[held]))) / others if others else 2.0
+        cap = math.ceil(wanted * 1e4) / 1e4
         raise InfeasibleBudget(
             f"{spoken_amount(target)} parameters ({target / everything:.4g} of all) are to go and the caps allow "
             f"{spoken_amount(most)} ({most / everything:.4g}).",
             f"The global sparsity must lie in [{lowest:.4g}, {highest:.4g}].",
-            f"Raise max_sparsity to at least {cap:.4g}, or prune less." if target <= everything else "Prune less.",
+            f"Raise max_sparsity to at least {cap:.4g}, or prune less." if cap <= 1.0 else "Prune less.",
         )
     if exactly and target < least * (1.0 - _ROUNDING):
         raise InfeasibleBudget(
