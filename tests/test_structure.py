@@ -2,6 +2,10 @@
 
 import ast
 import functools
+import importlib
+import importlib.util
+import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +88,28 @@ def test_editors_and_type_checkers_see_every_public_name():
     block = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
     seen = [(n.level, n.module, a.name, a.asname) for n in block.body for a in n.names]
     assert sorted(seen) == sorted((1, module, name, name) for name, module in layerbudget._PUBLIC.items())
+
+
+def test_full_names_in_docstrings_lead_to_where_the_reference_has_them():
+    """A module's own page has what is defined in it, and what its ``__all__`` names; the top package has no page."""
+    role = re.compile(r":(func|class|mod|meth):`~?(layerbudget\.[\w.]+)`")
+    found = {(file.name, *match.groups()) for file in SRC.rglob("*.py") for match in role.finditer(file.read_text())}
+    lost = [(file, name) for file, kind, name in sorted(found) if not documented(kind, name)]
+    assert not lost and len(found) > 50
+    assert not documented("func", "layerbudget.perplexity")
+
+
+def documented(kind: str, name: str) -> bool:
+    module, _, own = name.rpartition(".")
+    if kind == "mod":
+        return importlib.util.find_spec(name) is not None
+    if kind == "meth":
+        return documented("class", module) and hasattr(pkgutil.resolve_name(module), own)
+    if module == "layerbudget":
+        return False
+    place = importlib.import_module(module)
+    made = getattr(place, own, None)
+    return made is not None and (own in getattr(place, "__all__", ()) or getattr(made, "__module__", module) == module)
 
 
 def test_no_print_no_bare_except_no_assert():

@@ -398,8 +398,9 @@ def _on_flips(first: Sequence[float], second: Sequence[float], names: Sequence[s
 def compare_results(first: Mapping[str, Any], second: Mapping[str, Any], names: Sequence[str] = ("A", "B")) -> dict[str, Any]:
     """Compare two results of ``evaluate``.
 
-    Both have ``tasks`` (what :func:`~layerbudget.evaluate_tasks` returned), ``perplexity`` (what
-    :func:`~layerbudget.perplexity` returned, by name), or both, of the same questions and text; ``names`` is how to call them.
+    Both have ``tasks`` (what :func:`~layerbudget.evaluation.harness.evaluate_tasks` returned), ``perplexity`` (what
+    :func:`~layerbudget.evaluation.perplexity.perplexity` returned, by name), or both, of the same questions and text.
+    ``names`` is how to call them.
 
     Returns:
         ``{tasks: {name: test}, mean (two tasks and more), perplexity: {source: test}, sentences[], verdict}``; differences are
@@ -462,7 +463,7 @@ def check_texts(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
 
 
 def _whole(result: Mapping[str, Any]) -> dict[str, Any]:
-    """A result with both of its parts; a perplexity of :func:`layerbudget.perplexity` is read by its fields."""
+    """A result with both of its parts; a perplexity of ``perplexity`` is read by its fields."""
     if not {"tasks", "perplexity"} & set(result):
         raise InvalidInput(
             f"An evaluation has {', '.join(map(str, result)) or 'nothing'}.",
