@@ -184,8 +184,10 @@ class Plan(BlockRecord):
             remedy = "Score this model and plan again, or use the model that the plan names."
             if key == "digest" and any(model.get(name) and self.model.get(name) == model[name] for name in ("id", "skeleton")):
                 feasible += " Another precision rounds the weights."
-                remedy = "Leave --dtype out (dtype= in Python), or give the one that the scores were made with. If the weights "
-                remedy += "themselves were changed, score this model and plan again."
+                remedy = (
+                    "If these weights were changed since, score this model and plan again. If they are the same weights in "
+                )
+                remedy += "another precision, give the --dtype (dtype= in Python) that the scores were made with."
             raise ModelMismatch(
                 f"The plan was made for {self.model.get('id')} ({mine}); this model is {model.get('id')} ({theirs}).",
                 feasible,

@@ -488,3 +488,8 @@ def test_what_is_not_typed_is_named_with_what_it_is(command):
         )
         words += ["4"] if positional(name, needed[name]) else [flag_of(request, name), "4"]
     assert len(set(missed)) == len(needed)
+
+
+def test_words_that_nothing_takes_are_named_beside_what_is_missing():
+    with pytest.raises(WrongCommand, match=r"^-o DIR is missing: .*\. Nothing takes b.json --model x\.$"):
+        parse(requests_of_all()["compare"], ["a.json", "b.json", "--model", "x"], "")

@@ -43,9 +43,10 @@ def in_fp8(folder, name, block=BLOCK):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
-def test_fp8_is_numbers_in_one_precision_and_is_saved_as_these(tmp_path, name, dtype):
+def test_fp8_is_numbers_in_one_precision_and_is_saved_as_these(tmp_path, name, dtype, caplog):
     numbers = in_fp8(tmp_path / "fp8", name, 8)
     model = load_model(str(tmp_path / "fp8"), dtype=dtype)
+    assert "rounded before (fp8): damage is measured beside these, which cost little" in caplog.text
     wanted = torch.float32 if dtype == "float32" else torch.bfloat16
     assert {p.dtype for p in model.parameters()} == {wanted}
     assert torch.isfinite(model(torch.arange(1, 9)[None]).logits).all()

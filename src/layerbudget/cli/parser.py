@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import shlex
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -71,13 +72,14 @@ def parse(request: type[Request], words: Sequence[str], summary: str) -> Request
 def _missing(request: type[Request], error: cyclopts.CycloptsError) -> str:
     """Return a sentence on what was not typed and has no default, with what it is; nothing for other errors."""
     argument = error.argument
-    if not isinstance(error, cyclopts.MissingArgumentError) or argument is None or error.keyword or error.unused_tokens:
+    if not isinstance(error, cyclopts.MissingArgumentError) or argument is None or error.keyword:
         return ""
     field = request.options().get(argument.field_info.name)
     if field is None:
         return ""
     value = "" if positional(field.name, field) else f" {field.metadata['metavar'] or ''}".rstrip()
-    return f"{argument.name}{value} is missing: {_help(field).rstrip('.')}."
+    beside = f" Nothing takes {shlex.join(error.unused_tokens)}." if error.unused_tokens else ""
+    return f"{argument.name}{value} is missing: {_help(field).rstrip('.')}.{beside}"
 
 
 def _help(field: dataclasses.Field[Any]) -> str:

@@ -379,6 +379,12 @@ class Runtime:
             "Choose one of those.",
         )
 
+    def _fitting(self, widths: Sequence[int]) -> str:
+        """The name of a format that rows of some of these widths can have."""
+        if self.family == GGUF:
+            return "Q4_0" if any(find_format("Q4_0").fits(w) for w in widths) else PLAIN[GGUF].name
+        return next((f"w4-g{g}" for g in PACKED_GROUPS if any(w % g == 0 for w in widths)), "w4-channel")
+
     def formats(
         self, widths: Sequence[int], names: Sequence[str] | None = None, group: int | None = None, *, inputs: bool = False
     ) -> list[Format]:
@@ -411,7 +417,11 @@ class Runtime:
             chosen = [self.check(find_format(n, self.family)) for n in dict.fromkeys(names)]
             for form in chosen:
                 if not any(form.fits(w) for w in widths):
-                    form.check("Every matrix", widths[0])
+                    raise InvalidInput(
+                        f"No matrix can be stored in {form.name}.",
+                        f"Its groups are of {form.group}, and the matrices have {_each(widths)} inputs.",
+                        f"Name others, such as {self._fitting(widths)}.",
+                    )
             small = sorted(
                 (f for f in chosen if not f.plain), key=lambda f: (f.block_bytes / (f.group or 1), f.bits, f.group or 0)
             )
@@ -422,12 +432,17 @@ class Runtime:
         if group is None:
             group = next((g for g in PACKED_GROUPS if all(w % g == 0 for w in widths)), PACKED_GROUPS[-1])
         elif group < 1 or not any(w % group == 0 for w in widths):
-            each = ", ".join(f"{w:,}" for w in widths)
             dividing = [g for g in PACKED_GROUPS if any(w % g == 0 for w in widths)]
             remedy = f"Use group={dividing[0]}, or leave it out." if dividing else "Leave it out."
-            raise InvalidInput(f"group is {group}.", f"It divides the inputs of some matrix, which are {each}.", remedy)
+            raise InvalidInput(
+                f"group is {group}.", f"It divides the inputs of some matrix, which are {_each(widths)}.", remedy
+            )
         menu = (find_format(f"w{b}-g{group}") for b in _PACKED_BITS if b != 7)  # by name only: transformers alone reads 7 bits
         return [f for f in (*menu, PLAIN[PACKED]) if self._runs(f)]
+
+
+def _each(widths: Sequence[int]) -> str:
+    return ", ".join(f"{w:,}" for w in widths)
 
 
 RUNTIMES = {

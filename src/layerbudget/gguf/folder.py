@@ -94,12 +94,17 @@ def rounded_before(file: Path) -> str:
         return ""
     each = {kind: gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]] for kind in gguf_file.types()}
     bits = sum(8 * n * each[kind][1] / each[kind][0] for kind, n in gguf_file.types().items()) / sum(gguf_file.types().values())
-    said = f"Its weights were rounded before ({', '.join(sorted(kinds))}; {bits:.2g} bits a weight)"
-    if set(kinds) <= {"Q8_0", "Q8_1", "Q8_K"}:
-        return f"{said}: damage is measured beside these, which cost little."
+    return on_rounded(f"{', '.join(sorted(kinds))}; {bits:.2g} bits a weight", fine=set(kinds) <= {"Q8_0", "Q8_1", "Q8_K"})
+
+
+def on_rounded(how: str, *, fine: bool) -> str:
+    """The sentence on weights that were rounded before: in which way, and whether that cost little."""
+    said = f"Its weights were rounded before ({how}): damage is measured beside"
+    if fine:
+        return f"{said} these, which cost little."
     return (
-        f"{said}: damage is measured beside the rounded model and not beside the one before it, and errors of a second "
-        "rounding come on top of the first ones. Plan on a file in 16 bits, where there is one."
+        f"{said} the rounded model and not beside the one before it, and errors of a second rounding come on top of the first "
+        "ones. Plan on the model in 16 bits, where there is one."
     )
 
 

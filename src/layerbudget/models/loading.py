@@ -30,7 +30,7 @@ from .blocks import check_finite, partition, pretrained, text_config
 from .experts import EXPERTS_KEPT, uneven
 from .machine import SHARE, free_bytes
 from .offload import load_mapped
-from .packed import as_numbers, check_quantised, in_one_precision, packed_matrices, unpacked
+from .packed import as_numbers, check_quantised, in_one_precision, packed_before, packed_matrices, unpacked
 from .precision import DTYPES, find_device, four_bit_config, held_dtype, quick_dtype
 
 logger = logging.getLogger(__name__)
@@ -365,6 +365,7 @@ def load_model(
         quick = quick_dtype(held_dtype(checkpoint.config), checkpoint.place)
         dtype = "float32" if quick == torch.float32 and not four_bit else "auto"
     where, config, place = checkpoint.where, checkpoint.config, checkpoint.place
+    before = packed_before(config) if (file := gguf_of(name)) is None else rounded_before(file)
     auto = class_for(checkpoint.auto, config)
     with foreign(f"{name} could not be loaded", _MODEL_IS, _CHECK):
         streamed = _streams(stream, where, config, dtype, place, four_bit=four_bit, lean=lean)
@@ -381,9 +382,7 @@ def load_model(
     check_finite(model, once=bool(streamed))
     model.config._name_or_path = name
     vars(model).update(_read_from=where, _unread=tuple(report["unexpected_keys"]))
-    file = gguf_of(name)
-    sentences = (on_unread(model), "" if file is None else rounded_before(file))
-    for sentence in sentences if not quiet else ():
+    for sentence in (on_unread(model), before) if not quiet else ():
         if sentence:
             logger.warning("%s: %s", name, sentence)
     return model

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..errors import BadModel, InvalidInput
+from ..gguf.folder import on_rounded
 
 
 def unpacked(model: nn.Module) -> nn.Module:
@@ -39,6 +40,16 @@ def _rounds_weights_alone(module: nn.Module) -> bool:
     """Whether compressed-tensors holds a module's weights, and its inputs stay as they are."""
     scheme = getattr(module, "quantization_scheme", None)
     return "weight_packed" in module._parameters or (scheme is not None and scheme.input_activations is None)
+
+
+def packed_before(config: Any) -> str:
+    """Return a sentence on a checkpoint whose matrices were stored in few bits; empty where they were not."""
+    packed = getattr(config, "quantization_config", None)
+    if not packed:
+        return ""
+    fields = packed if isinstance(packed, dict) else packed.to_dict()
+    method = str(fields.get("quant_method"))
+    return on_rounded(method, fine="fp8" in method)
 
 
 def as_numbers(config: Any) -> dict[str, Any]:

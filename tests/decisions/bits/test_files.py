@@ -109,11 +109,12 @@ def test_a_gguf_file_is_the_rounded_model(tmp_path, name, method):
         ("llama-tied", "transformers", "weighted"),
     ],
 )
-def test_a_compressed_tensors_folder_is_the_rounded_model(tmp_path, name, runtime, method):
+def test_a_compressed_tensors_folder_is_the_rounded_model(tmp_path, name, runtime, method, caplog):
     bits = 6.0 if runtime == "vllm" else 4.2
     model, plan, receipt = written(tmp_path / "out", name, "compressed-tensors", bits, method, runtime=runtime)
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     read = lb.load_model(str(tmp_path / "out"), dtype="float32")
+    assert "rounded before (compressed-tensors): damage is measured beside the rounded model" in caplog.text
     assert describe_place(read).startswith(f"{model.num_parameters() / 1e6:,.1f} M parameters in float32 on cpu")
     assert torch.equal(logits(read), logits(back))  # every matrix is a plain one, and no forward rounds again
     assert lb.partition(read) == lb.partition(model) and not hasattr(read.config, "quantization_config")
@@ -139,7 +140,7 @@ def test_loading_draws_no_bar_and_reports_nothing_and_restores_both(tmp_path, ca
     logging.enable_progress_bar()
     drawn, level = vars(tqdm)["__init__"], logging.get_verbosity()
     capfd.readouterr()
-    lb.load_model(str(tmp_path / "out"))
+    lb.load_model(str(tmp_path / "out"), quiet=True)
     assert capfd.readouterr() == ("", "")
     assert vars(tqdm)["__init__"] is drawn and logging.get_verbosity() == level and logging.is_progress_bar_enabled()
     list(tqdm(range(2)))

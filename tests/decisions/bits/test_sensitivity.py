@@ -25,7 +25,7 @@ from layerbudget.decisions.bits.sensitivity import DenseOutput, rounding_damage
 from layerbudget.decisions.formats.baselines import PEER
 from layerbudget.decisions.formats.table import FormatTable
 from layerbudget.decisions.memory.plan import plan_memory
-from layerbudget.errors import InvalidInput
+from layerbudget.errors import InfeasibleBudget, InvalidInput
 from layerbudget.execution import backward, memory
 from layerbudget.execution.inputs import InputMoments
 from layerbudget.execution.walk import Walk
@@ -565,11 +565,23 @@ def test_the_error_of_a_plan_is_that_of_its_damage_by_sequence(monkeypatch):
     assert plan.payload.predicted_error > 1.2 * np.sqrt((table.error[k, chosen] ** 2).sum())
 
 
+def test_too_few_bits_names_rows_that_no_format_takes():
+    """Neither --formats nor --method helps where matrices in sixteen bits alone are above the budget."""
+    data = zoo.tokens(2, 8)
+    for hidden, rows, ending in ((240, 240, r"\)\.$"), (256, 300, "or measure the model with smaller ones .--formats, .*$")):
+        model = zoo.build("llama", hidden_size=hidden, intermediate_size=300)
+        with pytest.raises(InfeasibleBudget, match=f"stay in F16, first .*rows of {rows} .*{ending}"):
+            plan_bits(model, data, bits=3.0, family="gguf")
+
+
 def test_bad_input_is_one_sentence():
     model, data = zoo.build("llama"), zoo.tokens(2, 8)
     with pytest.raises(InvalidInput, match="vllm has no kernel for w3-g8.*of 2 to 8 bits in groups of 16, 32"):
         rounding_damage(model, data, runtime="vllm", formats=["w3-g8"])
-    with pytest.raises(InvalidInput, match="32 inputs, which w4-g128 cannot store"):
+    with pytest.raises(
+        InvalidInput,
+        match="No matrix can be stored in w4-g128. .* the matrices have 32, 48 inputs. Name others, such as w4-g32",
+    ):
         rounding_damage(model, data, formats=["w4-g128"])
     with pytest.raises(InvalidInput, match="llama.cpp does not read compressed-tensors"):
         rounding_damage(model, data, runtime="llama.cpp")

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...budget import parse_bytes
 from ...canonical import to_jsonable
-from ...compressors.formats import GGUF, SLOW, find_format
+from ...compressors.formats import GGUF, SLOW, find_format, find_runtime
 from ...errors import InfeasibleBudget, InvalidInput
 from ...llama_cpp.mixes import find_mix
 from ...plan import Plan
@@ -103,17 +103,41 @@ class Limits:
                 measured = "plan for a runtime that reads smaller ones (--runtime transformers or llama.cpp)"
             others = "forbid and keep less" if self.forbid or self.keep else measured
             others = "plan for a shorter context" if table.family == CACHE else others
+            whole = [] if self.forbid or self.keep or table.family == CACHE else _in_one_format(table)
+            if table.family == GGUF and int(table.smallest[whole].sum()) > available:  # then no other menu is small enough
+                others = ""
+            least_of = f"The smallest {what} takes {least:,} bytes ({8 * least / table.numel:.4f} bits per {per})"
             whole_size = f", {least + table.beside:,} with what stays as it is" if table.beside else ""
             asked = f"{available:,} bytes for {len(table.blocks)} blocks ({8 * available / table.numel:.3f} bits per {per})"
             if self.budget is not None and table.beside:
                 asked = f"{max(0, limit + table.beside):,} bytes for {len(table.blocks)} blocks and what stays as it is"
             raise InfeasibleBudget(
                 f"{asked} are too few.",
-                f"The smallest {what} takes {least:,} bytes ({8 * least / table.numel:.4f} bits per {per}){whole_size}.",
-                f"Raise the budget to that (--bits {_bits_up(least, table.numel):g}, or --budget {least + table.beside}), "
-                f"or {others}.",
+                f"{least_of}{whole_size}.{_on_whole(table, whole)}",
+                f"Raise the budget to that (--bits {_bits_up(least, table.numel):g}, or --budget {least + table.beside})"
+                f"{f', or {others}' * bool(others)}.",
             )
         return limit
+
+
+def _in_one_format(table: FormatTable) -> list[int]:
+    """Blocks that have no other format than sixteen bits: no other of the menu takes rows of their length."""
+    alone: list[int] = np.flatnonzero(table.has.sum(axis=1) == 1).tolist()
+    if len(table.formats) > 1:
+        return alone
+    runtime = find_runtime(table.runtime, table.family)  # no menu, or one that names sixteen bits alone
+    return [k for k in alone if len(runtime.formats([table.blocks[k].modules[0].d_in])) == 1]
+
+
+def _on_whole(table: FormatTable, whole: Sequence[int]) -> str:
+    """A sentence on such blocks; empty where there are none."""
+    if not whole:
+        return ""
+    name, width = table.blocks[whole[0]].name, table.blocks[whole[0]].modules[0].d_in
+    return (
+        f" {len(whole)} of the blocks stay in {table.formats[-1]}, first {name}: "
+        f"its rows of {width:,} inputs are no whole number of groups of another format."
+    )
 
 
 def _matching(table: FormatTable, pattern: str) -> list[int]:

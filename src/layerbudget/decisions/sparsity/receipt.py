@@ -28,7 +28,7 @@ class PruningReceipt(Receipt):
     blocks: Mapping[str, Mapping[str, Any]]  # {name: {numel, planned, zeros, sparsity}}
     modules: Mapping[str, Mapping[str, Any]]  # {name: {numel, zeros, sparsity}}
     sparsity: float  # zeros over prunable weights, recounted
-    planned: float  # the plan's own total
+    planned: float  # the plan's own total, or what a pattern makes of it
     forwards: int  # of one block on one batch
     seconds: float
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
