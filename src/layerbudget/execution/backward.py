@@ -33,6 +33,7 @@ from ..models.machine import give_back
 from ..models.offload import converting
 from ..records import Block
 from .draws import Drawn, HeadDraws
+from .kept import KeptLayers
 from .loss import Batch, Data, batches, logits_of, sampled_targets, summed_loss
 from .memory import Store, fits_whole, fitting, pieces_of, room_for
 from .processes import ProcessGroup, process_group
@@ -140,6 +141,14 @@ class Accumulator:
     def merge(self, group: ProcessGroup) -> None:
         """Bring together what the processes settled."""
 
+    def record(self, names: Sequence[str]) -> Any:
+        """Return what was settled of these matrices as plain values, for a walk that is kept."""
+        raise NotImplementedError
+
+    def restore(self, names: Sequence[str], recorded: Any) -> None:
+        """Take what :meth:`record` returned of these matrices in an earlier run, which come no more."""
+        raise NotImplementedError
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fed:
@@ -160,6 +169,7 @@ def feed(
     tick: Callable[[int], None] | None = None,
     alone: bool = False,
     watched: Sequence[Batch] = (),
+    kept: KeptLayers | None = None,
 ) -> Fed:
     """Hand the inputs and output gradients of the blocks' matrices to an accumulator.
 
@@ -173,6 +183,7 @@ def feed(
         tick: Called with the sequences of every batch in every pass.
         alone: Every one of several processes runs all of the data.
         watched: Batches without losses: an accumulator that is watching sees them run, and them alone.
+        kept: Keeps every layer that a walk of one process has finished, and has those of an earlier run.
 
     Raises:
         CoverageError: A weight matrix was never seen, sequences cannot be told apart; or ``layers`` for a model or blocks that
@@ -197,7 +208,8 @@ def feed(
         if len(ways) > 1:
             way = "layers"  # memory differs between the processes, the order of layers must not
         kind, tick = _Whole if way == "whole" else _Layers, tick or (lambda n: None)
-        feeding = kind(model, runs, collector, consumer, tick, group, list(watched))
+        kept = kept if process_group().size == 1 else None  # others have other sequences
+        feeding = kind(model, runs, collector, consumer, tick, group, list(watched), kept)
         loss = float(group.sum(np.array([feeding.run()]))[0])
         collector.seen = set().union(*group.gather(collector.seen))
         consumer.merge(group)
@@ -245,6 +257,7 @@ class _Whole:
     tick: Callable[[int], None]
     group: ProcessGroup
     watched: Sequence[Batch]
+    kept: KeptLayers | None
 
     def run(self) -> float:
         """Feed the accumulator; return the sum of the first loss."""
@@ -328,8 +341,11 @@ class _Layers(_Whole):
             total = self._head()
             if heads:
                 self.consumer.finalize(heads)
-            for index in range(self.count - 1, lowest - 1, -1):
-                self._layer(index, names[index], propagate=index > lowest or bool(lookups))
+            for index in range(self._resume(names) - 1, lowest - 1, -1):
+                propagate = index > lowest or bool(lookups)
+                self._layer(index, names[index], propagate=propagate)
+                if propagate and self.kept is not None:
+                    self._keep(self.kept, index, names[index])
             if lookups:
                 self._lookup()
                 self.consumer.finalize(lookups)
@@ -343,6 +359,27 @@ class _Layers(_Whole):
             return
         with self.replay.begin(self.index, self.store.get((self.index, j))), self.replay.end(self.index):
             self.replay.run(batch.kwargs)
+
+    def _resume(self, names: Sequence[Sequence[str]]) -> int:
+        """Take the layers that an earlier run finished; return the lowest of them, or their number where there are none."""
+        lowest = self.count if self.kept is None else self.kept.reached(self.count, len(self.runs))
+        if self.kept is None or lowest == self.count:
+            return self.count
+        for index in range(self.count - 1, lowest - 1, -1):
+            self.consumer.restore(names[index], self.kept.numbers(index))
+            self.collector.seen.update(names[index])
+            self._drop(index)
+            self._worked(2 * sum(b.size for b in self.runs))
+        for j in range(len(self.runs)):
+            for i, gradient in enumerate(self.kept.gradients(lowest, j)):
+                self.store.put((lowest - 1, j, i), gradient)
+        return lowest
+
+    def _keep(self, kept: KeptLayers, index: int, names: Sequence[str]) -> None:
+        """Keep a layer that is finished, and the gradients at its input."""
+        for j in range(len(self.runs)):
+            kept.put_gradients(index, j, [self.store.get((index - 1, j, i)) for i in range(self.losses)])
+        kept.put(index, self.consumer.record(names))
 
     def _lookup(self) -> None:
         """From the gradients at the first layer's input to those of the embedding."""
@@ -434,6 +471,10 @@ class _Layers(_Whole):
             for j, batch in enumerate(self.runs):
                 self._batch(index, j, batch, wanted, propagate=propagate and not turn)
                 self._worked(0 if turn else 2 * batch.size)
+        self._drop(index)
+
+    def _drop(self, index: int) -> None:
+        """Forget the inputs of a layer, and the gradients at its output."""
         for j in range(len(self.every)):
             self.store.drop((index, j))
             for i in range(self.losses if j < len(self.runs) else 0):

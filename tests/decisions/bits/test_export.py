@@ -167,6 +167,21 @@ def test_mlx_names_experts_by_the_architecture():
             text("mlx", forms, **options)
 
 
+def test_layers_of_a_model_that_sees_have_the_names_of_the_tool():
+    """mlx_lm builds the language model as a whole model; exllamav3 names it as its checkpoint does, in one of two ways."""
+    q, own = "model.language_model.layers.1.self_attn.q_proj", "language_model.model.layers.1.self_attn.q_proj"
+    forms = {q: "w4-g64", "model.language_model.layers.11.self_attn.q_proj": "w8-g64", "lm_head": "w6-g64"}
+    table = json.loads(text("mlx", forms))["quantization"]
+    assert table[own]["bits"] == 4 and table["language_model.lm_head"]["bits"] == 6 and q not in table
+    nano = json.loads(text("mlx", {**forms, "model.language_model.layers.1.laurel.linear_left": "w4-g64"}))["quantization"]
+    assert nano[q]["bits"] == 4 and nano["lm_head"]["bits"] == 6  # Gemma 3n's is one model there too
+    recipe = yaml.safe_load(text("exllamav3", forms))
+    lines = list(recipe["tensors"].items())[1:]
+    for name in (q, own):
+        assert [bits for pattern, bits in lines if fnmatch.fnmatchcase(name, pattern)] == [4]
+    assert not any(fnmatch.fnmatchcase("model.vision_tower.encoder.layers.1.self_attn.q_proj", p) for p, _ in lines)
+
+
 @pytest.mark.parametrize("name", ["auto-round", "gptqmodel", "exllamav3"])
 def test_floating_point_is_refused_by_tools_of_integers(name):
     with pytest.raises(InvalidInput, match="a gets nvfp4, which .* does not take.*integers of (1, )?2, 3"):

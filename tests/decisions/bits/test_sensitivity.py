@@ -383,6 +383,50 @@ def test_the_file_of_llama_quantize_is_weighed_by_the_inputs_of_the_dense_model(
     assert not np.allclose(rows, dense.rows_of(model, formats, fit, "weighted"), rtol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("name", "method", "family"),
+    [
+        ("llama", "rtn", "compressed-tensors"),
+        ("llama-tied", "weighted", "gguf"),
+        ("llama-tied", "gptq", "gguf"),
+        ("qwen3", "gptq", "gguf"),
+        ("mixtral", "gptq", "gguf"),
+    ],
+)
+def test_a_walk_that_was_stopped_goes_on_from_its_last_layer_to_the_same_damages(name, method, family, tmp_path, monkeypatch):
+    monkeypatch.setattr(backward, "fits_whole", lambda *_: False)
+    monkeypatch.setattr(rounding, "HEAD_ROWS", 64)  # so that a tied head is measured by its labels
+    model, data = zoo.build(name, hidden_size=64, intermediate_size=64), zoo.tokens(10, 12)
+    asked = {"family": family, "method": method, "draws": 2, "bits": 5.0, "batch_size": 4}
+    start, started, most = rounding.RoundingErrors.start, [], 99
+
+    def counted(errors, names):
+        if inside := [n for n in names if ".layers." in n]:
+            started.append(inside)
+            if len(started) > most:
+                raise KeyboardInterrupt
+        start(errors, names)
+
+    monkeypatch.setattr(rounding.RoundingErrors, "start", counted)
+    whole = plan_bits(model, data, save_scores=tmp_path / "whole.json", **asked)
+    every, most = list(started), 1
+    assert len(every) == model.config.num_hidden_layers
+    for finished in (0, 1):  # each run finishes one layer more
+        started.clear()
+        with pytest.raises(KeyboardInterrupt):
+            plan_bits(model, data, resume=tmp_path / "parts", **asked)
+        assert started == every[finished : finished + 2]
+    kept = sorted(file.name.split(".")[0] for file in (tmp_path / "parts").iterdir())
+    assert sum(name.startswith("damages-layer-") for name in kept) == 2
+    assert {name.rpartition("-")[0] for name in kept if "gradients" in name} == {f"damages-gradients-{len(every) - 2:04d}"}
+    started.clear()
+    most = 99
+    again = plan_bits(model, data, save_scores=tmp_path / "again.json", resume=tmp_path / "parts", **asked)
+    assert started == every[2:]
+    assert again == whole and (tmp_path / "again.json").read_bytes() == (tmp_path / "whole.json").read_bytes()
+    assert {file.name.split(".")[0] for file in (tmp_path / "parts").iterdir()} == {"damages", "resume"}
+
+
 def test_a_mix_with_formats_that_may_not_be_used_is_compared_and_not_taken():
     model, text = zoo.build("llama", hidden_size=64, intermediate_size=64), zoo.tokens(8, 16)
     own = {"family": "gguf", "draws": 1, "formats": ["Q4_0", "Q8_0"], "keep": {"mlp": "Q4_0"}}

@@ -42,6 +42,7 @@ _MLX_EXPERTS = {
 _ONNX = re.compile(
     r"(?P<layer>model\.layers\.\d+)\.(?:self_)?(?P<part>attn(?=\.[qkvo]_)|mlp(?=\.(?:gate|up|down)_))\.(?P<leaf>\w+)"
 )
+_INNER = re.compile(r"model\.language_model\.")  # what the language model of a model that sees is called here
 _STACK = re.compile(r"(?P<layer>.*?)\.[^.]+\.experts\.(?P<leaf>\w+)")
 
 
@@ -190,9 +191,13 @@ def mlx(plan: Plan, *, model_type: str | None = None) -> str:
     """Return the entry ``quantization`` of ``config.json`` as mlx_lm keeps it: ``{module: {group_size, bits}}``, 16 bits false.
 
     MLX's own grids have a minimum in 16 bits for every group: a matrix takes 16 bits per group more than planned. Experts have
-    names of MLX's own, which depend on the architecture: ``model_type`` is that of the model's config.json.
+    names of MLX's own, which depend on the architecture: ``model_type`` is that of the model's config.json. So have the layers
+    of a model that sees: ``language_model.model.layers`` in the place of ``model.language_model.layers``.
     """
     forms = _formats(plan, PACKED)
+    inner = any(_INNER.match(name) for name in forms) and not any(
+        ".laurel." in name for name in forms
+    )  # Gemma 3n's are as here
     entries: dict[str, Any] = {}
     for name, form in forms.items():
         if not form.plain and (form.floating or form.bits not in _MLX_BITS or form.group not in _MLX_GROUPS):
@@ -203,7 +208,7 @@ def mlx(plan: Plan, *, model_type: str | None = None) -> str:
             )
         if form.plain and stacks([name]) and model_type not in _MLX_EXPERTS:
             continue  # what is not named stays in 16 bits
-        for mlx_name in _mlx_names(name, model_type):
+        for mlx_name in _mlx_names(_outer(name) if inner else name, model_type):
             entries[mlx_name] = False if form.plain else {"group_size": form.group, "bits": form.bits}
     rounded = [f for f in forms.values() if not f.plain]
     least = {"group_size": min((f.group or 0 for f in rounded), default=64), "bits": min((f.bits for f in rounded), default=4)}
@@ -215,7 +220,8 @@ def exllamav3(plan: Plan) -> str:
 
     The first line is for what the plan does not name, which stays in 16 bits; exllamav3 takes the last line that matches. One
     pattern stands for a matrix of all experts of a layer. ``target_bpw`` is shown, and decides nothing. Bits are all that
-    exllamav3 takes of a format: its own has no groups. A name that the model does not have is refused by exllamav3.
+    exllamav3 takes of a format: its own has no groups. A name that the model does not have is refused by exllamav3. The layers
+    of a model that sees come as ``model.language_model`` or ``language_model.model`` there, and one pattern stands for both.
     """
     tensors, head, weights = {"*": 16}, 16, 0
     numel = {module: block.numel // len(block.modules) for block in plan.blocks for module in block.modules}
@@ -228,7 +234,7 @@ def exllamav3(plan: Plan) -> str:
             continue
         stack, _, leaf = name.rpartition(".")
         for own in [f"{stack}.*.{each}" for each in _leaves(leaf)] if stacks([name]) else [name]:
-            tensors[own] = bits
+            tensors[_INNER.sub("*language_model.*", own)] = bits
     lines = {"target_bpw": round(weights / sum(numel.values()), 3), "head_bits": head, "tensors": tensors}
     return str(yaml.safe_dump(lines, sort_keys=False, width=1000))
 
@@ -275,6 +281,11 @@ def _onnx_name(name: str) -> str:
             f"Keep experts in 16 bits (--keep experts=bf16), or {_HERE}" if stacks([name]) else f"A{_HERE[1:]}",
         )
     return f"/{match['layer'].replace('.', '/', 1)}/{match['part']}/{match['leaf']}/MatMul"
+
+
+def _outer(name: str) -> str:
+    """The name in mlx_lm of a matrix of a model that sees: its language model is a whole model there."""
+    return _INNER.sub("language_model.model.", name) if _INNER.match(name) else f"language_model.{name}"
 
 
 def _mlx_names(name: str, model_type: str | None) -> list[str]:

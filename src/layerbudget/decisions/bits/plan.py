@@ -21,6 +21,7 @@ from ...compressors.base import find_quantiser
 from ...compressors.formats import BY_MOMENTS, GGUF, PACKED
 from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
+from ...execution.kept import KeptLayers
 from ...execution.processes import is_main, process_group
 from ...execution.sharing import SharedParts, from_main
 from ...gguf.names import is_written
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 BESIDE = ("uniform", "mix")
 _FAR = 1.5  # a mix of so many times the predicted damage is not rounded with feedback to see whether it is below the plan
 _OF_BYTES = tuple(options_of(formats_table))
-_OPTIONS = (*_OF_BYTES, *options_of(rounding_damage, without=(*_OF_BYTES, "batch_size", "table", "progress")))
+_OPTIONS = (*_OF_BYTES, *options_of(rounding_damage, without=(*_OF_BYTES, "batch_size", "table", "progress", "finished")))
 
 
 @checked
@@ -93,7 +94,8 @@ def plan_bits(
             ``protect-ends`` (a better format for the first and last layers) or, for GGUF, ``mix`` (the mix of llama.cpp that
             ``like`` names, else the best one that fits).
         batch_size: Sequences per forward.
-        resume: Folder that keeps the damages and every plan's check as they are finished; other budgets may use it too.
+        resume: Folder that keeps what is finished: every layer's damages while they are measured (by one process, of a model
+            that is walked layer by layer), then all of them, and every plan's check. Other budgets may use it too.
         save_scores: File that keeps what was measured, for other budgets.
         overwrite: Replace that file.
         unwritten: See :func:`~layerbudget.decisions.bits.blocks.formats_table`.
@@ -188,11 +190,15 @@ def measured_formats(
         digests["imatrix"] = imatrix_digest(measuring["imatrix"])
     parts = SharedParts(resume, {**request_of(model, computing=True), **digests, "options": dict(measuring)})
 
+    kept = None if resume is None else KeptLayers(parts, "damages")
+
     def measure() -> Any:
         """The damages as they are kept."""
-        return to_jsonable(rounding_damage(model, data, table=table, progress=progress, **measuring).to_dict())
+        return to_jsonable(rounding_damage(model, data, table=table, progress=progress, finished=kept, **measuring).to_dict())
 
     scores = Scores.from_dict(parts.json("damages", measure))
+    if kept is not None:
+        kept.drop()
     return parts, dataclasses.replace(
         scores, extra={**scores.extra, "formats": {**scores.extra["formats"], "head": table.head}}
     )

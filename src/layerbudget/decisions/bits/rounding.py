@@ -288,6 +288,18 @@ class RoundingErrors(Watch):
                 self.measured[name] = np.stack((squares.sum(0), spread(squares, directions.share)))
         self._made.clear()
 
+    def record(self, names: Sequence[str]) -> dict[str, Any]:
+        """See :meth:`Watch.record`: what there is of every matrix afterwards."""
+        each = ((n, self.factors[n], *self.sampled[n], self.measured[n]) for n in names)
+        return {n: [factors.tolist(), rows.tolist(), left, measured.tolist()] for n, factors, rows, left, measured in each}
+
+    def restore(self, names: Sequence[str], recorded: Any) -> None:
+        """See :meth:`Watch.restore`."""
+        for name in names:
+            factors, rows, left, measured = recorded[name]
+            self.factors[name], self.measured[name] = np.array(factors), np.array(measured)
+            self.sampled[name] = np.array(rows), left
+
     def _keep(self, parts: Sequence[_Sample]) -> None:
         """Keep what :meth:`_sample` gives in all processes."""
         factors, squares, left = zip(*parts, strict=True)

@@ -33,6 +33,7 @@ from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
 from ...execution.divergence import losses_of, next_tokens
 from ...execution.inputs import InputStatistics
+from ...execution.kept import KeptLayers
 from ...execution.loss import IGNORE, Batch, assign_folds, count_scored_tokens, unlabelled
 from ...execution.memory import Store, room_for
 from ...execution.modes import inference
@@ -77,6 +78,7 @@ def rounding_damage(
     imatrix: str | None = None,
     table: FormatTable | None = None,
     progress: Progress | None = None,
+    finished: KeptLayers | None = None,
     **formats: Any,
 ) -> Scores:
     """Scores with bytes and damage of every block in every format; the model is left as it was.
@@ -86,7 +88,8 @@ def rounding_damage(
     every matrix are rounded to every format, and the damage of a few formats is measured; with ``whole`` that of all of them,
     which ggml takes several times as long to round. ``imatrix`` is the importance matrix of llama.cpp that the file will be
     made with, for ``weighted``; by default importances are of the text. A ``table`` that was built before says the formats in
-    the place of all arguments of :func:`~layerbudget.decisions.bits.blocks.formats_table`.
+    the place of all arguments of :func:`~layerbudget.decisions.bits.blocks.formats_table`. With ``finished`` a run that was
+    stopped goes on from the last layer that it finished.
     """
     if rows < 2:
         raise InvalidInput(f"rows is {rows}.", "An error needs 2 rows or more.", "Use 16.")
@@ -109,7 +112,8 @@ def rounding_damage(
             judges, options["draws"], options["watched"] = np.flatnonzero(judge), 2 * draws, shown
             options["batch_size"] = -(-batch_size // 2)  # as many batches as of the whole text, also for two processes
         some, errors.draws = data.select(torch.from_numpy(judges)), options["draws"]
-        terms = quadratic_terms(model, some, units, errors.of, shape, listen=errors.listen, watch=errors, **options)
+        options |= {"listen": errors.listen, "watch": errors, "kept": finished}
+        terms = quadratic_terms(model, some, units, errors.of, shape, **options)
         damage, error, rest = table.damage.copy(), table.error.copy(), np.zeros((*table.damage.shape, data.samples))
         decided_damage, spread, apart, kept = _damages(errors, table, decided, terms)
         damage[decided] = np.where(has, decided_damage, np.inf)

@@ -30,6 +30,7 @@ from torch import nn
 from ...errors import InvalidInput, LengthMismatch, UnknownBlock
 from ...execution.backward import Accumulator, Loss, SampledLoss, feed
 from ...execution.draws import Drawn
+from ...execution.kept import KeptLayers
 from ...execution.loss import IGNORE, Batch, Data, unlabelled
 from ...execution.processes import process_group, shard
 from ...execution.sites import Site, tracked
@@ -103,6 +104,12 @@ class Watch:
 
     def settle(self, names: Sequence[str]) -> None:
         """All gradients of these matrices have been there."""
+
+    def record(self, names: Sequence[str]) -> Any:
+        """See :meth:`Accumulator.record`."""
+
+    def restore(self, names: Sequence[str], recorded: Any) -> None:
+        """See :meth:`Accumulator.restore`."""
 
 
 class DirectionalSums(Accumulator):
@@ -255,6 +262,23 @@ class DirectionalSums(Accumulator):
             self._directions.pop(name, None)
         return False
 
+    def record(self, names: Sequence[str]) -> Any:
+        """See :meth:`Accumulator.record`: the sums of these matrices' units, and what the watch has."""
+        units = self._units_of(names)
+        return {"sums": self.sums[:, units].tolist(), "rows": self.rows[:, units].tolist(), "watch": self.watch.record(names)}
+
+    def restore(self, names: Sequence[str], recorded: Any) -> None:
+        """See :meth:`Accumulator.restore`."""
+        if units := self._units_of(names):
+            self.sums[:, units], self.rows[:, units] = recorded["sums"], recorded["rows"]
+        self.watch.restore(names, recorded["watch"])
+
+    def _units_of(self, names: Sequence[str]) -> list[int]:
+        """The units of some matrices; groups of rows of one matrix follow each other."""
+        starts = sorted({*self.units.values(), self.sums.shape[1]})
+        ends = dict(zip(starts, starts[1:], strict=False))
+        return [unit for first in sorted({self.units[n] for n in names}) for unit in range(first, ends[first])]
+
     def bytes(self, blocks: Sequence[Block]) -> int:
         """See :meth:`Accumulator.bytes`: places and values of the entries within reach."""
         return 12 * sum(b.numel for b in blocks)
@@ -276,6 +300,7 @@ def quadratic_terms(
     watch: Watch | None = None,
     watched: Data | None = None,
     walk: str = "auto",
+    kept: KeptLayers | None = None,
 ) -> QuadraticTerms:
     """Return both terms of the damage along all directions, from one forward and ``[1 +] draws`` backwards.
 
@@ -296,6 +321,7 @@ def quadratic_terms(
         watch: Sees how the run goes.
         watched: Other text on which ``watch`` sees the matrices run, instead of the data.
         walk: ``whole``, ``layers`` or ``auto``; draws along units that span layers need the whole graph.
+        kept: See :func:`~layerbudget.execution.backward.feed`.
     """
     if draws < 0 or batch_size < 1 or (draws == 0 and clean is None):
         raise InvalidInput(
@@ -327,9 +353,8 @@ def quadratic_terms(
     )
     way = "whole" if draws and _spanning(model, units) else walk
     seen = [] if watched is None else _watched(model, watched, size)
-    fed = feed(
-        model, batches, blocks, sums, walk=way, tick=Steps(progress, local_data.samples, "gradients"), alone=True, watched=seen
-    )
+    tick = Steps(progress, local_data.samples, "gradients")
+    fed = feed(model, batches, blocks, sums, walk=way, tick=tick, alone=True, watched=seen, kept=kept)
     counts = np.zeros(samples)
     for batch in batches:
         counts[places[batch.rows]] = (batch.targets != IGNORE).reshape(batch.size, -1).sum(1).cpu().numpy()
