@@ -493,13 +493,32 @@ def test_large_offsets_are_packed_as_they_are_planned(offset):
 
 
 def test_a_cache_that_cannot_be_packed_is_refused():
-    """Types of llama.cpp have no packing, layers with a window no packed cache."""
+    """Types of llama.cpp have no packing."""
     pytest.importorskip("hqq")
     model, text = zoo.build("llama", **WIDE), zoo.tokens(2, 32, vocabulary=96)
     plan = lb.plan_cache(model, text, text, context=32, bits=6.5, runtime="llama.cpp", draws=1)
     with pytest.raises(InvalidInput, match="HQQ packs no .*--runtime transformers"):
         lb.apply_plan(model, plan, packed=True)
-    model = zoo.build("gemma2", **WIDE)
-    plan = lb.plan_cache(model, text, text, context=32, bits=8, group=8, draws=1)
-    with pytest.raises(InvalidInput, match="sliding window"):
-        lb.apply_plan(model, plan, packed=True)
+
+
+def test_layers_with_a_sliding_window_stay_in_16_bits_where_nothing_packs_them():
+    """Such plans were counted in bytes that no cache of transformers reaches."""
+    pytest.importorskip("hqq")
+    model, text = zoo.build("gemma2", **WIDE), zoo.tokens(2, 32, vocabulary=96)
+    asked = {"context": 32, "group": 8, "draws": 1}
+    plan = lb.plan_cache(model, text, text, bits=10, **asked)
+    slides = [i for i, kind in enumerate(model.config.layer_types) if kind == "sliding_attention"]
+    small = {name for name, form in plan.payload.formats.items() if form != "bf16"}
+    assert slides and small and not any(f".{i}." in name for name in small for i in slides)
+    assert plan.budget["spent"] <= plan.budget["limit"]
+    cache = lb.apply_plan(model, plan, packed=True).cache
+    assert [isinstance(layer, PackedLayer) for layer in cache.layers] == [
+        any(f".{i}." in name for name in small) for i in range(len(cache.layers))
+    ]
+    with pytest.raises(
+        InfeasibleBudget, match=r"of the blocks stay in bf16, first model\.layers\.\d\.keys: transformers packs no"
+    ):
+        lb.plan_cache(model, text, bits=4, **asked)
+    assert {f for f in lb.plan_cache(model, text, bits=8, context=32, runtime="vllm", draws=1).payload.formats.values()} == {
+        "fp8"
+    }

@@ -12,7 +12,7 @@ What a runtime may tell apart is what is decided: transformers layers, and keys 
 values. Bytes are those that it allocates: vLLM in blocks of 16 tokens, llama.cpp in steps of 256. Beside a sliding window both
 keep the tokens that are computed at a time, which are taken to be 512 (for vLLM ``--max-num-batched-tokens 512``); vLLM also
 one block more, because the window may begin inside a block. Of models whose windows it does not compute (Mistral, Phi-3)
-llama.cpp keeps all tokens.
+llama.cpp keeps all tokens. The packed caches of transformers have no sliding window: such layers stay in sixteen bits.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ class CacheRuntime:
         step: Tokens that are allocated at a time.
         ahead: Tokens beside a sliding window that are kept while they are computed.
         spare: Further tokens of a sliding window.
+        windows: Whether layers with a sliding window may have fewer than sixteen bits.
         share: Of a card's memory, what it takes by default.
     """
 
@@ -104,6 +105,7 @@ class CacheRuntime:
     step: int = 1
     ahead: int = 0
     spare: int = 0
+    windows: bool = True
     share: float = 1.0
 
     def tokens(self, context: int, window: int | None) -> int:
@@ -183,6 +185,7 @@ CACHES = {
             *("int2", "int2-g32", "int3", "int3-g32", "int4", "int4-g32", "int5", "int4-g16", "int6", "int8"),
             "bf16",
         ),
+        windows=False,
     ),
     "vllm": CacheRuntime(name="vllm", names=("fp8", "bf16"), parts=False, step=16, ahead=511, spare=16, share=0.9),
     "llama.cpp": CacheRuntime(

@@ -63,20 +63,25 @@ class CacheSpace:
     def table(self, damage: np.ndarray | None = None, rest: np.ndarray | None = None) -> FormatTable:
         """Return bytes and damages of every block in every format; without damages they are zero."""
         size = np.array([[sum(self._bytes(k, f) for k in each) for f in self.formats] for each in self.members], dtype=np.int64)
-        damage = np.zeros(size.shape) if damage is None else damage
+        can = np.array([[f.plain or self._windows(each) for f in self.formats] for each in self.members])
+        size, damage = np.where(can, size, 0), np.where(can, np.zeros(size.shape) if damage is None else damage, np.inf)
         rest = np.zeros((*size.shape, 0)) if rest is None else rest
         return FormatTable(
             blocks=self.blocks,
             formats=tuple(f.name for f in self.formats),
             size=size,
             damage=damage,
-            error=np.linalg.norm(rest, axis=-1),
+            error=np.where(can, np.linalg.norm(rest, axis=-1), 0.0),
             rest=rest,
             fixed=0,
             family=CACHE,
             runtime=self.runtime.name,
             method="",
         )
+
+    def _windows(self, each: Sequence[CachedTensor]) -> bool:
+        """Whether the runtime has formats of few bits for all of these."""
+        return self.runtime.windows or all(k.window is None for k in each)
 
     def _bytes(self, k: CachedTensor, form: CacheFormat) -> int:
         tokens = self.batch * self.runtime.tokens(self.context, k.window)

@@ -103,7 +103,7 @@ class Limits:
                 measured = "plan for a runtime that reads smaller ones (--runtime transformers or llama.cpp)"
             others = "forbid and keep less" if self.forbid or self.keep else measured
             others = "plan for a shorter context" if table.family == CACHE else others
-            whole = [] if self.forbid or self.keep or table.family == CACHE else _in_one_format(table)
+            whole = [] if self.forbid or self.keep else _in_one_format(table)
             if table.family == GGUF and int(table.smallest[whole].sum()) > available:  # then no other menu is small enough
                 others = ""
             least_of = f"The smallest {what} takes {least:,} bytes ({8 * least / table.numel:.4f} bits per {per})"
@@ -123,8 +123,8 @@ class Limits:
 def _in_one_format(table: FormatTable) -> list[int]:
     """Blocks that have no other format than sixteen bits: no other of the menu takes rows of their length."""
     alone: list[int] = np.flatnonzero(table.has.sum(axis=1) == 1).tolist()
-    if len(table.formats) > 1:
-        return alone
+    if len(table.formats) > 1 or table.family == CACHE:
+        return alone if len(table.formats) > 1 else []
     runtime = find_runtime(table.runtime, table.family)  # no menu, or one that names sixteen bits alone
     return [k for k in alone if len(runtime.formats([table.blocks[k].modules[0].d_in])) == 1]
 
@@ -134,6 +134,8 @@ def _on_whole(table: FormatTable, whole: Sequence[int]) -> str:
     if not whole:
         return ""
     name, width = table.blocks[whole[0]].name, table.blocks[whole[0]].modules[0].d_in
+    if table.family == CACHE:
+        return f" {len(whole)} of the blocks stay in {table.formats[-1]}, first {name}: transformers packs no sliding window."
     return (
         f" {len(whole)} of the blocks stay in {table.formats[-1]}, first {name}: "
         f"its rows of {width:,} inputs are no whole number of groups of another format."
