@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
 
@@ -29,6 +30,7 @@ from layerbudget.decisions.shapes.save import check_gguf, save_gguf
 from layerbudget.errors import CorruptFile, CoverageError, InvalidInput, ModelMismatch
 from layerbudget.gguf.architectures import ARCHITECTURES
 from layerbudget.gguf.names import Names, architecture
+from layerbudget.llama_cpp.vocabulary import name_in_file
 from layerbudget.llama_cpp.writer import head_bytes
 from layerbudget.models.blocks import describe, layers
 
@@ -118,6 +120,19 @@ def log_probabilities(file, prompts):
 
 def test_every_architecture_has_a_model_here():
     assert set(MODELS) == set(ARCHITECTURES)
+
+
+def test_a_model_whose_name_has_phi3_in_it_loads_without_tokens_of_phi_3(tmp_path, letters):
+    """llama.cpp goes by the name, looks for four tokens, and ends where one is missing."""
+    model = build("llama")
+    plan = planned(model, ["Q8_0"])
+    plan = dataclasses.replace(plan, model={**plan.model, "id": "here/my-Phi-3-style"})
+    receipt = write_bits(model, plan, tmp_path / "out", tokenizer=letters)
+    assert receipt.llama_cpp.startswith("llama.cpp loads the file; ")
+    assert name_in_file("my-Phi-3-style", None) == "model" and name_in_file("Llama-3", letters) == "Llama-3"
+    own = copy.deepcopy(letters)
+    own.add_tokens(["<unk>", "<|endoftext|>"])
+    assert name_in_file("phi3", own) == "phi3"
 
 
 @pytest.mark.parametrize("kind", MODELS)

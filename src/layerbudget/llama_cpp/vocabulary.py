@@ -31,6 +31,7 @@ _SAMPLING = {
     "min_p": "min_p",
     "repetition_penalty": "penalty_repeat",
 }
+_PHI3 = frozenset(("</s>", "<unk>", "<s>", "<|endoftext|>"))  # those that llama.cpp looks up
 _WHOLE_CONTEXT = -1  # tokens that a penalty of repetition looks back at: transformers looks at all
 
 
@@ -64,6 +65,12 @@ def add_vocabulary(writer: Any, tokenizer: Any, size: int, configs: Sequence[Any
         ]
     notes += _Special(tokenizer, size, configs, generation).add(writer)
     return notes + _add_templates(writer, tokenizer)
+
+
+def name_in_file(name: str, tokenizer: Any) -> str:
+    """Return the name of a model in its file: llama.cpp loads none with phi3 in it whose vocabulary lacks tokens of Phi-3."""
+    named = "phi-3" in name.lower() or "phi3" in name.lower()
+    return "model" if named and not _PHI3.issubset(getattr(tokenizer, "get_vocab", dict)()) else name
 
 
 def _name(writer: Any) -> str:

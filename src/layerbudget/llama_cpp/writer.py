@@ -24,7 +24,7 @@ from ..models.blocks import config_of, layers, name_of, text_config, text_parame
 from ..models.experts import EXPERTS_KEPT
 from ..models.offload import mapped
 from ..storage.checkpoint import GGUF_FILE
-from .vocabulary import add_vocabulary
+from .vocabulary import add_vocabulary, name_in_file
 
 _READ = 1 << 22  # weights that are read back together
 _WORDS_ALONE = (
@@ -77,8 +77,8 @@ class GgufHead:
         known = {n for names in inside.values() for n in names}
         self.pieces = {"": [n for n in self.parameters if n not in known], **inside}
         self.writer = self.gguf.GGUFWriter(file, self.arch.name)
-        name = name or name_of(model)  # llama.cpp reads it: one with phi3 in it needs tokens that not every Phi3ForCausalLM has
-        self.writer.add_name("model" if name == type(model).__name__ else Path(name).name)
+        name = name or name_of(model)
+        self.writer.add_name("model" if name == type(model).__name__ else name_in_file(Path(name).name, tokenizer))
         self.writer.add_file_type(file_type(self.gguf, self.formats.values()))
         self.writer.add_quantization_version(self.gguf.GGML_QUANT_VERSION)
         add_numbers(self.writer, self.config, self.arch, sizes)

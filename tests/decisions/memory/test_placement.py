@@ -20,6 +20,7 @@ from layerbudget.errors import InfeasibleBudget, InvalidInput
 from layerbudget.exports import EXPORTS
 from layerbudget.plan import Plan
 from layerbudget.reporting.explain import explain_plan
+from layerbudget.reporting.verdict import verdict
 from layerbudget.scores import Scores
 
 WIDE = {"hidden_size": 256, "vocab_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 512}
@@ -81,9 +82,10 @@ def by_loops(scores: Scores, gpu: int, ram: int) -> list[tuple[float, int]]:
 def test_one_plan_of_two_memories_is_the_best_of_all_choices(measured):
     _, _, scores = measured
     splits = splits_of(fit_of(scores, MemoryLimits(memory="1 GiB", context=64, keep=KEEP)))
+    whole = splits[0].whole
     low = [min(side) for side in zip(*(split.least for split in splits), strict=True)]
     high = [max(side) for side in zip(*(split.most for split in splits), strict=True)]
-    layers = set()
+    layers, given = set(), set()
     for shares in ((0.2, 0.2), (0.15, 0.5), (0.3, 0.9), (0.8, 0.12), (0.02, 1.0), (0.1, 0.3)):
         gpu, ram = (int(a + share * (b - a)) for a, b, share in zip(low, high, shares, strict=True))
         every = by_loops(scores, gpu, ram)
@@ -103,8 +105,16 @@ def test_one_plan_of_two_memories_is_the_best_of_all_choices(measured):
         for row in here.others:
             own = min(damage for damage, n in every if n == row["layers"])
             assert row["predicted"] == pytest.approx(own, rel=1e-9)
+        said = " ".join([verdict(plan), *explain_plan(plan).sentences])
+        if fewer := [row for row in here.others if row["layers"] < here.layers]:
+            near = max(fewer, key=lambda row: row["layers"])
+            again = plan_memory(scores, **{**terms, "ram": f"{near['ram_bytes']} bytes"}).payload.placement
+            given.add(gives := again.layers == near["layers"])
+            assert gives == ("given" in near) == (f"--ram '{near['ram_bytes']} bytes' gives it." in said)
+        assert f"{here.card.bytes:,} bytes of the card and {here.processor.bytes:,} of the processor's memory" in said
         layers.add(here.layers)
     assert len(layers) > 1, "the cases are all alike"
+    assert given or whole, "no plan stands beside one of fewer layers"
 
 
 def test_too_little_of_either_is_refused_with_a_size_that_works(measured):

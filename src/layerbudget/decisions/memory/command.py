@@ -73,7 +73,8 @@ def show_curve(session: Session, plan: Plan) -> None:
         saves = "-" if row is last else row["price"] * unit / 2**30
         sizes = [rounded_up(row["memory"] / unit), *(f"{row[n] / unit:.2f}" for n in ("weights_bytes", "cache_bytes"))]
         rows.append((*sizes, row["weights_bits"], row["cache_bits"], row["predicted"], saves))
-    title = f"best plans over memory ({name}) at {plan.payload.context} tokens x {plan.payload.batch}"
+    both = "; of the card, and what lies with the processor alone" if plan.payload.placement else ""
+    title = f"best plans over memory ({name}{both}) at {plan.payload.context} tokens x {plan.payload.batch}"
     more = f"last column: by how much each further {name} lowers the predicted KL, up to the next row"
     session.show(f"{title}; {more}", head, rows)
 

@@ -34,7 +34,8 @@ def summary_of(plan: Plan) -> Summary:
     """Return what is said of a plan of memory."""
     payload = payload_of(plan, MemoryPayload)
     names = names_of(payload, payload.named.get(MIX))
-    size = f"file, cache and buffers in {plan.budget['spent']:,.0f} bytes"
+    size = _size_of(plan, payload)
+    title = f" in {size}" if payload.placement else within(plan)
     base = UNIFORM if UNIFORM in damages_of(plan, payload) else MIX
     called = "this plan" if base == plan.rule else names[base]
     shares = [*_on_parts(plan, payload), *_on_placement(payload), *_on_more(plan, payload)]
@@ -54,10 +55,18 @@ def summary_of(plan: Plan) -> Summary:
             *on_check(payload),
         ),
         advice=(*shares, *on_slack(plan), *on_unwritten(plan, payload), *on_unread(payload)),
-        comparison=comparison_of(plan, payload, names, {base: called}, within=within(plan)),
+        comparison=comparison_of(plan, payload, names, {base: called}, within=title),
         figures=figures_of(payload),
         passes=payload.passes,
     )
+
+
+def _size_of(plan: Plan, payload: MemoryPayload) -> str:
+    """The bytes that a plan takes: of two memories those of each, which both have buffers."""
+    here = payload.placement
+    if here is None:
+        return f"file, cache and buffers in {plan.budget['spent']:,.0f} bytes"
+    return f"{here.card.bytes:,} bytes of the card and {here.processor.bytes:,} of the processor's memory"
 
 
 def _on_parts(plan: Plan, payload: MemoryPayload) -> list[str]:
@@ -92,9 +101,11 @@ def _on_placement(payload: MemoryPayload) -> list[str]:
     if fewer:
         near = max(fewer, key=lambda row: row["layers"])
         which = "Layers" if here.whole else "Experts"
+        needs, ram = f"{near['ram_bytes']:,}", f"--ram '{near['ram_bytes']} bytes'"
+        gives = f"{ram} gives it." if near.get("given") else "A plan of more layers is better in as many, so no --ram gives it."
         sentences.append(
-            f"{which} beside the card make a model slower. With those of {near['layers']} layers there, the best plan is "
-            f"predicted to cost {near['predicted']:.4g} nats per token. It takes --ram '{near['ram_bytes']} bytes'."
+            f"{which} beside the card make a model slower. With those of {near['layers']} there, the best plan is predicted to "
+            f"cost {near['predicted']:.4g} nats per token and takes {needs} bytes there. {gives}"
         )
     return sentences
 

@@ -67,6 +67,7 @@ class Fitted:
         near: The plans of a rule that come next in predicted damage, the least first.
         caches: Totals of every uniform cache.
         placed: The best plans of two memories, the best of all first, then of every number of layers; empty of one.
+        given: The next fewer layers, where the bytes that their best plan takes of the processor's memory give that plan.
     """
 
     scores: Scores
@@ -79,6 +80,7 @@ class Fitted:
     near: Mapping[str, Sequence[Pick]]
     caches: Mapping[str, dict[str, Any]]
     placed: Sequence[Placed] = ()
+    given: int | None = None
 
     @classmethod
     def of(cls, scores: Scores, terms: MemoryLimits) -> Fitted:
@@ -88,10 +90,12 @@ class Fitted:
         def freed() -> list[tuple[str, Fit]]:
             return [(f"leave out {terms.given}", fit_of(scores, terms.free))]
 
-        memory, placed = terms.bytes, list[Placed]()
+        memory, placed, given = terms.bytes, list[Placed](), None
         every = fit.table
         if terms.ram is not None:
+            whole = fit
             fit, memory, placed = place(fit, terms.bytes, terms.beside)
+            given = _given(whole, terms.bytes, placed)
         limit, choice = fit.limit(memory, freed, terms.utilization), fit.best(memory)
         if placed:
             own_best = every.damage[np.arange(len(choice.chosen)), choice.chosen] == every.damage.min(axis=1)
@@ -114,6 +118,7 @@ class Fitted:
             near=near,
             caches={pick.name: pick.totals for pick in caches},
             placed=placed,
+            given=given,
         )
 
     @functools.cached_property
@@ -142,6 +147,7 @@ class Fitted:
         others = [(each, each.split.placement(gpu, ram, each.chosen)) for each in plans]
         rows = [
             {"layers": p.layers, "gpu_bytes": p.card.bytes, "ram_bytes": p.processor.bytes, "predicted": each.damage}
+            | ({"given": 1} if p.layers == self.given else {})
             for each, p in others
         ]
         return dataclasses.replace(best.split.placement(gpu, ram, pick.chosen), others=rows)
@@ -181,6 +187,16 @@ class Fitted:
             data=self.scores.data,
             payload=payload,
         )
+
+
+def _given(fit: Fit, gpu: int, placed: Sequence[Placed]) -> int | None:
+    """See :attr:`Fitted.given`: in the same bytes a plan of more layers may be better."""
+    best, *plans = placed
+    if not (fewer := [plan for plan in plans if plan.split.layers < best.split.layers]):
+        return None
+    _, processor = fewer[-1].split.sides(*fit.apart(fewer[-1].chosen))
+    layers = place(fit, gpu, processor.bytes)[2][0].split.layers
+    return layers if layers == fewer[-1].split.layers else None
 
 
 def _picks(fit: Fit, plans: Mapping[str, np.ndarray]) -> list[Pick]:

@@ -56,7 +56,8 @@ class Placement:
         of: All decoder layers.
         whole: Whether these lie there whole, with their cache, or by their experts alone.
         card, processor: Bytes that the plan takes of each; an embedding that is the head too is in both.
-        others: The best plan of every number of layers: ``layers``, ``gpu_bytes``, ``ram_bytes`` and ``predicted``.
+        others: The best plan of every number of layers: ``layers``, ``gpu_bytes``, ``ram_bytes``, ``predicted``, and of the
+            next fewer ``given``: whether it is the plan where so many bytes are all that the processor has.
     """
 
     gpu: int
