@@ -30,7 +30,7 @@ from .blocks import check_finite, partition, pretrained, text_config
 from .experts import EXPERTS_KEPT, uneven
 from .machine import SHARE, free_bytes
 from .offload import load_mapped
-from .packed import as_numbers, check_quantised, in_one_precision, packed_before, packed_matrices, unpacked
+from .packed import as_numbers, check_quantised, check_unread, in_one_precision, packed_before, packed_matrices, unpacked
 from .precision import DTYPES, find_device, four_bit_config, held_dtype, quick_dtype
 
 logger = logging.getLogger(__name__)
@@ -94,6 +94,7 @@ def resolve(name: str, revision: str | None = None) -> str:
                 f"Evaluate it in vLLM (vllm serve {name} --trust-remote-code). Or plan equal layers "
                 "(plan shapes --even): every command reads these.",
             )
+        check_unread(path)
         return str(path)
     if path.exists() or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise NotFound(

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from ..errors import BadModel, InvalidInput
+from ..errors import BadModel, CorruptFile, InvalidInput
 from ..gguf.folder import on_rounded
+from ..storage import reading
+
+ZERO_POINTS = "transformers 5.23 does not load packed zero points (compressed-tensors 0.20); vLLM reads them."
+EXPERTS = "transformers 5.23 takes all experts for one format and misreads these; vLLM reads each layer's own."
+UNREAD = frozenset({ZERO_POINTS, EXPERTS})  # notes in the receipt of a folder for vLLM alone
 
 
 def unpacked(model: nn.Module) -> nn.Module:
@@ -50,6 +56,25 @@ def packed_before(config: Any) -> str:
     fields = packed if isinstance(packed, dict) else packed.to_dict()
     method = str(fields.get("quant_method"))
     return on_rounded(method, fine="fp8" in method)
+
+
+def check_unread(folder: Path) -> None:
+    """Refuse a folder that was written here for vLLM alone; its receipt says so.
+
+    Raises:
+        BadModel: transformers does not load it, or misreads it.
+    """
+    receipt = folder / "receipt.json"
+    try:
+        record = reading.read(receipt, "receipt", limit=1 << 26, as_type=dict[str, Any]) if receipt.is_file() else {}
+    except CorruptFile:  # or another tool's: the weights may be read all the same
+        record = {}
+    if isinstance(notes := record.get("notes"), list) and (why := [note for note in notes if note in UNREAD]):
+        raise BadModel(
+            f"{folder} is a folder for vLLM alone.",
+            why[0],
+            f"Evaluate it in vLLM (vllm serve {folder}). What the plan cost when it was made is in {folder}/README.md.",
+        )
 
 
 def as_numbers(config: Any) -> dict[str, Any]:

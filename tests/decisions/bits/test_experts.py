@@ -11,13 +11,14 @@ from safetensors.torch import load_file
 from tests import zoo
 from transformers import AutoModelForCausalLM
 
+import layerbudget as lb
 from layerbudget.compressors.formats import FLOATING, find_format, find_runtime
 from layerbudget.decisions.bits.apply import write_bits
 from layerbudget.decisions.bits.blocks import blocks_of, unwritable
 from layerbudget.decisions.bits.counted import header_bytes
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.bits.sensitivity import rounding_damage
-from layerbudget.errors import InvalidInput
+from layerbudget.errors import BadModel, InvalidInput
 from layerbudget.records import stacks
 
 pytest.importorskip("compressed_tensors")
@@ -116,6 +117,9 @@ def test_every_expert_has_its_own_packed_tensors(tmp_path, name, bits, formats, 
             assert form == "bf16" or own[0]["weights"]["num_bits"] == find_format(form).bits
     assert not [n for n in tensors if n in held or n.endswith("gate_up_proj")]
     assert any("transformers" in n and "vLLM" in n for n in receipt.notes) == (len(kinds) > 1)
+    if len(kinds) > 1:
+        with pytest.raises(BadModel, match="is a folder for vLLM alone. transformers .* misreads these.*vllm serve"):
+            lb.load_model(tmp_path / "out")
 
     again = made(name)  # what was kept is written again, and put into the model as it was
     second = write_bits(again, plan, tmp_path / "again", data(), resume=tmp_path / "parts")

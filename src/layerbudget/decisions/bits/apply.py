@@ -27,6 +27,7 @@ from ...llama_cpp.writer import GgufWriter, recount_gguf
 from ...models.blocks import check_finite, describe
 from ...models.machine import computation, versions
 from ...models.offload import mapped
+from ...models.packed import UNREAD
 from ...plan import Plan, payload_of
 from ...progress import Progress
 from ...records import Receipt
@@ -39,7 +40,7 @@ from .blocks import check_bytes, check_writable
 from .card import model_card
 from .counted import Counted
 from .export import auto_round, llama_cpp
-from .packed import UNREAD, PackedWriter, check_loads, recount_safetensors
+from .packed import PackedWriter, check_loads, recount_safetensors
 from .payload import BitsPayload
 from .pieces import ModelRounding, Shared
 from .placed import PlacedRows

@@ -23,7 +23,7 @@ from .payload import BitsPayload
 from .terms import whole_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import nn
 
@@ -177,7 +177,7 @@ def write(
         *receipt.notes,
         *filter(None, (on_method(weights, receipt.method),)),
     )
-    return {**receipt.written(), "output": str(request.out), **_end(session, plan, cache)}
+    return {**receipt.written(), "output": str(request.out), **_end(session, plan, cache, receipt.notes)}
 
 
 def _quantise(session: Session, plan: Plan, weights: Plan, text_files: Mapping[str, str] | None) -> Any:
@@ -267,11 +267,13 @@ def _checked(plan: Plan) -> int:
     return 0 if check is None else int(check.data.get("samples", 0))
 
 
-def _end(session: Session, plan: Plan, cache: str) -> dict[str, Any]:
+def _end(session: Session, plan: Plan, cache: str, notes: Sequence[str]) -> dict[str, Any]:
     """Say what the written model is expected to cost, and what measures it."""
     request: BitsWrite = session.request
     single = request.out.endswith(".gguf")
     if not single and plan.payload.family != GGUF:
-        return session.end(plan)
+        from ...models.packed import UNREAD
+
+        return session.end(plan, other="" if UNREAD.isdisjoint(notes) else f"vllm serve {shlex.quote(request.out)}")
     dense = request.model if request.model.endswith(".gguf") else None
     return end_of_gguf(session, plan, file=request.out if single else f"{request.out}/{GGUF_FILE}", dense=dense, cache=cache)

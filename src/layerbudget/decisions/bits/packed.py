@@ -19,15 +19,13 @@ from ...errors import BadModel, CoverageError
 from ...models.blocks import config_of, layers, pretrained, weight_of
 from ...models.loading import check_packed, silent
 from ...models.machine import SHARE, free_bytes
+from ...models.packed import EXPERTS, ZERO_POINTS
 from ...storage.checkpoint import broken
 from ...storage.source import save_weights
 from .saved_names import CheckpointSlice, as_saved, experts_of, halved, names_of, pattern
 
 SHARD = 1 << 29  # bytes of one file; one tensor may be larger
 PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale", "weight_shape")
-ZERO_POINTS = "transformers 5.23 does not load packed zero points (compressed-tensors 0.20); vLLM reads them."
-EXPERTS = "transformers 5.23 takes all experts for one format and misreads these; vLLM reads each layer's own."
-UNREAD = frozenset({ZERO_POINTS, EXPERTS})  # where the folder is not loaded again
 
 
 class PackedWriter:
