@@ -115,7 +115,8 @@ class Session(Display):
         if request.stream is None and converting(model) and unwalkable(model, (), list(unlabelled(model, text, 1))):
             model = self.load_model(stream=False)
         request.samples = samples  # the command that repeats this one adds those of the check again
-        decides = max(1, text.samples * samples // (samples + count))  # of a short text both parts shrink alike
+        left = min(count, max(2, text.samples // 3))  # of a short text: what decides comes first
+        decides = max(1, min(samples, text.samples - left))
         check = text.select(slice(decides, None)) if decides < text.samples else None
         return model, tokenizer, text.select(slice(0, decides)), check
 

@@ -9,6 +9,7 @@ import io
 import itertools
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,8 @@ def compare_scores(
     for what, values in (("score", named), ("rule", rules), ("budget", budgets), ("seed", seeds)):
         if not len(values):
             raise InvalidInput(f"There is no {what} to compare.", "At least one is needed.", f"Name a {what}.")
+    if twice := [seed for seed, count in Counter(seeds).items() if count > 1]:
+        raise InvalidInput(f"The seed {twice[0]} is named twice.", "Every seed is another draw.", "Name each one once.")
     read = check_all(bench, kind, named, rules, budgets, options)
     plans = {name: source for name, source in read.items() if isinstance(source, Plan)}
     measured = {name: source for name, source in read.items() if not isinstance(source, Plan)}

@@ -88,12 +88,14 @@ class LayerCompressor:
             name, level = job.module.name, job.level
             if level.idle:
                 continue
-            views, statistics = matrices(*weight_of(self.model, name)), moments.get(name)
+            owner, parameter = weight_of(self.model, name)
+            views, statistics = matrices(owner, parameter), moments.get(name)
+            lacks = "is looked up, so that it has no inputs to weigh" if isinstance(owner, nn.Embedding) else self.lacks
             counts = share(level.zeros, [v.numel() for v in views])
             for i, (view, count) in enumerate(zip(views, counts, strict=True)):
                 prepared = self.prepared(statistics[i] if statistics else None, made)
                 if prepared is None and self.treatment.statistic != "none":
-                    notes.append(f"{name}[{i}] {self.lacks}; {self.treatment.unseen}.")
+                    notes.append(f"{name}{f'[{i}]' * (len(views) > 1)} {lacks}; {self.treatment.unseen}.")
                 rows = level.rows and (level.rows[0], np.split(level.rows[1], len(views))[i])
                 count = count if rows is None else int(rows[1].sum())
                 self.treat(name, view, prepared, dataclasses.replace(level, zeros=count, rows=rows))

@@ -15,7 +15,8 @@ CONVERT = (
     "layerbudget apply model-f16.gguf PLAN -o planned.gguf."
 )
 _OTHERWISE = (
-    "Plan for compressed-tensors (--format compressed-tensors). A file of convert_hf_to_gguf.py would not compute it either."
+    "Plan for compressed-tensors (--format compressed-tensors; plan memory: --runtime vllm). A file of convert_hf_to_gguf.py "
+    "would not compute it either."
 )
 # Tokens of the tokenizer, training, outputs beside the logits, and what says itself through other fields.
 HARMLESS = frozenset(

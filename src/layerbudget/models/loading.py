@@ -309,7 +309,7 @@ def _streams(
         raise InvalidInput(
             "A base in 4 bits cannot be streamed." if four_bit else f"{where} holds no safetensors files to stream from.",
             "Weights stay in the safetensors files of a local folder.",
-            "Leave --stream out." if four_bit else "Download the model and give its folder.",
+            "Leave --stream out." if four_bit or Path(where).is_dir() else "Download the model and give its folder.",
         )
     if stream is not None or four_bit or getattr(config, "quantization_config", None):
         return bool(stream)

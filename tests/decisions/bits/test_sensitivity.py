@@ -610,12 +610,20 @@ def test_the_error_of_a_plan_is_that_of_its_damage_by_sequence(monkeypatch):
 
 
 def test_too_few_bits_names_rows_that_no_format_takes():
-    """Neither --formats nor --method helps where matrices in sixteen bits alone are above the budget."""
+    """Neither --formats nor --method is advised where no type of llama.cpp is small enough for these rows."""
     data = zoo.tokens(2, 8)
-    for hidden, rows, ending in ((240, 240, r"\)\.$"), (256, 300, "or measure the model with smaller ones .--formats, .*$")):
+    for hidden, rows in ((240, 240), (256, 300)):
         model = zoo.build("llama", hidden_size=hidden, intermediate_size=300)
-        with pytest.raises(InfeasibleBudget, match=f"stay in F16, first .*rows of {rows} .*{ending}"):
+        with pytest.raises(InfeasibleBudget, match=rf"stay in F16, first .*rows of {rows} .*--budget \d+\)\.$"):
             plan_bits(model, data, bits=3.0, family="gguf")
+    asked = {"family": "gguf", "formats": ["Q6_K"]}
+    model = zoo.build("llama", hidden_size=256, intermediate_size=256, num_attention_heads=4)
+    for bits, how in ((3.0, " (--formats)."), (2.3, " (--formats, --method weighted)."), (1.0, "")):
+        with pytest.raises(InfeasibleBudget) as error:
+            plan_bits(model, data, bits=bits, **asked)
+        assert str(error.value).partition(", or measure the model with smaller ones")[2] == how
+    with pytest.raises(InvalidInput, match="is to be kept in Q5_0, which is not among .*--formats Q5_0,Q6_K"):
+        plan_bits(model, data, bits=7, keep={"q_proj": "Q5_0"}, **asked)
 
 
 def test_bad_input_is_one_sentence():

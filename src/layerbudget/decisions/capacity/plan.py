@@ -51,7 +51,8 @@ def decide(
     if decision.counts is None:
         decision = _whole(chosen.name, problem, decision)
     counts = _checked(chosen.name, problem, decision, OWN_UNITS[terms.kind])
-    budget = {"unit": wanted.unit, "limit": problem.target, "text": wanted.text, "spent": float(problem.amount @ counts)}
+    spent = min(float(problem.amount @ counts), problem.target)  # a sum of seconds may be the last digit above it
+    budget = {"unit": wanted.unit, "limit": problem.target, "text": wanted.text, "spent": spent}
     hyper = {**(record or {}), **terms.record(), **recorded(options)}
     if describer is not None and not chosen.control:
         said = describer(problem, counts, options.get("damping"))

@@ -79,6 +79,13 @@ class Limits:
         for pattern, kind in self.keep.items():
             has[_matching(table, pattern)] &= np.array([f == find_format(kind, table.family).name for f in table.formats])
         if (empty := np.flatnonzero(~has.any(axis=1))).size:
+            wanted = [find_format(kind, table.family).name for kind in self.keep.values()]
+            if lost := [name for name in wanted if name not in table.formats]:
+                raise InvalidInput(
+                    f"{table.blocks[empty[0]].name} is to be kept in {lost[0]}, which is not among the formats to choose from.",
+                    f"These are {', '.join(table.formats)}.",
+                    f"Name it too (--formats {','.join((lost[0], *table.formats[:-1]))}), or keep it in one of those.",
+                )
             raise InvalidInput(
                 f"{table.blocks[empty[0]].name} may not have any format that it can have.",
                 f"It can have {', '.join(f for f, h in zip(table.formats, table.has[empty[0]], strict=True) if h)}.",
@@ -97,15 +104,14 @@ class Limits:
             limit = parse_bytes(str(self.budget), "A budget", "1.2 GiB") - table.beside
         least, available = int(table.smallest.sum()), max(limit, 0)
         if limit < least:
-            how = "--formats, --method weighted" if table.family == GGUF else "--formats"
-            measured = f"measure the model with smaller ones ({how})"
+            measured = "measure the model with smaller ones (--formats)"
+            if table.family == GGUF:
+                measured = _smaller(table, available)
             if table.runtime == "vllm":
                 measured = "plan for a runtime that reads smaller ones (--runtime transformers or llama.cpp)"
             others = "forbid and keep less" if self.forbid or self.keep else measured
             others = "plan for a shorter context" if table.family == CACHE else others
             whole = [] if self.forbid or self.keep else _in_one_format(table)
-            if table.family == GGUF and int(table.smallest[whole].sum()) > available:  # then no other menu is small enough
-                others = ""
             least_of = f"The smallest {what} takes {least:,} bytes ({8 * least / table.numel:.4f} bits per {per})"
             whole_size = f", {least + table.beside:,} with what stays as it is" if table.beside else ""
             asked = f"{available:,} bytes for {len(table.blocks)} blocks ({8 * available / table.numel:.3f} bits per {per})"
@@ -118,6 +124,19 @@ class Limits:
                 f"{f', or {others}' * bool(others)}.",
             )
         return limit
+
+
+def _smaller(table: FormatTable, available: int) -> str:
+    """What measures types of llama.cpp that are small enough; empty where none are."""
+    for inputs, how in ((table.method not in ("", "rtn"), "--formats"), (True, "--formats, --method weighted")):
+        least = 0
+        for block in table.blocks:
+            menu = [f for f in find_runtime(table.runtime, GGUF).formats([m.d_in for m in block.modules], inputs=inputs)]
+            menu = [f for f in menu if all(f.fits(m.d_in) for m in block.modules)]
+            least += min(sum(f.bytes(m.d_out, m.d_in, m.copies) for m in block.modules) for f in menu)
+        if least <= available:
+            return f"measure the model with smaller ones ({how})"
+    return ""
 
 
 def _in_one_format(table: FormatTable) -> list[int]:
