@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shlex
+import types
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from tests import zoo
 from tests.cli.helpers import command_result, parsed
 
 from layerbudget.cli import display, main
+from layerbudget.cli.session import Session
 from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.frozen import fields_in_file
 from layerbudget.models.blocks import partition
@@ -325,3 +327,15 @@ def test_the_text_that_checks_is_beside_the_text_that_decides(place, monkeypatch
     for check in ({}, [None], {**stored, "rows": rows}):
         first.with_payload(check=check).save("damaged.json", overwrite=True)
         assert main(["explain", "damaged.json"]) == 2 and "part extra of this plan does not read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("have", "samples", "count", "parts"),
+    [(12, 4, 8, (4, 8)), (5, 4, 8, (3, 2)), (30, 32, 16, (20, 10)), (30, 32, 1, (29, 1)), (2, 4, 8, (1, 1)), (4, 4, 0, (4, 0))],
+)
+def test_of_a_short_text_what_decides_comes_first(monkeypatch, have, samples, count, parts):
+    """Of five sequences four were asked to decide, and one did: the check, which nobody asked for, had the others."""
+    session = Session(types.SimpleNamespace(command="plan", json=False, samples=samples, dtype=None, stream=True, usual={}))
+    monkeypatch.setattr(session, "load", lambda lean: (None, None, zoo.tokens(have)))
+    _, _, data, check = session.load_checked(count)
+    assert (data.samples, 0 if check is None else check.samples) == parts

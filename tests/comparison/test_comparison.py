@@ -139,6 +139,8 @@ def test_permuted_keeps_values_and_a_constant_score_is_not_called_ignored():
     assert ["layerif(a)", "alphapruning(a)"] in made.twins()  # one map under two names
     with pytest.raises(InvalidInput, match="No rule here reads width"):
         grid.make_grid("sparsity", {"a": scores}, ["mdl"], 0.5, options={"width": 0.1})
+    with pytest.raises(InvalidInput, match="The seed 0 is named twice"):  # the error counted it as another draw
+        compare_scores(None, {"a": scores}, ["mdl"], [0.5], seeds=[0, 1, 0])
     with pytest.raises(InvalidInput, match="No score makes a plan"):
         grid.make_grid("ranks", {"a": scores}, ["by-rank"], 4)  # one number per block
 

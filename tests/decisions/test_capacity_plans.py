@@ -68,6 +68,12 @@ def test_experts_in_the_users_unit_never_exceed_it(options, mistral):
         assert other.counts.sum() == plan.counts.sum() and other.budget["spent"] <= plan.budget["limit"]
 
 
+def test_seconds_that_add_up_to_the_last_digit_above_a_budget_are_within_it():
+    blocks = zoo.scores(np.arange(1.0, 22.0))
+    plan = lb.plan_ranks(blocks, budget="1 ms", latency={b.name: 1e-5 for b in blocks.blocks})
+    assert plan.budget["spent"] <= plan.budget["limit"] == pytest.approx(float(plan.counts.sum() * 1e-5))
+
+
 def test_latency_caps_and_fixed_blocks(mistral):
     seconds = {b.name: 1e-5 * (1 + i % 3) for i, b in enumerate(mistral.blocks)}
     plan = plan_lora_experts(
