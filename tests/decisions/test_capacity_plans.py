@@ -1,5 +1,6 @@
 """Plans in the user's unit: within the budget, whole numbers, comparable, explained."""
 
+import functools
 import json
 import re
 import shlex
@@ -66,6 +67,28 @@ def test_experts_in_the_users_unit_never_exceed_it(options, mistral):
     for rule in ("uniform", "layerif", "mola-2468"):
         other = plan_lora_experts(mistral, rule=rule, **options)
         assert other.counts.sum() == plan.counts.sum() and other.budget["spent"] <= plan.budget["limit"]
+
+
+def test_bounds_that_leave_a_block_nothing_are_named_before_the_budget():
+    """A budget was advised that the same bounds refused then, and a fixed rank was called a floor above a cap of zero."""
+    scores = zoo.scores([3.0, 2.0])
+    name, ranks = scores.blocks[1].name, functools.partial(plan_ranks, scores, mean_rank=4)
+    for plan, options, said in (
+        (ranks, {"min_rank": 5, "max_rank": 3}, "needs at least 5 and may have at most 3. Lower min_rank, or raise max_rank."),
+        (
+            ranks,
+            {"multiple": 4, "fixed": {name: 3}},
+            f"{name} is fixed at 3, which is no multiple of 4. .*Fix a multiple of 4.",
+        ),
+        (ranks, {"multiple": 4, "min_rank": 5, "max_rank": 7}, "may have 5 to 7, and no multiple of 4 lies there"),
+        (
+            functools.partial(plan_lora_experts, scores, total=8),
+            {"min_experts": 4, "max_experts": 2},
+            "needs at least 4 and may have at most 2. Lower min_experts or lower, or raise max_experts",
+        ),
+    ):
+        with pytest.raises(InfeasibleBudget, match=said):
+            plan(**options)
 
 
 def test_seconds_that_add_up_to_the_last_digit_above_a_budget_are_within_it():

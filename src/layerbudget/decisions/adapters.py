@@ -15,7 +15,7 @@ from ..decision import check_kind
 from ..errors import CoverageError, InvalidInput, UnknownBlock
 from ..models.blocks import adaptable, describe, is_conv1d, partition
 from ..plan import Plan
-from ..records import Receipt
+from ..records import Receipt, stacks
 
 
 def counts_by_module(plan: Plan, kind: str) -> dict[str, int]:
@@ -100,12 +100,21 @@ def check_modules(
             )
     lost = [n for n in adaptable(model, partition(model, "linear"))[1] if counts.get(n)]
     if lost:
-        parents, endings = ("|".join(sorted({n.split(".")[i] for n in lost})) for i in (-2, -1))
         raise CoverageError(
             f"PEFT refuses this plan's modules: it puts no adapter on {lost[0]} ({len(lost)} such matrices).",
             "It refuses outputs of state space mixers, and takes plain gate, up and down beside fused experts for the experts.",
-            f"Score with --exclude '({parents})[.]({endings})$' and plan again.",
+            f"{_excluding(model, stacked=any(counts.get(n) for n in stacked))}",
         )
+
+
+def _excluding(model: nn.Module, *, stacked: bool) -> str:
+    """The remedy for matrices that get no adapter: all of them at once, stacks of experts unless these are ``stacked``."""
+    blocks = partition(model, "linear")
+    lost = adaptable(model, blocks)[1]
+    parents, endings = ("|".join(sorted({n.split(".")[i] for n in lost})) for i in (-2, -1))
+    patterns = ["experts[.]"] if stacks(m.name for b in blocks for m in b.modules) and not stacked else []
+    patterns += [f"({parents})[.]({endings})$"] if lost else []
+    return f"Score with --exclude '{'|'.join(patterns)}' and plan again."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,7 +197,7 @@ def _missing(name: str, modules: Mapping[str, nn.Module]) -> Exception:
         return CoverageError(
             f"{name} is a parameter of {type(modules[parent]).__name__} that holds several experts in one tensor.",
             "Ranks can stand beside it where it is called up_proj, gate_up_proj or down_proj; experts stand beside modules.",
-            "Exclude it in the plan (--exclude).",
+            _excluding(modules[""], stacked=False),
         )
     siblings = [n for n in modules if n.rpartition(".")[0] == parent and n] or [n for n in modules if n.endswith("." + last)]
     fused = [n for n in siblings if "qkv" in n or "c_attn" in n or "query_key_value" in n or "gate_up" in n]

@@ -14,7 +14,10 @@ from torch import nn
 
 from layerbudget.decisions.lora_experts.layer import ExpertsLinear
 from layerbudget.decisions.lora_experts.method import ExpertsConfig, adapted_experts, add_lora_experts, to_experts_config
+from layerbudget.decisions.lora_experts.plan import plan_lora_experts
 from layerbudget.errors import CoverageError, InvalidInput
+from layerbudget.models.blocks import partition
+from layerbudget.reporting.explain import explain_plan
 
 COUNTS = [2, 3, 0, 5]
 
@@ -184,3 +187,23 @@ def test_unknown_module_kind_is_refused_by_name():
 def test_impossible_options_are_refused(wrong):
     with pytest.raises(InvalidInput):
         ExpertsConfig(target_modules=["x"], **wrong)
+
+
+def test_one_expression_leaves_out_all_that_gets_no_expert():
+    """Each of two errors advised an expression that brought the other one back."""
+    model = zoo.build("glm4-moe")
+    for exclude in (None, r"experts[.]", r"(mlp|shared_experts)[.](down_proj|gate_proj|up_proj)$"):
+        plan = plan_lora_experts(partition(model, "layer", exclude=exclude), total=6, rule="uniform", expert_rank=2)
+        with pytest.raises(CoverageError) as error:
+            add_lora_experts(model, plan)
+        advised = re.search("Score with --exclude '(.*)' and plan again", str(error.value))[1]
+        plan = plan_lora_experts(partition(model, "layer", exclude=advised), total=6, rule="uniform", expert_rank=2)
+        assert sum(adapted_experts(add_lora_experts(zoo.build("glm4-moe"), plan), "default").values()) >= 6
+
+
+def test_a_budget_in_parameters_says_that_routers_come_on_top():
+    scores = zoo.scores([3.0, 1.0])
+    plan = plan_lora_experts(scores, budget="100k params", expert_rank=2)
+    said = " ".join(explain_plan(plan).sentences)
+    assert plan.counts.max() > 1 and "Routers come on top of the budget" in said
+    assert "Routers" not in " ".join(explain_plan(plan_lora_experts(scores, total=4)).sentences)

@@ -92,6 +92,7 @@ class CapacityBounds:
         high = np.minimum(sides, bound_vector(self.cap, k, words["cap"], np.inf))
         pinned = _pin(blocks, low, high, self.fixed, sides)
         base[pinned] = np.minimum(base, low)[pinned]
+        _check_bounds(blocks, low, high, pinned, self.multiple, words)
         return Problem(
             kind=self.kind,
             blocks=blocks,
@@ -153,6 +154,26 @@ def _pin(blocks: Sequence[Block], low: Vector, high: Vector, fixed: Mapping[str,
         low[indices] = high[indices] = float(value)
         pinned[indices] = True
     return pinned
+
+
+def _check_bounds(
+    blocks: Sequence[Block], low: Vector, high: Vector, pinned: np.ndarray, step: int, words: Mapping[str, str]
+) -> None:
+    """Refuse bounds that leave a block nothing, by the name of the block and of what was asked for."""
+    whole = np.ceil(low / step - 1e-9) * step
+    if not (wrong := (whole > high)).any():
+        return
+    k = int(np.argmax(wrong))
+    name, least, most = blocks[k].name, spoken_amount(low[k]), spoken_amount(high[k])
+    lower = " or ".join(words[bound] for bound in ("base", "floor") if bound in words)
+    if pinned[k]:
+        what, remedy = f"{name} is fixed at {least}, which is no multiple of {step}.", f"Fix a multiple of {step}."
+    elif low[k] > high[k]:
+        what, remedy = f"{name} needs at least {least} and may have at most {most}.", f"Lower {lower}, or raise {words['cap']}."
+    else:
+        what = f"{name} may have {least} to {most}, and no multiple of {step} lies there."
+        remedy = f"Lower {lower}, or raise {words['cap']}."
+    raise InfeasibleBudget(what, f"multiple is {step}." if step > 1 else "", remedy)
 
 
 def check_floors(problem: Problem, terms: CapacityBounds, wanted: Budget, record: Mapping[str, Any]) -> None:

@@ -72,8 +72,8 @@ class LoraExperts(Decision):
             title=f"{plan.counts.sum()} LoRA experts for",
             verdict=_verdict(plan),
             expected=expected_damage(None),
-            sentences=(*on_budget(plan), *program, *on_rounding(plan, payload.rounding), *flat),
-            advice=(*slack, *flat),
+            sentences=(*on_budget(plan), *_on_routers(plan), *program, *on_rounding(plan, payload.rounding), *flat),
+            advice=(*slack, *_on_routers(plan), *flat),
         )
 
     def charts(self, plan: Plan | None, scores: Scores | None) -> dict[str, Any]:
@@ -105,6 +105,16 @@ class LoraExperts(Decision):
 
 
 DECISION = LoraExperts()
+
+
+def _on_routers(plan: Plan) -> list[str]:
+    """A sentence on what a budget in other units than experts leaves out."""
+    if plan.budget["unit"] not in ("params", "bytes", "flops") or plan.counts.max() < 2:
+        return []
+    return [
+        "Routers come on top of the budget: a matrix with n inputs and E experts, two or more, has one of E x n numbers. The "
+        "adapter's receipt counts them."
+    ]
 
 
 def _verdict(plan: Plan) -> str:

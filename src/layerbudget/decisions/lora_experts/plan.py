@@ -40,7 +40,8 @@ def plan_lora_experts(
     Args:
         scores: The scores; blocks alone suffice for ``uniform``, ``size`` and the MoLA shapes.
         total: Budget as a number of experts, the minimum ones included.
-        budget: Or in any unit: ``"64M params"``, ``"1.2 GiB"``, ``"3% flops"`` of the blocks' own.
+        budget: Or in any unit: ``"64M params"``, ``"1.2 GiB"``, ``"3% flops"`` of the blocks' own. Routers come on top: a
+            matrix with n inputs and E experts, two or more, has one of ``E x n`` numbers.
         min_experts: Experts that every block has anyway (the base, which earns no utility).
         lower: Smallest number of experts; what it has above ``min_experts`` earns utility.
         max_experts: Cap per block.
