@@ -488,3 +488,14 @@ def test_no_gguf_file_is_planned_for_layers_with_different_numbers_of_experts():
     for refuses in (partial(formats_table, family="gguf"), check_even):
         with pytest.raises(InvalidInput, match="different numbers of experts.*--even"):
             refuses(model)
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_a_damage_leaves_no_step_that_it_allows(even):
+    """Sets were refined only behind the search, and the room that this gave was not used: 7 of 8 stayed where 6 would do."""
+    model, data, limit = zoo.build("olmoe"), zoo.tokens(4, 12), 0.1
+    plan = plan_expert_pruning(model, data, damage=limit, even=even, draws=1)
+    stay, step = int(plan.counts.sum()), 3 if even else 1
+    fewer = plan_expert_pruning(model, data, f"{stay - step} experts", even=even, draws=1)
+    assert plan.payload.measured_here <= limit < fewer.payload.measured_here
+    assert plan.budget["spent"] == plan.payload.measured_here

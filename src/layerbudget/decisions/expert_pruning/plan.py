@@ -49,7 +49,8 @@ def plan_expert_pruning(
         data: Calibration tokens: the text that the model is for.
         budget: What stays at most: a share of all experts (``0.5``), ``"96 experts"``, or the bytes of the whole model's
             weights (``"12 GiB"``).
-        damage: Instead: the most that is to be measured on this text, in nats per token; as few experts stay as that allows.
+        damage: Instead: the most that is to be measured on this text, in nats per token. So few experts stay that one step
+            fewer measures more.
         even: The same number in all layers, so that every runtime loads the model.
         rule: ``directional``; or the scores that others rank experts by: ``reap``, ``frequency``, ``norm``, ``random``.
         bytes_per_parameter: For budgets in bytes; those of the model as it is by default.

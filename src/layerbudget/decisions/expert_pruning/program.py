@@ -153,14 +153,25 @@ class KeptProgram:
         return KeptProgram(best)
 
     def least(self, damage: float, measure: Measure) -> tuple[Counts, Choice | None]:
-        """As few experts as a measured damage allows, by halving."""
+        """Experts that a measured damage allows, so few that the refined plan with fewer of them, by one step, measures more.
+
+        The predicted sets are halved first. Refined ones measure less, so they go on down from there, in growing steps.
+        """
         price = np.ones(len(self.removals), dtype=np.int64)
         floors = [r.floor for r in self.removals]
-        low = max(floors) * len(floors) if self.even else sum(floors)
+        least = low = max(floors) * len(floors) if self.even else sum(floors)
         high = sum(r.experts for r in self.removals)
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if measure(self.kept(self.within(middle, price)[0])) <= damage else (middle + 1, high)
+        below, stride = least - 1, 1  # too few, with what is below
+        while high - below > 1:
+            middle = max(high - stride, (below + high) // 2)
+            steps = self.within(middle, price)[0]
+            if measure(self.refined(steps, measure).kept(steps)) <= damage:
+                high, stride = int(self.left(steps).sum()), 2 * stride
+            else:
+                below = middle
         return self.within(high, price)
 
 

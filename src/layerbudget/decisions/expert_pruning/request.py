@@ -28,7 +28,9 @@ class ExpertPruningRequest(PlanRequest):
         short="--budget",
         help="what stays: a share of all experts (0.5), '96 experts', or the model's bytes: '12 GiB'",
     )
-    damage: float | None = option(None, help="or what it may cost, in nats per token: as few experts as that allows")
+    damage: float | None = option(
+        None, help="or what it may cost, in nats per token: so few experts stay that one step fewer costs more"
+    )
     even: bool = option(False, help="the same number in all layers: what every runtime loads")
     rule: str = option("directional", choices=lambda: RULES, help="scores that decide who goes (default: directional)")
     samples: int | None = option(None, group=TEXT, help="number of calibration sequences (default: 16)")
