@@ -6,11 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar
 
-from ...budget import parse_budget
 from ...errors import InvalidInput
 from ...requests import ADVANCED, TEXT, option, out_option
 from ...session import PlanRequest
-from .program import DRAWS, RULES
+from .program import DRAWS, RULES, parse_limit
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -47,4 +46,4 @@ class ExpertPruningRequest(PlanRequest):
         if (self.budget is None) == (self.damage is None):
             raise InvalidInput("Give either --keep or --damage.", "One of them is the limit.", "For example --keep 0.5.")
         if self.budget is not None:
-            parse_budget(self.budget, default="share")
+            parse_limit(self.budget)
