@@ -111,6 +111,8 @@ def checked(function: F) -> F:
                 _refuse(name, value, [kind for kind in wanted[name] if kind is not _NONE])
             if name in models:
                 _refuse_wrapped(name, value)
+            if name == "batch_size" and _whole(value) and value < 1:
+                raise InvalidInput(f"batch_size is {value}.", "It must be at least 1.", "Use 8.")
         torch = sys.modules.get("torch")
         if torch is None or not torch.is_inference_mode_enabled():
             return function(*args, **kwargs)

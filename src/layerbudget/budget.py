@@ -75,6 +75,8 @@ def parse_budget(text: str | float | int, *, default: str = "params") -> Budget:
 
 def _checked(amount: float, text: str | float) -> float:
     """Return an amount, refused where it is not finite, or so large that single units are not counted any more."""
+    if math.isnan(amount):
+        raise InvalidInput(f"An amount of {text} is no number.", "It is a finite number.", "Correct it.")
     if not abs(amount) <= LARGEST:
         raise InvalidInput(
             f"An amount of {text} is too large to be counted.", f"It is at most {LARGEST:,}, in units of one.", "Correct it."

@@ -212,6 +212,31 @@ def test_a_task_bench_trains_ranks(tokenizer, tmp_path):
     assert all(0 <= r["mean"] <= 1 for r in found.budgets[0]["rows"])
 
 
+def test_fields_of_benches_are_looked_at_when_they_are_made(bench, tokenizer, tmp_path):
+    """A KeyError, and errors of torch, came from inside the comparison."""
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n".join(json.dumps({"text": "ab" * (1 + i), "label": i % 2}) for i in range(60)))
+    fields = {"load": lambda seed: zoo.speaker("llama"), "tokenizer": tokenizer, "task": str(path)}
+    made = benches.TaskBench(**fields)
+    assert made.split in made.task.evaluation and len(made.task.labels) == 2
+    assert lb.partition(benches.TaskBench(**{**fields, "load": "demo"}).model) == lb.partition(lb.load_model("demo"))
+    for wrong, match in (
+        ({"split": "zzz"}, "no split 'zzz'. It has .*Name one"),
+        ({"load": 3}, "load is of type int.*'demo'"),
+        ({"task": 3}, "task is of type int.*load_task"),
+        ({"samples": "8"}, "samples is '8'"),
+    ):
+        with pytest.raises(InvalidInput, match=match):
+            benches.TaskBench(**{**fields, **wrong})
+    for wrong, match in (
+        ({"windows": bench.windows.input_ids}, "windows is of type Tensor.*a calibration set"),
+        ({"model": "demo"}, "model is 'demo'.*a loaded model"),
+        ({"batch_size": 0}, "batch_size is 0"),
+    ):
+        with pytest.raises(InvalidInput, match=match):
+            dataclasses.replace(bench, **wrong)
+
+
 def test_the_command_leaves_its_files(folder, capsys):
     own = folder / "own.csv"
     own.write_text("name,score\n" + "".join(f"model.layers.{i},{3 - i}\n" for i in range(9)))

@@ -13,19 +13,20 @@ import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 from torch import nn
 
+from ..arguments import checked
 from ..data.calibration import CalibrationSet
-from ..data.tasks import Task
+from ..data.tasks import Task, load_task
 from ..data.text import calibration
 from ..decisions.sparsity import prune
-from ..errors import CoverageError
+from ..errors import CoverageError, InvalidInput
 from ..evaluation.perplexity import perplexity, predicted
-from ..finetuning.adapters import Loader
+from ..finetuning.adapters import Loader, classifier_loader
 from ..finetuning.finetune import finetune
 from ..finetuning.protocol import Protocol
 from ..finetuning.rows import Rows, is_causal
@@ -39,6 +40,9 @@ class TextBench:
     """Prune a language model by a plan and measure the loss on held-out windows; its weights are put back after every plan.
 
     ``source``, ``samples`` and ``length`` say how text is drawn for scores and pruner.
+
+    Raises:
+        InvalidInput: A field of another type.
     """
 
     model: nn.Module
@@ -94,7 +98,11 @@ class TextBench:
 class TaskBench:
     """Fine-tune a plan of ranks or experts on a task and count the mistakes on its held-out rows (the first split by default).
 
-    ``samples`` training rows are what scores are made from.
+    ``load`` may be the name of a model, and ``task`` that of a task or the path of its rows. ``samples`` training rows are what
+    scores are made from.
+
+    Raises:
+        InvalidInput: A field of another type, or a split that the task does not have.
     """
 
     load: Loader
@@ -108,6 +116,19 @@ class TaskBench:
     weights: ClassVar[None] = None  # all questions count the same
 
     def __post_init__(self) -> None:
+        load, task = cast(Any, self.load), cast(Any, self.task)
+        if isinstance(task, str | Path):
+            self.task = load_task(str(task))
+        elif not isinstance(task, Task):
+            raise InvalidInput(f"task is of type {type(task).__name__}.", "It should be a task.", "Use load_task(PATH).")
+        if isinstance(load, str | Path):
+            self.load = classifier_loader(str(load), len(self.task.labels))
+        elif not callable(load):
+            what = f"load is of type {type(load).__name__}."
+            raise InvalidInput(what, "It should be a function of a seed, or a model's name.", "For example load='demo'.")
+        if self.split is not None and self.split not in self.task.evaluation:
+            what = f"{self.task.name} has no split {self.split!r}."
+            raise InvalidInput(what, f"It has {', '.join(self.task.evaluation)}.", "Name one of those.")
         self.split = self.split or next(iter(self.task.evaluation))
         self.model = self.load(0)
         self.blocks: tuple[Block, ...] = tuple(partition(self.model, self.by))
@@ -153,6 +174,8 @@ class TaskBench:
         }
 
 
+for _bench in (TextBench, TaskBench):
+    _bench.__init__ = checked(_bench.__init__)  # type: ignore[method-assign]
 Bench = TextBench | TaskBench
 
 

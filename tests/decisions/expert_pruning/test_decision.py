@@ -12,7 +12,7 @@ from layerbudget.decisions.expert_pruning.decision import DECISION
 from layerbudget.decisions.expert_pruning.payload import ExpertPruningPayload
 from layerbudget.decisions.expert_pruning.plan import plan_expert_pruning
 from layerbudget.decisions.expert_pruning.request import ExpertPruningRequest
-from layerbudget.errors import CorruptFile, InvalidInput, UnknownUnit
+from layerbudget.errors import CorruptFile, InvalidInput
 from layerbudget.plan import Plan, payload_of
 from layerbudget.registry import options_of
 from layerbudget.requests import PLACING, READING, Request
@@ -75,7 +75,7 @@ def test_help_names_the_options(words, shown, capsys):
     [
         ({}, InvalidInput, "Give either --keep or --damage"),
         ({"budget": "0.5", "damage": 0.1}, InvalidInput, "Give either --keep or --damage"),
-        ({"budget": "half"}, UnknownUnit, "half"),
+        ({"budget": "half"}, InvalidInput, "half"),
     ],
 )
 def test_a_command_without_one_limit_is_refused_before_anything_is_loaded(words, error, match):
@@ -86,4 +86,4 @@ def test_a_command_without_one_limit_is_refused_before_anything_is_loaded(words,
 def test_both_names_of_the_budget_are_read(capsys):
     for name in ("--keep", "--budget"):
         assert main(["plan", "expert-pruning", "demo", name, "half"]) == 2
-        assert "'half' is in no known unit" in " ".join(capsys.readouterr().err.split())
+        assert "The budget is 'half'. It is a share of all experts" in " ".join(capsys.readouterr().err.split())

@@ -488,3 +488,37 @@ def test_no_gguf_file_is_planned_for_layers_with_different_numbers_of_experts():
     for refuses in (partial(formats_table, family="gguf"), check_even):
         with pytest.raises(InvalidInput, match="different numbers of experts.*--even"):
             refuses(model)
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_a_damage_leaves_no_step_that_it_allows(even):
+    """Sets were refined only behind the search, and the room that this gave was not used: 7 of 8 stayed where 6 would do."""
+    model, data, limit = zoo.build("olmoe"), zoo.tokens(4, 12), 0.1
+    plan = plan_expert_pruning(model, data, damage=limit, even=even, draws=1)
+    stay, step = int(plan.counts.sum()), 3 if even else 1
+    fewer = plan_expert_pruning(model, data, f"{stay - step} experts", even=even, draws=1)
+    assert plan.payload.measured_here <= limit < fewer.payload.measured_here
+    assert plan.budget["spent"] == plan.payload.measured_here
+
+
+def test_every_argument_is_refused_in_its_own_sentence():
+    model, data = zoo.build("olmoe"), zoo.tokens(4, 12)
+    share = "a share of all experts, above 0 and at most 1; a number of experts; or the bytes.*Write 0.5"
+    for options, match in (
+        ({"batch_size": 0}, "batch_size is 0.*at least 1"),
+        ({"batch_size": -2}, "batch_size is -2"),
+        ({"draws": 0}, r"^draws is 0\. It must be at least 1\. Use draws=4"),
+        ({"budget": None, "damage": 0}, r"^damage is 0\. It is in nats per token, above 0\. Give damage"),
+        ({"budget": None, "damage": -1.0}, "^damage is -1"),
+        ({"budget": float("nan")}, "nan is no number"),
+        ({"budget": "50% flops"}, share),
+        ({"budget": "3 ranks"}, share),
+        ({"budget": "3 frogs"}, share),
+        ({"budget": "150%"}, share),
+    ):
+        with pytest.raises(InvalidInput, match=match):
+            plan_expert_pruning(model, data, **{"budget": 0.5, **options})
+    with pytest.raises(InvalidInput, match="batch_size is 0"):
+        lb.perplexity(model, data, batch_size=0)
+    halves = [plan_expert_pruning(model, data, budget, draws=1) for budget in (0.5, "50%")]
+    assert halves[0].payload == halves[1].payload

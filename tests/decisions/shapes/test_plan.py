@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -215,7 +216,7 @@ def test_plans_that_drop_an_end_of_the_stack_are_measured_against_the_dense_mode
     model, data = zoo.build("llama"), zoo.tokens(samples=8)
     with torch.no_grad():
         for matrix in (model.model.layers[gone].self_attn.o_proj, model.model.layers[gone].mlp.down_proj):
-            matrix.weight.mul_(0.05)
+            matrix.weight.mul_(1e-3)
     model.save_pretrained(tmp_path / "model")
     model = load_model(str(tmp_path / "model"), stream=stream)
     plan = plan_shapes(model, data, "33% flops", depth=1, compensate="refit", **QUICK)
@@ -225,6 +226,61 @@ def test_plans_that_drop_an_end_of_the_stack_are_measured_against_the_dense_mode
         apply_shapes(model, plan, data)
         nats, tokens = kl_of_sequences(model(input_ids=data.input_ids).logits, clean, data.attention_mask)
     assert float(nats.sum() / tokens.sum()) == pytest.approx(plan.payload.measured, rel=1e-4)
+
+
+@pytest.mark.parametrize(("name", "budget"), [("qwen2-moe", "33% params"), ("llama", "27% params"), ("llama", "20% params")])
+def test_plans_with_layers_gone_are_no_worse_than_without_and_keep_what_need_not_go(name, budget):
+    """The first stride's plan met the budget and was left for one of thrice its damage; a layer went and cuts stayed."""
+    model, data, plans = zoo.build(name), zoo.tokens(6, 16), dict[int, Plan]()
+    options = {**QUICK, "strides": 2, "passes": 32.0, "batch_size": 8, "by": "groups"}
+    for depth in (0, 1):
+        with contextlib.suppress(InfeasibleBudget):
+            plans[depth] = plan_shapes(model, data, budget, depth=depth, **options)
+    whole, payload, limit = plans.get(0), plans[1].payload, plans[1].budget["limit"]
+    assert payload.predicted == payload.path[-1]["divergence"] and plans[1].budget["spent"] >= limit
+    assert payload.path[-1]["values"] == plans[1].values.tolist() and payload.forward_passes <= 32
+    assert payload.predicted <= min(step["divergence"] for step in payload.path if saves(plans[1], step) >= limit)
+    assert (whole is None) == (name == "qwen2-moe")
+    if whole is not None:
+        assert payload.predicted <= whole.payload.predicted
+    assert bool(payload.dropped) == (budget != "20% params")
+    if payload.dropped:
+        assert payload.dropped == ["model.layers.2"] and not any(s.removed for s in payload.shapes.values())
+
+
+def saves(plan, step):
+    return sum(value * block.numel for value, block in zip(step["values"], plan.blocks, strict=True))
+
+
+def test_trials_of_layers_continue_to_the_same_plan(tmp_path, monkeypatch):
+    model, data, measure, calls = zoo.build("llama"), zoo.tokens(6, 16), ShapePoint.measure, []
+    options = {**QUICK, "strides": 2, "passes": 32.0, "batch_size": 8, "by": "groups", "depth": 1}
+
+    def stopping(*arguments):
+        calls.append(1)
+        if len(calls) == most:
+            raise KeyboardInterrupt
+        return measure(*arguments)
+
+    monkeypatch.setattr(ShapePoint, "measure", stopping)
+    most = 0
+    whole, needed = plan_shapes(model, data, "33% params", **options), len(calls)
+    assert needed >= 2
+    calls.clear()
+    most = 2
+    with pytest.raises(KeyboardInterrupt):
+        plan_shapes(model, data, "33% params", resume=tmp_path / "kept", **options)
+    calls.clear()
+    most = 0
+    again = plan_shapes(model, data, "33% params", resume=tmp_path / "kept", **options)
+    assert len(calls) == needed - 1 and again.digest == whole.digest and again.payload == whole.payload
+
+
+def test_depth_is_advised_where_layers_can_go():
+    for name, advised in (("llama", True), ("mixtral", False), ("glm4-moe", False)):
+        with pytest.raises(InfeasibleBudget) as caught:
+            plan_shapes(zoo.build(name), zoo.tokens(), "60% params", kinds=("heads",))
+        assert ("depth" in str(caught.value)) is advised, name
 
 
 def test_auto_takes_the_units_that_promise_less():

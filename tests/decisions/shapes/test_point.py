@@ -136,6 +136,7 @@ def test_sequences_are_judged_by_refits_that_have_not_seen_them():
         each.append(float((clean.exp() * (clean - now)).sum() / test.input_ids.numel()))
         second.append(point._evaluate(point.references[fold], around, point.dense[fold], 1, 0, None, dense=True)[0].second)
     assert seen.divergence == pytest.approx(np.mean(each), rel=1e-4)
+    assert point.measure(state, point.dense).divergence == pytest.approx(seen.divergence, rel=1e-6)
     dense = point.evaluate(point.space.start(), around, point.dense, draws=1, seed=0)
     assert np.allclose(dense.forms.second, np.mean(second, axis=0))
 

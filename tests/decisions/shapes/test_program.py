@@ -85,6 +85,7 @@ def test_even_steps_keep_to_what_a_config_can_express():
         around = space.around(space.start(), 1.0, 9)
         state, found = space.step(around, around[:, :, 0] + 0.3 * around[:, :, 1])
         assert (state == state[0]).all() and found.damage == pytest.approx(best_of_all(space, around, around @ [1, 0.3, 0]))
+        assert found.message.startswith("Proven optimal") and "reach" not in found.message
         assert allowed is None or set(around[:, :, 0].ravel()) == {0, 2}
 
 
@@ -120,6 +121,7 @@ def test_even_steps_leave_out_numbers_that_a_layer_cannot_reach():
     near = (np.abs(around[:, :, :2] - state[:, None, :2]) <= 1).all(2)
     again, found = space.step(around, np.where(near, -1.0 * around[:, :, 1], np.inf))
     assert found.damage == -3.0 * again[0, 1] < 0
+    assert "proven optimal: no other choice" in found.message.lower() and "that this step may reach" in found.message
     with pytest.raises(InfeasibleBudget, match="equally in all layers"):
         space.step(around, np.where(around[:, :, 0] == np.arange(3)[:, None], 0.0, np.inf))
 

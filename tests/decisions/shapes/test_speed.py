@@ -96,3 +96,9 @@ def test_llama_cpp_says_seconds():
     assert all(rate >= 0 for rate in (*found.read.values(), *found.written.values()))
     read, written = found.seconds([(4, 2, 256)] * 3)
     assert 0 < read < 1 and 0 < written < 1
+
+
+@pytest.mark.parametrize("options", [{"threads": 0}, {"rounds": 0}, {"threads": -1}])
+def test_counts_below_one_are_refused_before_llama_cpp_ends_the_process(options):
+    with pytest.raises(InvalidInput, match="is (0|-1).*at least 1.*=1"):
+        S.measure_speed(zoo.build("llama"), **options)

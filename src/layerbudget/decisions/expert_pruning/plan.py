@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...arguments import checked
-from ...budget import Budget, parse_budget
+from ...budget import Budget
 from ...canonical import to_jsonable
 from ...data.calibration import CalibrationSet
 from ...errors import InfeasibleBudget, InvalidInput
@@ -20,7 +20,7 @@ from ...plan import Plan, PlanBlock
 from ...progress import Progress
 from .masks import Masked, folds_for
 from .payload import ExpertPruningPayload
-from .program import DRAWS, RIVAL, RULES, Fold, KeptProgram, crossed, even_and_uneven, forecast
+from .program import DRAWS, RIVAL, RULES, Fold, KeptProgram, crossed, even_and_uneven, forecast, parse_limit
 from .sensitivity import expert_removals, folds_of
 
 if TYPE_CHECKING:
@@ -47,9 +47,10 @@ def plan_expert_pruning(
     Args:
         model: A model with routed experts; left as it was.
         data: Calibration tokens: the text that the model is for.
-        budget: What stays at most: a share of all experts (``0.5``), ``"96 experts"``, or the bytes of the whole model's
-            weights (``"12 GiB"``).
-        damage: Instead: the most that is to be measured on this text, in nats per token; as few experts stay as that allows.
+        budget: What stays at most: a share of all experts (``0.5``, ``"50%"``), ``"96 experts"``, or the bytes of the whole
+            model's weights (``"12 GiB"``).
+        damage: Instead: the most that is to be measured on this text, in nats per token. So few experts stay that one step
+            fewer measures more.
         even: The same number in all layers, so that every runtime loads the model.
         rule: ``directional``; or the scores that others rank experts by: ``reap``, ``frequency``, ``norm``, ``random``.
         bytes_per_parameter: For budgets in bytes; those of the model as it is by default.
@@ -135,20 +136,11 @@ def _check(budget: str | float | None, damage: float | None, rule: str, draws: i
         raise InvalidInput("Give either a budget or a damage.", "One of them is the limit.", "For example budget=0.5.")
     if rule not in RULES:
         raise InvalidInput(f"There is no rule {rule!r} here.", f"Rules are {', '.join(RULES)}.", "Use directional.")
-    if draws < 1 or (damage is not None and not damage > 0):
-        raise InvalidInput(f"draws is {draws}, damage {damage}.", "Draws are 1 or more, a damage is above 0.", "Use draws=4.")
-    if budget is None:
-        return None
-    limit = parse_budget(budget, default="share")
-    if limit.unit == "share" and 0 < limit.amount <= 1:
-        return limit
-    if limit.unit in ("experts", "bytes") and not limit.relative and limit.amount >= 1:
-        return limit
-    raise InvalidInput(
-        f"The budget is {budget!r}.",
-        "It is a share of all experts, above 0 and at most 1; a number of experts; or the bytes of the whole model.",
-        "Write 0.5, '96 experts' or '12 GiB'.",
-    )
+    if draws < 1:
+        raise InvalidInput(f"draws is {draws}.", "It must be at least 1.", f"Use draws={DRAWS}.")
+    if damage is not None and not damage > 0:
+        raise InvalidInput(f"damage is {damage:g}.", "It is in nats per token, above 0.", "Give damage=0.05, for example.")
+    return None if budget is None else parse_limit(budget)
 
 
 def _room(

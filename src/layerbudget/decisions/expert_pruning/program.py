@@ -12,12 +12,15 @@ damage are then tried with the set that another signal would keep, as many exper
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from ...budget import Budget, parse_budget
+from ...errors import InvalidInput, UnknownUnit
 from ...sensitivity.sequences import per_token
 from ...solvers.choices import Choice, choose
 from ..describe import EvenUneven
@@ -32,6 +35,26 @@ _HEAVY = 0.1  # of a plan's predicted damage: layers that carry as much are trie
 Counts = tuple[int, ...]  # for every layer, how many of the steps of its removal are taken
 Kept = Mapping[str, list[int]]  # experts that stay, by layer
 Measure = Callable[[Kept], float]  # nats per token when the others are masked
+
+
+def parse_limit(budget: str | float) -> Budget:
+    """What stays at most: a share of all experts, a number of them, or bytes of the whole model.
+
+    >>> parse_limit("50%").amount, parse_limit("96 experts").unit, parse_limit("12 GiB").unit
+    (0.5, 'experts', 'bytes')
+    """
+    with contextlib.suppress(UnknownUnit):
+        limit = parse_budget(budget, default="experts" if str(budget).strip().endswith("%") else "share")
+        if limit.relative and limit.unit == "experts":
+            limit = dataclasses.replace(limit, unit="share", relative=False)
+        if not limit.relative and (0 < limit.amount <= 1 if limit.unit == "share" else limit.amount >= 1):
+            if limit.unit in ("share", "experts", "bytes"):
+                return limit
+    raise InvalidInput(
+        f"The budget is {budget!r}.",
+        "It is a share of all experts, above 0 and at most 1; a number of experts; or the bytes of the whole model.",
+        "Write 0.5, '96 experts' or '12 GiB'.",
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -153,14 +176,25 @@ class KeptProgram:
         return KeptProgram(best)
 
     def least(self, damage: float, measure: Measure) -> tuple[Counts, Choice | None]:
-        """As few experts as a measured damage allows, by halving."""
+        """Experts that a measured damage allows, so few that the refined plan with fewer of them, by one step, measures more.
+
+        The predicted sets are halved first. Refined ones measure less, so they go on down from there, in growing steps.
+        """
         price = np.ones(len(self.removals), dtype=np.int64)
         floors = [r.floor for r in self.removals]
-        low = max(floors) * len(floors) if self.even else sum(floors)
+        least = low = max(floors) * len(floors) if self.even else sum(floors)
         high = sum(r.experts for r in self.removals)
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if measure(self.kept(self.within(middle, price)[0])) <= damage else (middle + 1, high)
+        below, stride = least - 1, 1  # too few, with what is below
+        while high - below > 1:
+            middle = max(high - stride, (below + high) // 2)
+            steps = self.within(middle, price)[0]
+            if measure(self.refined(steps, measure).kept(steps)) <= damage:
+                high, stride = int(self.left(steps).sum()), 2 * stride
+            else:
+                below = middle
         return self.within(high, price)
 
 

@@ -6,11 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar
 
-from ...budget import parse_budget
 from ...errors import InvalidInput
 from ...requests import ADVANCED, TEXT, option, out_option
 from ...session import PlanRequest
-from .program import DRAWS, RULES
+from .program import DRAWS, RULES, parse_limit
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -28,7 +27,9 @@ class ExpertPruningRequest(PlanRequest):
         short="--budget",
         help="what stays: a share of all experts (0.5), '96 experts', or the model's bytes: '12 GiB'",
     )
-    damage: float | None = option(None, help="or what it may cost, in nats per token: as few experts as that allows")
+    damage: float | None = option(
+        None, help="or what it may cost, in nats per token: so few experts stay that one step fewer costs more"
+    )
     even: bool = option(False, help="the same number in all layers: what every runtime loads")
     rule: str = option("directional", choices=lambda: RULES, help="scores that decide who goes (default: directional)")
     samples: int | None = option(None, group=TEXT, help="number of calibration sequences (default: 16)")
@@ -45,4 +46,4 @@ class ExpertPruningRequest(PlanRequest):
         if (self.budget is None) == (self.damage is None):
             raise InvalidInput("Give either --keep or --damage.", "One of them is the limit.", "For example --keep 0.5.")
         if self.budget is not None:
-            parse_budget(self.budget, default="share")
+            parse_limit(self.budget)

@@ -232,7 +232,7 @@ def _saves(plan: Plan) -> str:
 def _on_program(plan: Plan, payload: ShapesPayload) -> list[str]:
     first, *rest = on_program(plan, on_objective(plan))
     if payload.path and plan.certificate:
-        first = f"The plan was reached step by step. Of the last step: {first}"
+        first = f"The plan was reached step by step. Of the step that chose it: {first}"
     return [first, *rest]
 
 

@@ -256,7 +256,7 @@ def find_mlp(layer: nn.Module, name: str) -> Mlp:
     raise UnknownStructure(
         f"{name} ({type(layer).__name__}) has no plain MLP.",
         "Known are gate/up/down, fused gate_up/down, c_fc/c_proj, fc1/fc2, fc_in/fc_out, dense_h_to_4h/dense_4h_to_h, BERT's.",
-        "Mixtures of experts: remove whole blocks (depth) or prune weights instead.",
+        "Mixtures of experts: remove heads, or prune weights instead.",
     )
 
 

@@ -19,7 +19,7 @@ from ...budget import parse_budget
 from ...canonical import to_jsonable
 from ...compressors.formats import RUNTIMES
 from ...data.calibration import CalibrationSet
-from ...errors import InfeasibleBudget, InvalidInput
+from ...errors import InfeasibleBudget, InvalidInput, UnknownStructure
 from ...execution.processes import Teams, alone, broadcast
 from ...execution.sharing import SharedParts
 from ...gguf.names import architecture
@@ -85,7 +85,9 @@ def plan_shapes(
             smaller.
         multiple: Channels of one MLP unit.
         max_removed: Largest share of the units of one part.
-        depth: So many whole layers may go.
+        depth: So many whole layers may go. The search without them comes first, where it can meet the budget. Then plans with
+            layers gone, and with no other cuts than these leave to be saved, are measured within the same ``passes``. The plan
+            is the best of all that were measured, so that its predicted damage is no more than without ``depth``.
         even: The same numbers of heads and MLP units in all layers that stay, so that a plain config can describe the model.
         runtime: Plans only what it loads, and refuses what it does not compute. ``transformers``: as with ``even``.
             ``llama.cpp``: anything, of Llama, Mistral and Qwen2. ``vllm``: of these, the same heads in all layers and MLPs of
@@ -227,12 +229,23 @@ def _spaces(
         parts = find_parts(model, kinds=kinds, by=word, multiple=multiple, prices=prices)
         allowed = allowed_units(model, parts, kinds) if even is True else None
         try:
-            spaces.append(ShapeSpace(parts, kinds=kinds, even=even, allowed=allowed, **options))
+            spaces.append(
+                ShapeSpace(parts, kinds=kinds, even=even, allowed=allowed, droppable=partial(_may_go, model), **options)
+            )
         except InfeasibleBudget as error:
             refused.append(error)
     if not spaces:
         raise refused[0]
     return spaces
+
+
+def _may_go(model: nn.Module) -> bool:
+    """Whether the config can say that a layer of this model is gone."""
+    try:
+        check_depth(model)
+    except UnknownStructure:
+        return False
+    return True
 
 
 def _with_speed(model: nn.Module, plan: Plan, speed: Speed) -> Plan:

@@ -32,7 +32,7 @@ from ...execution.inputs import InputMoments, InputStatistics, moments_of_sites,
 from ...execution.loss import assign_folds, count_scored_tokens
 from ...execution.modes import inference
 from ...execution.panels import panels
-from ...execution.processes import Teams, among
+from ...execution.processes import Teams, among, process_group
 from ...models.blocks import is_conv1d, matrix_of, partition
 from ...models.machine import zeros_in_file
 from ...progress import Progress
@@ -213,6 +213,19 @@ class ShapePoint:
         self.passes += every[0].passes
         later = self._others(gathered)
         return ShapeEvaluation(state=state, around=alternatives, forms=_mean(every), moments=LazyMoments(lambda: later))
+
+    def measure(self, state: np.ndarray, grams: Mapping[int, Grams]) -> QuadraticTerms:
+        """Go to a state and measure the divergence there alone, in one forward that is not counted here: terms of no change."""
+        nats = dict[int, QuadraticTerms]()
+        for fold, reference in self.references.items():
+            self.move(state, grams[fold])
+            with among(self.teams.team):
+                total, tokens = process_group().sum(np.array([each.sum() for each in reference.measure_sequences()]))
+            zero = np.zeros((len(state), 1))
+            nats[fold] = QuadraticTerms(
+                first=zero, second=zero, rest=zero[..., None], tokens=round(tokens), passes=1.0, divergence=total / tokens
+            )
+        return _mean(self.teams.spread(nats))
 
     def look(self, state: np.ndarray, grams: Mapping[int, Grams]) -> dict[int, Grams]:
         """Second moments at a state that was measured, by one forward: those of its :class:`ShapeEvaluation`, to the bit."""

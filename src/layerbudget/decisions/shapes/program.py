@@ -91,7 +91,7 @@ class ShapeSpace:
 
     Arguments are those of :func:`~layerbudget.decisions.shapes.plan.plan_shapes`, and ``allowed``: numbers of removed units
     that the config can express, by kind, with ``even``; all by default. ``even`` may also be the kinds alone that are equal in
-    all layers.
+    all layers. ``droppable`` says whether the model's config can say that a layer is gone.
 
     K ``layers`` may lose something. ``pair`` has their attention and MLP, ``(K, 2)``, None where there is none of a known
     layout; ``units``, ``top`` and ``each`` what these have, may lose, and save by one of them. ``base`` is what all parts
@@ -109,6 +109,7 @@ class ShapeSpace:
         even: bool | Collection[str] = False,
         allowed: Mapping[str, Collection[int]] | None = None,
         bytes_per_parameter: float = 2.0,
+        droppable: Callable[[], bool] = lambda: True,
     ) -> None:
         wanted = parse_budget(budget, default="params")
         timed = wanted.unit == "latency" and any(p.price for p in parts)
@@ -145,7 +146,9 @@ class ShapeSpace:
         )
         self.depth = max(0, min(depth, len(self.layers) - 1))
         self.rest = np.array([sum(whole[p.name] for p in parts if p.layer == name) for name in self.layers])
-        if self.depth and any(p is None for pair in self.pair for p in pair):
+        whole_pairs = all(known.get((p.layer, kind)) for p in parts for kind in KINDS)
+        self.droppable = lambda: whole_pairs and droppable()
+        if self.depth and not whole_pairs:
             raise InvalidInput("Not every layer has heads and an MLP of a known layout.", "", "Plan without depth.")
         for kind, what in (("heads", "heads"), ("mlp", "MLPs")):
             if (
@@ -177,8 +180,13 @@ class ShapeSpace:
             f"{self._equally()} save at most {most_share * self.base:g} ({most_share:.1%}).",
             f"Between 0 and {most_share:.1%} {unit} can be saved with max_removed={self.hyper['max_removed']:g} and "
             f"{self.depth} removable layers.",
-            "Save less, raise max_removed, or allow whole layers to go (depth).",
+            self._remedy(),
         )
+
+    def _remedy(self) -> str:
+        """What helps where too little can be saved: of depth only where there is more of it."""
+        more = self.depth < len({p.layer for p in self.parts}) - 1 and self.droppable()
+        return f"Save less, {'' if more else 'or '}raise max_removed{', or allow more layers to go (depth)' if more else ''}."
 
     def _equally(self) -> str:
         """Words for what is equal in all layers."""
@@ -229,6 +237,12 @@ class ShapeSpace:
         other.sides = [KINDS.index(kind) for kind in other.even]
         return other
 
+    def within(self, depth: int) -> ShapeSpace:
+        """The same program with so many layers that may go."""
+        other = copy.copy(self)
+        other.depth = depth
+        return other
+
     def step(self, alternatives: np.ndarray, damage: np.ndarray, share: float = 1.0) -> tuple[np.ndarray, Choice]:
         """Rows ``(K, 3)`` with the least damage by the model among alternatives ``(K, A, 3)`` that save enough, and the choice.
 
@@ -242,16 +256,17 @@ class ShapeSpace:
         def solve(values: np.ndarray) -> Choice:
             return choose_few(values, whole[:, None] - saved, int(whole.sum()) - need, gone, self.depth)
 
-        among = f" and with at most {self.depth} of {len(self.layers)} layers gone" if self.depth else ""
+        among = f" and with at most {self.depth} of {len(self.layers)} layers gone" if self.hyper["depth"] else ""
         try:
             choice = _alike(alternatives, solve, damage, gone, self.sides) if self.even else solve(damage)
         except InfeasibleBudget as error:
             raise InfeasibleBudget(
                 f"Within reach{self._equally()}{among} nothing saves {need} {self.unit}.",
                 f"These layers have {whole.sum()} {self.unit}.",
-                "Save less, raise max_removed, or allow more layers to go (depth).",
+                self._remedy(),
             ) from error
-        choice = dataclasses.replace(choice, unit=self.unit, among=among)
+        reach = "" if np.isfinite(damage).all() else ", and among those that this step may reach,"
+        choice = dataclasses.replace(choice, unit=self.unit, among=among + reach)
         return alternatives[np.arange(len(alternatives)), choice.chosen], choice
 
     def _gone(self, state: np.ndarray) -> tuple[list[str], dict[str, int]]:
@@ -334,5 +349,7 @@ def _alike(
     if not choices:
         raise refused[0] if refused else InfeasibleBudget("No numbers of units are within reach of all layers.", "", "")
     best = min(choices, key=lambda f: f.damage)
+    if best.status == "slack":  # of these numbers; others may take less damage and save too little
+        best = dataclasses.replace(best, status="optimal")
     below = [f for f in choices if f.status == "bounded" and f.lower_bound < best.damage]
     return dataclasses.replace(best, status="bounded", lower_bound=min(f.lower_bound for f in below)) if below else best

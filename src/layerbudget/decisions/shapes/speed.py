@@ -86,9 +86,12 @@ def measure_speed(model: nn.Module, *, threads: int = 1, rounds: int = 9) -> Spe
         rounds: The least time of so many counts; files take turns.
 
     Raises:
-        InvalidInput: llama.cpp has no architecture for the model.
+        InvalidInput: Threads or rounds below one, or llama.cpp has no architecture for the model.
         MissingDependency: xllamacpp is not installed.
     """
+    for name, value in (("threads", threads), ("rounds", rounds)):
+        if value < 1:
+            raise InvalidInput(f"{name} is {value}.", "It must be at least 1.", f"Use {name}=1.")
     need_llama()
     heads, groups, width = sizes_of_layers(model)[0]
     stack = layers(model)
