@@ -35,7 +35,7 @@ from ..records import Block
 from .draws import Drawn, HeadDraws
 from .kept import KeptLayers
 from .loss import Batch, Data, batches, logits_of, sampled_targets, summed_loss
-from .memory import Store, fits_whole, fitting, pieces_of, room_for
+from .memory import Store, fits_whole, fitting, hidden_bytes, pieces_of, room_for
 from .processes import ProcessGroup, process_group
 from .replay import Replay, unwalkable
 from .sites import Collector, Site
@@ -331,6 +331,8 @@ class _Layers(_Whole):
         lowest = 0 if lookups else min((i for i in range(self.count) if names[i]), default=0)
         self.units = max(self.count + 2 * (self.count - lowest), 1)
         self.every = [*self.runs, *self.watched]
+        if self.kept is not None:
+            self.kept.check_space(hidden_bytes(self.model, self.runs) * self.losses)
         with contextlib.closing(Store(room_for(self.model, self.every, self.count + 1 + 2 * self.losses))) as self.store:
             with torch.no_grad():
                 self._forward()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..storage.parts import Parts
+from ..storage.writing import check_space
 
 
 class KeptLayers:
@@ -19,6 +20,15 @@ class KeptLayers:
 
     def __init__(self, parts: Parts, name: str) -> None:
         self.parts, self.name = parts, name
+
+    def check_space(self, size: float) -> None:
+        """Refuse a walk whose gradients at the input of a layer take so many bytes, where the disk has no room for two layers.
+
+        Raises:
+            InvalidInput: It has not.
+        """
+        if self.parts.folder is not None:
+            check_space({self.parts.folder: 2 * size})
 
     def reached(self, count: int, batches: int) -> int:
         """The lowest of ``count`` layers that the walk goes on from; ``count`` where none is finished."""

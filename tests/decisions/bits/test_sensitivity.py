@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import shutil
+import types
 
 import numpy as np
 import pytest
@@ -425,6 +427,18 @@ def test_a_walk_that_was_stopped_goes_on_from_its_last_layer_to_the_same_damages
     assert started == every[2:]
     assert again == whole and (tmp_path / "again.json").read_bytes() == (tmp_path / "whole.json").read_bytes()
     assert {file.name.split(".")[0] for file in (tmp_path / "parts").iterdir()} == {"damages", "resume"}
+
+
+def test_a_walk_that_is_kept_needs_room_on_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(backward, "fits_whole", lambda *_: False)
+    model, text = zoo.build("llama"), zoo.tokens(4, 8)
+    asked = {"bits": 9, "method": "gptq", "family": "gguf", "draws": 2, "resume": tmp_path / "parts"}
+    needed = 2 * (2 * 8 * 32 * 4) * 4  # two layers, of 2 sequences that judge, 8 tokens, 32 channels, and twice 2 draws
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=needed - 1))
+    with pytest.raises(InvalidInput, match="will take about .* are free"):
+        plan_bits(model, text, **asked)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=needed))
+    assert plan_bits(model, text, **asked).payload.formats
 
 
 def test_a_mix_with_formats_that_may_not_be_used_is_compared_and_not_taken():
