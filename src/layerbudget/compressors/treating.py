@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import CoverageError
 from ..execution.inputs import InputMoments, InputStatistics
 from ..execution.walk import Walk
-from ..models.blocks import is_conv1d, transposed, weight_of
+from ..models.blocks import is_conv1d, reader_of, transposed, weight_of
 from ..records import Module
 from .base import Level, Treatment
 from .select import by_groups, share
@@ -90,7 +90,8 @@ class LayerCompressor:
                 continue
             owner, parameter = weight_of(self.model, name)
             views, statistics = matrices(owner, parameter), moments.get(name)
-            lacks = "is looked up, so that it has no inputs to weigh" if isinstance(owner, nn.Embedding) else self.lacks
+            looked_up = isinstance(owner, nn.Embedding) and reader_of(self.model, name) is None
+            lacks = "is looked up, so that it has no inputs to weigh" if looked_up else self.lacks
             counts = share(level.zeros, [v.numel() for v in views])
             for i, (view, count) in enumerate(zip(views, counts, strict=True)):
                 prepared = self.prepared(statistics[i] if statistics else None, made)

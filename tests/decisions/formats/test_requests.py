@@ -19,7 +19,7 @@ from layerbudget.errors import InvalidInput
 from layerbudget.registry import options_of
 from layerbudget.requests import PLACING, READING, Request, line_of, names
 
-FILLED = {"batch_size", "seed", "tokenizer", "overwrite", "progress", "table"}  # by the command itself
+FILLED = {"batch_size", "seed", "tokenizer", "overwrite", "progress", "table", "finished"}  # by the command itself
 USUAL = {  # chosen where nothing is given, and said in the help in other words
     BitsRequest: {"family", "unwritten", "group"},
     CacheRequest: {"runtime", "group"},

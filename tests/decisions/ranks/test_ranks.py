@@ -493,6 +493,6 @@ def test_plain_mlps_beside_fused_experts_are_left_out_as_peft_takes_their_names_
     every = zoo.linears(model, lambda name: 0 if "experts" in name else 2)
     with pytest.raises(
         CoverageError,
-        match=r"no adapter on model.layers.0.mlp.*--exclude '\(mlp\)\[.\]\(down_proj\|gate_proj\|up_proj\)\$'",
+        match=r"no adapter on model.layers.0.mlp.*'experts\[.\]\|\(mlp\|shared_experts\)\[.\]\(down_proj\|gate_proj\|up",
     ):
         add_ranks(model, every)

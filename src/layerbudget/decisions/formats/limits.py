@@ -84,7 +84,7 @@ class Limits:
                 raise InvalidInput(
                     f"{table.blocks[empty[0]].name} is to be kept in {lost[0]}, which is not among the formats to choose from.",
                     f"These are {', '.join(table.formats)}.",
-                    f"Name it too (--formats {','.join((lost[0], *table.formats[:-1]))}), or keep it in one of those.",
+                    f"Measure it too (--formats {','.join((lost[0], *table.formats[:-1]))}), or keep it in one of those.",
                 )
             raise InvalidInput(
                 f"{table.blocks[empty[0]].name} may not have any format that it can have.",
