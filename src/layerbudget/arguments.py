@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from .errors import InvalidInput
 
 F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C", bound=type)
 SHOWN = 40  #: characters of a refused value in its message
 
 
@@ -120,6 +121,12 @@ def checked(function: F) -> F:
             return function(*args, **kwargs)
 
     return door  # type: ignore[return-value]
+
+
+def checked_fields(cls: C) -> C:
+    """The same class, but a field of another type than its annotation says is refused as :func:`checked` refuses arguments."""
+    cls.__init__ = checked(cls.__init__)  # type: ignore[misc]
+    return cls
 
 
 def _refuse_wrapped(name: str, value: Any) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..arguments import checked
+from ..arguments import checked_fields
 from ..data.calibration import CalibrationSet
 from ..data.tasks import Task, load_task
 from ..data.text import calibration
@@ -35,6 +35,7 @@ from ..plan import Plan
 from ..records import Block
 
 
+@checked_fields
 @dataclasses.dataclass(kw_only=True)
 class TextBench:
     """Prune a language model by a plan and measure the loss on held-out windows; its weights are put back after every plan.
@@ -94,6 +95,7 @@ class TextBench:
         return {"values": list(measured.nll), "spent": spent, "passes": passes}
 
 
+@checked_fields
 @dataclasses.dataclass(kw_only=True)
 class TaskBench:
     """Fine-tune a plan of ranks or experts on a task and count the mistakes on its held-out rows (the first split by default).
@@ -174,8 +176,6 @@ class TaskBench:
         }
 
 
-for _bench in (TextBench, TaskBench):
-    _bench.__init__ = checked(_bench.__init__)  # type: ignore[method-assign]
 Bench = TextBench | TaskBench
 
 

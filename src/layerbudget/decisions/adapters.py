@@ -103,7 +103,7 @@ def check_modules(
         raise CoverageError(
             f"PEFT refuses this plan's modules: it puts no adapter on {lost[0]} ({len(lost)} such matrices).",
             "It refuses outputs of state space mixers, and takes plain gate, up and down beside fused experts for the experts.",
-            f"{_excluding(model, stacked=any(counts.get(n) for n in stacked))}",
+            _excluding(model, stacked=any(counts.get(n) for n in stacked)),
         )
 
 

@@ -1,7 +1,7 @@
 """The finished layers of a backward walk, kept in a folder: one that was stopped goes on below the last of them.
 
 Of every layer there are the numbers that were settled of its matrices, and of the last one the gradients at its input. A walk
-that goes on runs the model forwards once more; nothing of a finished layer is made again.
+that goes on runs the model forwards and the head once more; nothing of a finished layer is made again.
 """
 
 from __future__ import annotations

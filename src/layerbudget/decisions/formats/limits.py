@@ -128,11 +128,12 @@ class Limits:
 
 def _smaller(table: FormatTable, available: int) -> str:
     """What measures types of llama.cpp that are small enough; empty where none are."""
+    runtime = find_runtime(table.runtime, GGUF)
     for inputs, how in ((table.method not in ("", "rtn"), "--formats"), (True, "--formats, --method weighted")):
         least = 0
         for block in table.blocks:
-            menu = [f for f in find_runtime(table.runtime, GGUF).formats([m.d_in for m in block.modules], inputs=inputs)]
-            menu = [f for f in menu if all(f.fits(m.d_in) for m in block.modules)]
+            widths = [m.d_in for m in block.modules]
+            menu = [f for f in runtime.formats(widths, inputs=inputs) if all(map(f.fits, widths))]
             least += min(sum(f.bytes(m.d_out, m.d_in, m.copies) for m in block.modules) for f in menu)
         if least <= available:
             return f"measure the model with smaller ones ({how})"
@@ -142,8 +143,10 @@ def _smaller(table: FormatTable, available: int) -> str:
 def _in_one_format(table: FormatTable) -> list[int]:
     """Blocks that have no other format than sixteen bits: no other of the menu takes rows of their length."""
     alone: list[int] = np.flatnonzero(table.has.sum(axis=1) == 1).tolist()
-    if len(table.formats) > 1 or table.family == CACHE:
-        return alone if len(table.formats) > 1 else []
+    if len(table.formats) > 1:
+        return alone
+    if table.family == CACHE:
+        return []
     runtime = find_runtime(table.runtime, table.family)  # no menu, or one that names sixteen bits alone
     return [k for k in alone if len(runtime.formats([table.blocks[k].modules[0].d_in])) == 1]
 
