@@ -1,14 +1,15 @@
 """Layers of different shapes beside equal ones, at 10, 25 and 40 % fewer FLOPs: perplexity, and tokens per second in llama.cpp.
 
     python -m benchmarks.shapes uneven MODEL --scratch DIR [--saves 10 25 40] [--samples 16] [--passes 32] [--rounds 7]
-        [--by auto] [--compensate auto] [--fit FILE --held-out FILE] [--steps plan quality speed table] [--out FOLDER]
+        [--by auto] [--compensate auto] [--depth N] [--fit FILE --held-out FILE] [--steps plan quality speed table] [--out FOLDER]
 
 MODEL is a folder of Llama's kind, or demo. --fit decides and refits, --held-out is only read by the perplexity; without them they are
 MODEL's calibration.txt and evaluation.txt. Uneven and even shapes come from the same search, with the same text and passes. Every model is written as
 GGUF in 16 bits, as are the dense one and the dense one in Q8_0, which is smaller than all of them. Plans and models stay in DIR,
 so that the steps can be run apart and speed again on a quiet machine. The step ``once`` stands for ``plan`` where that takes too long:
 all plans of a way then follow from one look at the dense model. Without the step ``speed`` no bytes and speeds are in the table, and with
-``--no-files`` no file is written, for models that llama.cpp does not load with layers that differ. ``--flap`` adds FLAP (``flap.py``).
+``--no-files`` no file is written, for models that llama.cpp does not load with layers that differ. ``--flap`` adds FLAP (``flap.py``),
+``--depth N`` plans in which up to N whole layers may go as well (of the step ``plan``).
 
 Speed: llama.cpp computes in this process on one thread, and its processor time is what counts, so that other programs take nothing
 from it but caches. A prompt of 256 tokens is read, and some tokens are written; files take turns, the least time of all rounds counts.
@@ -46,15 +47,22 @@ from layerbudget.evaluation.perplexity import evaluation_set, perplexity
 from layerbudget.evaluation.statistics import ratio
 from layerbudget.models.blocks import describe, layers
 
-LABELS = {"uneven": "uneven", "even": "nearest even shape"}
-FLAP = "FLAP (a bias, no refit)"
+LABELS = {
+    "uneven": "uneven",
+    "even": "nearest even shape",
+    "gone": "uneven, whole layers may go",
+    "flap": "FLAP (a bias, no refit)",
+}
 
 
 def plan_all(a: argparse.Namespace) -> None:
     """Plan every row that is not there yet."""
     data = text_of(a)
     for save in a.saves:
-        for way, own in (("uneven", {"runtime": "llama.cpp"}), ("even", {"even": True})):
+        ways: dict[str, dict[str, Any]] = {"uneven": {"runtime": "llama.cpp"}, "even": {"even": True}}
+        if a.depth:
+            ways["gone"] = {"runtime": "llama.cpp", "depth": a.depth}
+        for way, own in ways.items():
             file = a.scratch / f"{way}-{save:g}.json"
             if not file.is_file():
                 model, started = lb.load_model(a.model, dtype=a.dtype), time.process_time()
@@ -67,7 +75,7 @@ def plan_all(a: argparse.Namespace) -> None:
 def plan_at_once(a: argparse.Namespace) -> None:
     """Plan all rows from one look at the dense model for each way."""
     model, data, started = lb.load_model(a.model, dtype=a.dtype), text_of(a), time.process_time()
-    for way in LABELS:
+    for way in ("uneven", "even"):
         plans, passes = one_look(a, model, data, even=way == "even")
         print(f"{way}: {passes} forward equivalents, {time.process_time() - started:.0f} s", flush=True)
         for save, plan in zip(a.saves, plans.values(), strict=True):
@@ -128,7 +136,8 @@ def quality(a: argparse.Namespace) -> None:
     source = a.held_out or ("stdlib" if a.model == "demo" else f"{a.model}/evaluation.txt")
     held = evaluation_set(source, tokenizer, length=a.length, windows=a.windows)
     rows = json.loads((a.scratch / "rows.json").read_text()) if (a.scratch / "rows.json").is_file() else {}
-    for name in ("dense", *(f"{way}-{save:g}" for save in a.saves for way in (*LABELS, *(["flap"] if a.flap else [])))):
+    ways = ["uneven", "even", *(["gone"] if a.depth else []), *(["flap"] if a.flap else [])]
+    for name in ("dense", *(f"{way}-{save:g}" for save in a.saves for way in ways)):
         if name in rows:
             continue
         model, plan, saved = lb.load_model(a.model, dtype=a.dtype), None, 0.0
@@ -146,6 +155,7 @@ def quality(a: argparse.Namespace) -> None:
             "tokens": loss.counts,
             "heads": [h.heads for h, _ in found],
             "widths": [w for _, w in found],
+            "layers gone": len(plan.payload.dropped) if plan else 0,
         }
         row["saved"] = saved if plan is None else plan.budget["spent"] / plan.budget["base"]
         if a.files and not saved:
@@ -177,14 +187,16 @@ def table(a: argparse.Namespace) -> str:
     def line(label: str, r: dict[str, Any]) -> str:
         ratios = " | ".join(f"{r[k] / dense[k]:.2f}" if k in dense else "" for k in ("bytes", "read", "written"))
         sizes = f"{spread(r['heads'])}, {spread(r['widths'])}" if "heads" in r else ""
+        if r.get("layers gone"):
+            sizes += f"; {r['layers gone']} layers gone"
         return f"| {label} | {r['saved']:.1%} | {sizes} | {ratios} | {r['perplexity']:.2f} | {beside(r)} |"
 
     def beside(r: dict[str, Any]) -> str:
         """Change of the perplexity from the even shape of the same request, with two standard errors over the windows."""
         own = next((name for name in rows if rows[name] is r), "")
-        even = rows[f"even-{own.split('-')[1]}"] if own.startswith(("uneven-", "flap-")) else None
-        if even is None:
+        if not own.startswith(("uneven-", "flap-", "gone-")):
             return ""
+        even = rows[f"even-{own.split('-')[1]}"]
         counts = np.array(r["tokens"])
         mean, error, _ = ratio(np.array(r["nll"]) - np.array(even["nll"]), counts)
         return f"{math.expm1(mean):+.1%} +- {2 * error:.1%}"
@@ -199,8 +211,8 @@ def table(a: argparse.Namespace) -> str:
         line("dense, F16", dense), *([line("dense, Q8_0", rows["q8"])] if "q8" in rows else []),
     ]  # fmt: skip
     for save in a.saves:
-        ways = [w for w in ("even", "flap", "uneven") if f"{w}-{save:g}" in rows]
-        lines += [line(f"{LABELS.get(way, FLAP)}, {save:g} % asked", rows[f"{way}-{save:g}"]) for way in ways]
+        ways = [w for w in ("even", "flap", "uneven", "gone") if f"{w}-{save:g}" in rows]
+        lines += [line(f"{LABELS[way]}, {save:g} % asked", rows[f"{way}-{save:g}"]) for way in ways]
     return "\n".join(lines)
 
 
@@ -225,6 +237,7 @@ def main() -> None:
     parser.add_argument("--held-out", help="text that measures")
     parser.add_argument("--dtype", default="float32", help="precision of the model")
     parser.add_argument("--flap", action="store_true", help="FLAP's shapes too")
+    parser.add_argument("--depth", type=int, default=0, help="plans in which up to so many layers may go, too")
     parser.add_argument("--no-files", dest="files", action="store_false", help="write no GGUF files")
     parser.add_argument("--steps", nargs="+", default=["plan", "quality", "speed", "table"])
     parser.add_argument("--out", type=Path, default=RESULTS)
