@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import gc
 import shutil
+import signal
 import types
 
 import numpy as np
@@ -427,6 +428,22 @@ def test_a_walk_that_was_stopped_goes_on_from_its_last_layer_to_the_same_damages
     assert started == every[2:]
     assert again == whole and (tmp_path / "again.json").read_bytes() == (tmp_path / "whole.json").read_bytes()
     assert {file.name.split(".")[0] for file in (tmp_path / "parts").iterdir()} == {"damages", "resume"}
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_a_walk_that_was_stopped_behind_its_last_layer_repeats_no_layer(method, tmp_path, monkeypatch):
+    """The tied embedding is what is measured last: where it is read, behind all layers."""
+    monkeypatch.setattr(backward, "fits_whole", lambda *_: False)
+    model, data = zoo.build("llama-tied", hidden_size=64, intermediate_size=64), zoo.tokens(10, 12)
+    asked = {"family": "gguf", "method": method, "draws": 2, "bits": 5.0, "batch_size": 4}
+    whole = plan_bits(model, data, save_scores=tmp_path / "whole.json", **asked)
+    with monkeypatch.context() as stopped:
+        stopped.setattr(backward._Layers, "_lookup", lambda _: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            plan_bits(model, data, resume=tmp_path / "parts", **asked)
+    monkeypatch.setattr(backward._Layers, "_layer", lambda *_, **__: pytest.fail("a layer was measured again"))
+    assert plan_bits(model, data, save_scores=tmp_path / "again.json", resume=tmp_path / "parts", **asked) == whole
+    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "whole.json").read_bytes()
 
 
 def test_a_walk_that_is_kept_needs_room_on_the_disk(tmp_path, monkeypatch):
