@@ -121,7 +121,7 @@ def test_a_large_one_is_proven_optimal():
 
 
 def test_a_cut_search_says_so(monkeypatch):
-    monkeypatch.setattr(C, "_STATES", 4)
+    monkeypatch.setattr(C, "_STATES", 16)
     rng = np.random.default_rng(8)
     c = rng.integers(1, 10_000, (30, 4))
     d = 10_000.0 - c + 1e-3 * rng.random((30, 4))  # damage falls with bytes alike everywhere: nothing settles anything

@@ -14,8 +14,8 @@ Filling the segments of the lower convex hulls by falling damage saved per unit 
 the price. What ``r`` does not settle, the core, is searched item by item, those whose best alternative is nearest to the price
 first, as a list of states (room left, damage) that no other state dominates and whose own bound (room left is sold, room owed
 is bought, at the best price among the items to come) is below the best plan found (Pisinger 1995, "A minimal algorithm for the
-multiple-choice knapsack problem"). An empty list proves the plan optimal. Where the list outgrows its limits every other state
-is let go, and the bound says what that may have lost. Whole costs (bytes) stay whole: never one above ``B``.
+multiple-choice knapsack problem"). An empty list proves the plan optimal. Where the list outgrows its limits, states that are
+evenly spread stay, and the bound says what may be lost with the others. Whole costs (bytes) stay whole: never one above ``B``.
 
 **Steps of falling gain** (:func:`knapsack`). Where every item takes ``0, 1, 2, ...`` steps of one cost and each gains no more
 than the one before, curves are convex: steps are their own segments.
@@ -32,7 +32,7 @@ from numpy.typing import ArrayLike
 from ..errors import InfeasibleBudget, InvalidInput, LengthMismatch
 from .inputs import Vector
 
-_STATES, _HISTORY, _GREEDY = 50_000, 20_000_000, 5_000
+_STATES, _WORK, _GREEDY = 1_000_000, 100_000_000, 5_000  # states of one item, of all; segments tried as a first plan
 _ROUNDING = 1e-13
 _LARGEST = np.iinfo(np.int64).max
 
@@ -199,7 +199,8 @@ def _segments(d: np.ndarray, c: np.ndarray) -> _Segments:
     return _Segments(start, *(np.concatenate(x) for x in zip(*parts, strict=True)))
 
 
-def _solve(d: np.ndarray, c: np.ndarray, budget: Any, hulls: _Segments) -> Choice:
+def _solve(d: np.ndarray, c: np.ndarray, budget: Any, hulls: _Segments, enough: float = 0.0) -> Choice:
+    """Fill and search, until the damage is no further from the bound of all choices than the share ``enough``."""
     k, chosen = np.arange(len(d)), hulls.start.copy()
     order = np.argsort(-hulls.density, kind="stable")
     item, to, cost, density = (v[order] for v in hulls[1:])
@@ -218,7 +219,7 @@ def _solve(d: np.ndarray, c: np.ndarray, budget: Any, hulls: _Segments) -> Choic
         tolerance = _ROUNDING * (float(np.abs(d[k, chosen]).sum()) + price * room)
         core = _Core(change, more, reduced, price, room, tolerance)
         core.fill(item[fit:], to[fit:])
-        lost = core.solve()
+        lost = core.solve(enough * abs(base) - price * room if enough else -np.inf)
         for i, j in core.moves():
             chosen[i] = j
         status = "optimal" if lost >= core.best - core.tolerance else "bounded"
@@ -236,11 +237,14 @@ def _solve(d: np.ndarray, c: np.ndarray, budget: Any, hulls: _Segments) -> Choic
     )
 
 
-def knapsack(gain: np.ndarray, cost: Vector, budget: float) -> tuple[np.ndarray, float, bool, float, float]:
+def knapsack(
+    gain: np.ndarray, cost: Vector, budget: float, *, enough: float = 0.0
+) -> tuple[np.ndarray, float, bool, float, float]:
     """Take steps of the largest total gain within a budget.
 
     ``gain`` is that of the first, second, ... step of every item, falling, ``(K, L)``; what gains nothing is never taken. A
-    step of item k costs ``cost_k > 0``.
+    step of item k costs ``cost_k > 0``. Steps by falling density that miss no more than the share ``enough`` of the gain are
+    not searched for better ones.
 
     Returns:
         ``(counts, bound, exact, price, spread)``: steps of every item, an upper bound of the gain, whether the counts are
@@ -254,7 +258,7 @@ def knapsack(gain: np.ndarray, cost: Vector, budget: float) -> tuple[np.ndarray,
     np.cumsum(np.where(usable, -gain, 0.0), axis=1, out=d[:, 1:])
     d[levels > usable.sum(1)[:, None]] = np.inf
     start = np.zeros(len(gain), dtype=np.int64)
-    choice = _solve(d, levels * cost[:, None], budget, _Segments(start, item, step + 1, cost[item], density))
+    choice = _solve(d, levels * cost[:, None], budget, _Segments(start, item, step + 1, cost[item], density), enough)
     spread = max(choice.damage - choice.relaxed, 0.0)
     return choice.chosen, -choice.lower_bound, choice.status != "bounded", choice.price, spread
 
@@ -299,31 +303,38 @@ class _Core:
         buy = np.append(np.minimum.accumulate(down[order][::-1])[::-1], np.inf)
         return items[order], sell, buy
 
-    def solve(self) -> float:
-        """Search; return what no state that was let go can fall below (infinite where none was)."""
+    def solve(self, goal: float) -> float:
+        """Search until a plan reaches the goal; return what no state that was let go can fall below, infinite without any."""
+        if self.best <= goal:
+            return -self.price * self.room
         alive = self._open(self.reduced) & ((self.more != 0) | (self.change < 0))
         items, sell, buy = self._order(alive)
         room, value = np.array([self.room]), np.zeros(1)
-        lost, kept = np.inf, 0
+        lost, made, later = np.inf, 0, np.append(alive.sum(axis=1)[items[1:]], 0)
         for step, i in enumerate(items.tolist()):
             moves = np.flatnonzero(alive[i] & self._open(self.reduced[i]))
             if not moves.size:
                 continue
-            count = room.size
+            count, made = room.size, made + room.size * (1 + moves.size)
             room = np.concatenate([room, *(room - self.more[i, j] for j in moves)])
             value = np.concatenate([value, *(value + self.change[i, j] for j in moves)])
             fits = np.flatnonzero(room >= 0)
             if fits.size and value[fits].min() < self.best:
                 state = int(fits[np.argmin(value[fits])])
                 self.best, self.reached = float(value[state]), (len(self.history), state)
+            near = self.best <= goal
             bound = _bounds(room, value, float(sell[step + 1]), float(buy[step + 1]))
             keep = _undominated(room, value, np.flatnonzero(bound < self.best - self.tolerance))
-            if keep.size > _STATES:  # every other one: what is left still covers every amount of room
-                lost = min(lost, float(bound[keep[1::2]].min()))
-                keep = keep[::2]
+            most = max(_STATES // (1 + int(later[step])), 1)
+            if keep.size > most:  # evenly spread ones: what is left still covers every amount of room
+                spread = np.zeros(keep.size, dtype=bool)
+                spread[:: -(-keep.size // most)] = True
+                lost, keep = min(lost, float(bound[keep[~spread]].min())), keep[spread]
             self.history.append((i, moves, keep.astype(np.int32), count))
-            room, value, kept = room[keep], value[keep], kept + keep.size
-            if not room.size or kept > _HISTORY:
+            room, value = room[keep], value[keep]
+            if near:
+                return -self.price * self.room
+            if not room.size or made > _WORK:
                 return min(lost, float(bound[keep].min(initial=np.inf)))
         return lost
 

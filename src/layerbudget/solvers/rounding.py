@@ -23,6 +23,7 @@ from .inputs import Vector, bound_vector, choice, cost_vector, number, whole_num
 from .separable import Solution, solve
 
 _ROUNDING = 1e-12
+_NEAR = 1e-9  # a decision that misses no larger share of what is gained is not searched for a better one
 METHODS = ("auto", "floor")
 
 
@@ -31,8 +32,8 @@ class RoundedCapacity:
     """Integer decision: ``counts``, shape ``(K,)``, with their utility ``value`` and what they ``spent`` of the ``budget``.
 
     No integer decision is better than ``bound``; ``optimum`` is that of the continuous program. ``gap`` is
-    ``(bound - value) / |bound|``, zero where the counts are proven optimal (``exact``). ``price`` is the utility per unit of
-    budget, where the method finds one.
+    ``(bound - value) / |bound|``, zero where the counts are proven optimal (``exact``); nothing better is searched for where it
+    is below 1e-9. ``price`` is the utility per unit of budget, where the method finds one.
     """
 
     counts: np.ndarray
@@ -132,23 +133,27 @@ class _Steps:
     def solve(self) -> tuple[Vector, float, bool]:
         """Return counts, an upper bound on any integer utility, and whether optimality is proven.
 
-        Steps are those within a window around the solution, which grows until no step outside it can belong to the optimum.
+        Steps are those within a window around the solution. A block's window grows until to leave it loses more than the
+        distance between the steps by density and their bound: no better decision does.
         """
-        p, m, width = self.program, self.step, 2
-        middle = np.floor(self.solution.value / m) * m
+        p, m = self.program, self.step
+        middle, width = np.floor(self.solution.value / m) * m, np.full(len(self.floor), 2.0)
         while True:
             start = np.clip(middle - width * m, self.floor, self.top)
             count = np.round((np.clip(middle + width * m, start, self.top) - start) / m).astype(np.int64)
             budget = self.left - float(np.dot(p.amount, start - self.floor))
-            if budget >= 0.0 or (start <= self.floor).all():
-                gain = self._gains(start, count)
-                cost, budget = p.amount * m, max(budget, 0.0)
-                if self.equal:
-                    cost, budget = np.ones(len(cost)), np.floor(budget / cost[0] + 1e-9)
-                taken, bound, exact, price, spread = knapsack(gain, cost, budget)
-                if self._settled(start, count, gain, gain - price * cost[:, None], spread):
-                    return start + taken * m, self.utility(start) + bound, exact
-            width *= 2
+            if budget < 0.0 and (start > self.floor).any():
+                width *= 2.0
+                continue
+            gain, cost, budget = self._gains(start, count), p.amount * m, max(budget, 0.0)
+            if self.equal:
+                cost, budget = np.ones(len(cost)), np.floor(budget / cost[0] + 1e-9)
+            *_, price, spread = knapsack(gain, cost, budget, enough=np.inf)
+            settled = self._settled(start, count, gain - price * cost[:, None], spread)
+            if settled.all():
+                taken, bound, exact, *_ = knapsack(gain, cost, budget, enough=_NEAR)
+                return start + taken * m, self.utility(start) + bound, exact
+            width = np.where(settled, width, 2.0 * width)
 
     def _gains(self, start: Vector, count: np.ndarray) -> np.ndarray:
         """Gain of every step from ``start``, ``(K, L)``; minus infinity beyond the window."""
@@ -157,13 +162,16 @@ class _Steps:
         gain = p.scale[:, None] * np.diff(p.function.value(x), axis=1) - self.price * p.amount[:, None] * self.step
         return np.where(index[:-1] < count[:, None], gain, -np.inf)
 
-    def _settled(self, start: Vector, count: np.ndarray, gain: np.ndarray, reduced: np.ndarray, spread: float) -> bool:
-        some = count > 0
-        rows = np.flatnonzero(some)
-        below = (start[rows] <= self.floor[rows]) | (reduced[rows, 0] > spread)
-        reach = start[rows] + count[rows] * self.step
-        above = (reach >= self.top[rows]) | (reduced[rows, count[rows] - 1] < -spread)
-        return bool(below.all() and above.all() and (self.floor[~some] >= self.top[~some]).all())
+    def _settled(self, start: Vector, count: np.ndarray, reduced: np.ndarray, spread: float) -> np.ndarray:
+        """Whether to leave the window of a block on either side loses more than ``spread``, ``(K,)``."""
+        rows = np.arange(len(count))
+        first, last = reduced[rows, 0], reduced[rows, np.maximum(count - 1, 0)]
+        some = np.isfinite(reduced)
+        below = np.where(some & (reduced > 0.0), reduced, 0.0).sum(axis=1) + first  # steps below gain no less than the first
+        above = np.where(some & (reduced < 0.0), reduced, 0.0).sum(axis=1) + last
+        bottom, top = start <= self.floor, start + count * self.step >= self.top
+        inside = (bottom | ((first > 0.0) & (below > spread))) & (top | ((last < 0.0) & (above < -spread)))
+        return np.where(count > 0, inside, self.floor >= self.top)
 
     def rounded_down(self) -> Vector:
         """The optimum rounded down to steps. A value within 1e-9 below a step counts as reaching it where the budget allows."""
