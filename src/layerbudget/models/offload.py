@@ -255,6 +255,16 @@ class Mapped:
                 if name not in self._inside | self._resting:  # as it was settled
                     self.parameters[name].data = self.computed(self.parameters[name])
 
+    def copied(self, parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Parameters that no file has as they are (experts that were stacked, say), with copies that lie in files of their own.
+
+        Those are what :meth:`fresh` cannot map again where layers stay in their places.
+        """
+        folder = tempfile.gettempdir()
+        several = {id(p): p for p in parameters if not self.converts and self.names[id(p)] not in self.places}.values()
+        check_space({folder: sum(p.nbytes for p in several)})
+        return [(p, zeros_in_file(p.shape, folder, p.dtype).copy_(p.data)) for p in several]
+
     def stored(self, parameter: nn.Parameter) -> torch.Tensor:
         """A parameter's values as they lie in the files, also while they are at hand in another precision."""
         return self._mapped.get(self.names.get(id(parameter), ""), parameter.data)

@@ -231,6 +231,9 @@ class ModelRounding(LayerCompressor):
                 for index, (layer, jobs) in enumerate(self.pieces.items(), -1):
                     if not jobs and walk is None and not self.dealt.coded and self.follow is None:
                         continue
+                    passing = offloaded is not None and bool(layer) and (self.dealt.coded or self.follow is not None)
+                    written = [weight_of(self.model, job.module.name)[1] for job in jobs]
+                    copies = offloaded.copied(written) if offloaded is not None and passing else []
                     if offloaded is not None and offloaded.converts and layer:
                         offloaded.bring(layer)
                     self._piece(layer, index, jobs, walk)
@@ -242,10 +245,12 @@ class ModelRounding(LayerCompressor):
                         walk.advance()
                     if self.follow is not None:
                         self.follow(index)
-                    if offloaded is not None and (self.dealt.coded or self.follow is not None) and layer:
+                    if offloaded is not None and passing:
                         offloaded.leave()
                         if not offloaded.converts:  # there the copies are gone, and with them what was written into them
-                            offloaded.fresh([job.module.name + ".weight" for job in jobs])
+                            offloaded.fresh([offloaded.names[id(parameter)] for parameter in written])
+                        for parameter, values in copies:
+                            parameter.data.copy_(values)
                     tick()
             finally:
                 if walk is not None:
