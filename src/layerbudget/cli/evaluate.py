@@ -245,9 +245,10 @@ def _measured(session: Session, sets: dict[str, Any], models: float = 1.0) -> tu
         with session.progress(f"perplexity on {source}") as progress:
             record = kept.json(f"text-{data.digest}", partial(measure, data, progress))
         result["perplexity"][source] = record
-        size = f"{record['tokens']} tokens, {record['windows']} windows of {record['length']}"
-        value = f"{record['value']:.3f}{plus_minus(record['standard_error'], '.3f')}"
-        session.say(f"{called}: perplexity on {source} {value} ({CONVENTION}; {size})")
+        error, windows = record["standard_error"], record["windows"]
+        size = f"{record['tokens']} tokens, {windows} window{'s' * (windows > 1)} of {record['length']}"
+        value = f"{record['value']:.3f}{plus_minus(error, '.3f')}"
+        session.say(f"{called}: perplexity on {source} {value} ({f'{CONVENTION}; ' if error else ''}{size})")
         session.say(*([] if request.against else filter(None, [_on_text((request.model,), [source]).strip()])))
     if request.names:
         result |= _tasks(session, model, session.load_tokenizer(), kept)

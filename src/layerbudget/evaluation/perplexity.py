@@ -130,6 +130,7 @@ def perplexity(
         raise BadModel(f"{type(model).__name__} predicts no next token.", "", "Perplexity needs a causal language model.")
     check_fits(model, data)
     group, counts = process_group(), predicted(data)
+    group.check_shares([data.samples], option="--windows")
     mine = shard(data)
     runs = _runs(mine, batch_size, next(model.parameters()).device)
     losses: list[np.ndarray] = []

@@ -158,10 +158,10 @@ class ProcessGroup:
         self.check_shares([len(runs)])
         return list(runs[self.rank :: self.size])
 
-    def check_shares(self, parts: Sequence[int], what: str = "", teams: int = 1) -> None:
+    def check_shares(self, parts: Sequence[int], what: str = "", teams: int = 1, option: str = "--samples") -> None:
         """Refuse parts of a text, of so many sequences each, that have none for some process; ``what`` is what they are.
 
-        With several ``teams`` of this many processes, a part is worked on by one of them.
+        With several ``teams`` of this many processes, a part is worked on by one of them. ``option`` gives more sequences.
 
         Raises:
             InvalidInput: The smallest part has fewer sequences than there are processes.
@@ -171,7 +171,7 @@ class ProcessGroup:
             raise InvalidInput(
                 f"{least} sequence{'s' * (least != 1)}{each} cannot be shared between {self.size} processes.",
                 "Every process needs one.",
-                f"Give more text (--samples {self.size * len(parts)} or more), or start at most {max(1, least * teams)}.",
+                f"Give more text ({option} {self.size * len(parts)} or more), or start at most {max(1, least * teams)}.",
             )
 
     def batch(self, samples: int, size: int) -> int:

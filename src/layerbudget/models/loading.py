@@ -380,6 +380,8 @@ def load_model(
             model, report = from_checkpoint(auto, name, where, **options)
             in_one_precision(model, config)
     model = pretrained(unpacked(model if four_bit or streamed else model.to(place)).eval())
+    if model.config.dtype == torch.float64:  # torch has no grouped product of matrices in this precision
+        model.set_experts_implementation("eager")
     check_finite(model, once=bool(streamed))
     model.config._name_or_path = name
     vars(model).update(_read_from=where, _unread=tuple(report["unexpected_keys"]))

@@ -19,7 +19,8 @@ def deviations(sums: np.ndarray, counts: np.ndarray, mean: ArrayLike) -> np.ndar
         mean: ``sums`` over all sequences per token, ``(...)``.
     """
     n, tokens = len(counts), counts.sum()
-    return (sums - np.asarray(mean)[..., None] * counts) * (np.sqrt(n / max(n - 1, 1)) / tokens)
+    spread = np.sqrt(n / (n - 1)) if n > 1 else 0.0
+    return (sums - np.asarray(mean)[..., None] * counts) * (spread / tokens)
 
 
 def per_token(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:

@@ -48,7 +48,7 @@ class Choice:
         relaxed: ``L(price)``, the bound of the linear relaxation.
         price: Damage that one more byte would save at the margin.
         reduced: ``r_ij`` at the price, ``(K, m)``: how much worse than the relaxation an alternative is by itself.
-        unit, among: Words of the message: ``"bytes"``, ``" and with at most 1 layer gone"``.
+        unit, among, subject: Words of the message: ``"bytes"``, ``" and with at most 1 layer gone"``, ``"plan"``.
     """
 
     chosen: np.ndarray
@@ -62,6 +62,7 @@ class Choice:
     reduced: np.ndarray
     unit: str = "bytes"
     among: str = ""
+    subject: str = "plan"
 
     @property
     def gap(self) -> float:
@@ -72,11 +73,12 @@ class Choice:
     def message(self) -> str:
         """The status in a sentence."""
         left = self.budget - self.spent
-        rest = f" The {left:,} {self.unit} that are left cannot be used for less damage." if left else ""
+        way = "" if self.subject == "plan" else f" by this {self.subject}"
+        rest = f" The {left:,} {self.unit} that are left cannot be used for less damage{way}." if left else ""
         return {
             "optimal": f"Proven optimal: no other choice within {self.budget:,} {self.unit}{self.among} "
             f"has less predicted damage.{rest}",
-            "slack": f"Every block has its own best choice, so {self.unit} do not limit this plan.",
+            "slack": f"Every block has its own best choice, so {self.unit} do not limit this {self.subject}.",
             "bounded": f"The search was cut: at most {self.gap:.1e} of the damage could still be saved.",
         }[self.status]
 

@@ -106,8 +106,11 @@ def test_a_choice_speaks_in_the_unit_of_the_budget():
     state, found = space.step(around, around.sum(2) + 1.0 * around[:, :, GONE])
     assert found.budget == space.base - space.need and found.spent == space.base - space.saved(state[:, None]).sum()
     assert found.message.startswith(
-        f"Proven optimal: no other choice within {found.budget:,} flops and with at most 1 of 3 layers gone has less predicted "
+        f"Proven optimal: no other choice within {found.budget:,} flops and with at most 1 of 3 layers gone, "
+        "and among those that this step may reach, has less predicted damage."
     )
+    _, free = space.step(around, -1.0 * around.sum(2))
+    assert free.message == "Every block has its own best choice, so flops do not limit this step."
     with pytest.raises(InfeasibleBudget, match=r"with at most 1 of 3 layers gone nothing saves 774 flops") as caught:
         space.step(space.around(space.start(), 0.1, 2)[:, :2], np.zeros((3, 2)))
     assert "bytes" not in str(caught.value)

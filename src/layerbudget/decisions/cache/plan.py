@@ -123,8 +123,9 @@ def plan_cache(
     space, limits = cache_space(model, context, batch, runtime, formats, group), Limits(bits=bits, budget=budget)
     limits.check(("bits", "budget"))
     limit = limits.bytes(space.table())
-    for text in [data] if check is None else [data, check]:
-        process_group().shard(range(text.samples))  # refuses a text that has too few sequences, before anything runs
+    process_group().check_shares([data.samples])
+    if check is not None:
+        process_group().check_shares([check.samples], option="--check")
     damage, rest, passes = cache_damage(model, data, space, draws, seed, batch_size, progress)
     table = space.table(damage, rest)
     decision = FormatDecision.of(table, limit, {name: BASELINES[name](table, limit) for name in RULES[1:]})

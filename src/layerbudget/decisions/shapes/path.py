@@ -75,7 +75,8 @@ class Search:
                 f"{passes:g} forward equivalents are too few.",
                 f"With draws={draws} and strides={strides}, {least:g} forward equivalents are needed, "
                 f"{last:g} of them for the end.",
-                f"Give more (--passes {least:g}; {PASSES:g} is usual), or take fewer draws or strides (--strides 1).",
+                f"Give more (--passes {least:g}; {PASSES:g} is usual)"
+                + (", or take fewer draws or strides (--draws 1, --strides 1)." if max(draws, strides) > 1 else "."),
             )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -265,9 +266,17 @@ class ShapeSpace:
                 f"These layers have {whole.sum()} {self.unit}.",
                 self._remedy(),
             ) from error
-        reach = "" if np.isfinite(damage).all() else ", and among those that this step may reach,"
-        choice = dataclasses.replace(choice, unit=self.unit, among=among + reach)
+        among += "" if self._all_in(alternatives, damage) else ", and among those that this step may reach,"
+        choice = dataclasses.replace(choice, unit=self.unit, among=among, subject="step")
         return alternatives[np.arange(len(alternatives)), choice.chosen], choice
+
+    def _all_in(self, alternatives: np.ndarray, damage: np.ndarray) -> bool:
+        """Whether every number of units that may go is among the alternatives of every layer."""
+        for rows, known, top in zip(alternatives[:, :, :2], np.isfinite(damage), self.top, strict=True):
+            numbers = [[n for n in self.allowed.get(k, range(m + 1)) if n <= m] for k, m in zip(KINDS, top, strict=True)]
+            if len(np.unique(rows[known], axis=0)) < math.prod(map(len, numbers)):
+                return False
+        return True
 
     def _gone(self, state: np.ndarray) -> tuple[list[str], dict[str, int]]:
         """Layers that go whole in a state, and units that go from every part of the others."""
