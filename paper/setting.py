@@ -1,4 +1,4 @@
-"""What a run at small and at full scale uses: the same code with other numbers. Paper: section 5 and Table 4."""
+"""What a run at small and at full scale uses: the same code with other numbers. Paper: section 3.3 and Table 4."""
 
 from __future__ import annotations
 

@@ -330,7 +330,7 @@ def test_ranks_above_a_side_are_refused():
         plan_ranks(zoo.scores([3, 2]), mean_rank=65)
     with pytest.raises((InvalidInput, InfeasibleBudget)):
         plan_ranks(zoo.scores([3, 2]), mean_rank=8, fixed={"model.layers.0": 65})
-    with pytest.raises(InfeasibleBudget, match="lower the budget to 512") as refused:
+    with pytest.raises(InfeasibleBudget, match="Lower the budget to 512, or raise max_rank") as refused:
         plan_ranks(zoo.scores([3, 2]), mean_rank=4, max_rank=2)
     assert "at_most" not in refused.value.remedy, "that plan has the smallest rank everywhere"
 

@@ -1,10 +1,12 @@
 """Both programs against closed forms, a plain bisection, CVXPY + Clarabel, and their own statuses."""
 
+import math
 import pickle
 import re
 
 import numpy as np
 import pytest
+import torch
 from tests.instances import dense_bisection
 
 from layerbudget.errors import (
@@ -12,12 +14,26 @@ from layerbudget.errors import (
     InfeasibleBudget,
     InvalidCost,
     InvalidInput,
+    LayerbudgetError,
     LengthMismatch,
     NegativeValue,
     NotFinite,
 )
-from layerbudget.solvers import CalibratedPenalty, allocate, round_capacity, solve_joint, sparsify
+from layerbudget.solvers import (
+    CalibratedPenalty,
+    allocate,
+    allocate_increments,
+    choose,
+    few_levels,
+    round_capacity,
+    round_parameters,
+    solve_joint,
+    sparsify,
+    transfer_allocation,
+    transfer_sparsity,
+)
 from layerbudget.solvers.dual import piecewise_root
+from layerbudget.solvers.published import layerif_experts
 from layerbudget.solvers.utilities import UTILITIES
 
 MISTRAL_N, MISTRAL_C, MISTRAL_BASE = 218_103_808.0, 1_310_720.0, 13_958_643_712
@@ -345,3 +361,90 @@ def test_a_barrier_is_never_reached():
     assert found.gap < 1e-9 and found.kkt_residual < 1e-9
     with pytest.raises(InvalidInput, match="the log-barrier goes to 0.99999"):
         sparsify([1.0, 1.0], [10, 10], 9, min_sparsity=[0.0, 1.0], max_sparsity=1.0, penalty="log-barrier")
+
+
+@pytest.mark.parametrize(
+    ("solution", "said"),
+    [
+        (lambda: allocate([1, 2], 1, 5, upper=2), "The caps take at most 4, .* 1.6 is spent. .* with a budget of 4"),
+        (lambda: allocate([1, 2], 1, 0, spend="exactly"), "The budget pays for base and floors alone"),
+        (lambda: allocate([1, 2], 1, 4, lower=[1, 3], spend="exactly"), "The budget pays for base and floors alone"),
+        (lambda: allocate([1, 2], 1, 5, upper=0), "Every floor equals its cap"),
+        (lambda: sparsify([10, 20], [1, 1], sparsity=0.2, min_sparsity=0.25, bits=1.5), "prune 0.5 where 0.4 .* it to 0.83125"),
+        (lambda: sparsify([1, 2], [1, 1], sparsity=0.1, min_sparsity=0.25, bits=0.0), "prune 0.5 where 0.2 was asked for. L"),
+        (lambda: sparsify([10, 20], [1, 1], sparsity=0.4, min_sparsity=0.4, max_sparsity=0.4), "Every floor equals its cap"),
+        (lambda: solve_joint([1, 3], 10, 100, 1e9, upper=3), "Use spend='exactly' with a budget of 60 to spend it"),
+        (lambda: solve_joint([1, 3], 10, 100, -110, alpha=100), "-110 is the least that can be reached"),
+        (lambda: solve_joint([1, 3], 10, 100, 60, upper=3, spend="exactly"), "raises the objective by 0.0388"),
+    ],
+)  # fmt: skip
+def test_a_message_is_true_of_its_solution(solution, said):
+    assert re.search(said, solution().message), solution().message
+
+
+@pytest.mark.parametrize("kind", ["allocate", "joint"])
+def test_a_budget_that_a_message_names_can_be_spent(kind):
+    made = {
+        "allocate": lambda budget, spend: allocate([1, 2], [1, 3], budget, upper=2.5, spend=spend),
+        "joint": lambda budget, spend: solve_joint([1, 3], 10, 100, budget, upper=3, spend=spend),
+    }[kind]
+    most = float(re.search(r"with a budget of (\S+)[ .]", made(1000, "at_most").message)[1].rstrip("."))
+    assert made(most, "exactly").spent == pytest.approx(most)
+
+
+@pytest.mark.parametrize(("budget", "alpha"), [(-20.0, 0.5), (5.0, 0.01), (-60.0, 2.0)])
+def test_the_shadow_price_of_the_joint_program_is_the_slope_of_its_objective(budget, alpha):
+    found, step = solve_joint([1, 3], 10, 100, budget, alpha=alpha), 1e-3
+    up, down = (solve_joint([1, 3], 10, 100, budget + e, alpha=alpha).primal for e in (step, -step))
+    assert found.status == "binding" and found.shadow_price == pytest.approx((down - up) / (2 * step), rel=1e-5)
+    assert f"lowers the objective by {found.shadow_price:.3g}" in found.message
+
+
+def test_a_floor_beyond_a_measured_curve_is_refused_and_so_is_what_no_cap_allows():
+    curves = CalibratedPenalty([0.25, 0.5], [[1, 3], [2, 3]])
+    with pytest.raises(InvalidInput, match=r"min_sparsity 0.8, and its curve ends at 0.5.*measure further"):
+        sparsify([1, 1], [100, 100], sparsity=0.8, max_sparsity=0.9, min_sparsity=0.8, penalty=curves, spend="exactly")
+    for penalty, end in ((curves, "0.5"), ("log-barrier", "0.999999")):
+        with pytest.raises(InfeasibleBudget, match=f"Prune less: the penalty goes to {end}.$"):
+            sparsify([1, 2], [100, 100], sparsity=1, max_sparsity=1, penalty=penalty)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: round_capacity(solve_joint([1, 3], 10, 100, -20)),
+        lambda: allocate(torch.tensor([4.0, 2.0], requires_grad=True), 1, 4),
+        lambda: allocate(np.ma.array([1.0, 2.0], mask=[False, True]), 1, 4),
+        lambda: allocate_increments([[4, 1], [3, 2]], 1, 30, lower=np.inf),
+        lambda: allocate_increments({"a": [4, 1]}, 1, 3),
+        lambda: transfer_allocation([1, 2], [2, 1], 1, 4, gamma="x"),
+        lambda: transfer_sparsity([1, 2], [2, 1], 1, sparsity=0.2, bits=None),
+        lambda: choose([[1, 2]], [[1, 2]], None),
+        lambda: choose([[1, 2]], [[1, 2]], math.inf),
+        lambda: choose([[1, 2], [1]], [[1, 2], [1]], 3),
+        lambda: few_levels([0.1, 0.5], [1, 1, 1], 2),
+        lambda: few_levels([0.1, 0.5, 0.3], [0, 1, 1], 2),
+        lambda: few_levels([0.1, math.nan], [1, 1], 1),
+        lambda: few_levels([0.1, 0.5], [1, 1], 1.5),
+        lambda: round_parameters([0.5, 0.5], [3, 3], 100),
+        lambda: round_parameters([0.5, math.nan], [3, 3], 3),
+        lambda: round_parameters([0.5, 0.5], [3, 3], 3.5),
+        lambda: layerif_experts([1, 2], 7.5),
+    ],
+)
+def test_what_no_program_can_take_is_refused_in_a_sentence(call):
+    with pytest.raises(LayerbudgetError):
+        call()
+
+
+def test_units_of_a_transfer_are_not_to_be_chosen():
+    with pytest.raises(TypeError, match="units"):
+        transfer_allocation([1, 2], [2, 1], 1, 4, units="relative")
+
+
+def test_records_are_plain_values():
+    found = choose([[9.0, 4.0, 1.0], [5.0, 3.0, 1.0]], [[2, 3, 4], [2, 3, 4]], 5)
+    rounded = round_capacity(allocate(np.ones(50), np.linspace(1, 2, 50), 100, spend="exactly"))
+    for record in (found.certificate(), rounded.to_dict()):
+        assert all(type(v) in (str, int, float, bool, list, type(None)) for v in record.values()), record
+    assert "\n" not in repr(found) and repr(rounded).startswith("RoundedCapacity([")

@@ -65,7 +65,7 @@ def explain_plan(plan: Plan, scores: Scores | None = None, *, tokens: int | None
 
 
 def codelengths(plan: Plan, scores: Scores, tokens: int | None = None) -> dict[str, Any]:
-    r"""Return what each block's gain is worth in bits of codelength (paper, section 3): ``n zeta_k^2 / (2 ln 2)``.
+    r"""Return what each block's gain is worth in bits of codelength (paper, section 2): ``n zeta_k^2 / (2 ln 2)``.
 
     ``zeta_k^2 / 2`` is the decrease of the mean loss, in nats, that the damped quadratic model lets block k make; over n
     predicted tokens that is ``n zeta_k^2 / 2`` nats of the code of the data given the model. It is a model's promise for one

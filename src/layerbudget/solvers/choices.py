@@ -29,10 +29,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import InfeasibleBudget, InvalidInput, LengthMismatch
+from ..errors import InfeasibleBudget, InvalidInput, LengthMismatch, NotFinite
 from .inputs import Vector
 
-_STATES, _WORK, _GREEDY = 1_000_000, 100_000_000, 5_000  # states of one item, of all; segments tried as a first plan
+_STATES, _LONG, _WORK = 1_000_000, 3_000_000, 100_000_000  # states of an item; of all, for a search that is long, at most
+_GREEDY = 5_000  # segments that are tried as a first plan
 _ROUNDING = 1e-13
 _LARGEST = np.iinfo(np.int64).max
 
@@ -82,6 +83,10 @@ class Choice:
             "bounded": f"The search was cut: at most {self.gap:.1e} of the damage could still be saved.",
         }[self.status]
 
+    def __repr__(self) -> str:
+        found = f"damage={self.damage:.6g}, spent={self.spent:,} of {self.budget:,} {self.unit}, gap={self.gap:.1e}"
+        return f"{type(self).__name__}({self.status}, {self.chosen}, {found})"
+
     def certificate(self) -> dict[str, Any]:
         """Return everything but the choice, with the fields that the certificate of every plan has, as plain values."""
         names = ("status", "damage", "spent", "budget", "lower_bound", "relaxed", "gap", "price", "message")
@@ -107,7 +112,10 @@ def choose(damage: ArrayLike, size: ArrayLike, budget: int) -> Choice:
     ([1, 0], 5, 9.0, 'optimal')
     """
     d, c = _checked(damage, size)
-    budget = int(budget)
+    try:
+        budget = int(budget)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise NotFinite(f"The budget is {budget!r}.", "It is a number of bytes.", "Give a whole number.") from error
     least = int(np.where(np.isfinite(d), c, _LARGEST).min(axis=1).sum())
     if budget < least:
         raise InfeasibleBudget(
@@ -155,7 +163,12 @@ class Relaxation:
 
 
 def _checked(damage: ArrayLike, size: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-    d, raw = np.array(damage, dtype=np.float64, ndmin=2), np.array(size, ndmin=2)
+    try:
+        d, raw = np.array(damage, dtype=np.float64, ndmin=2), np.array(size, ndmin=2)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidInput(
+            f"Damages and sizes are no numbers in rows of equal lengths ({error}).", "", "Pad with inf."
+        ) from error
     if d.shape != raw.shape or not d.size:
         raise LengthMismatch(f"Damages of shape {d.shape}, sizes of {raw.shape}.", "Both are (items, alternatives).", "")
     if np.isnan(d).any() or (d == -np.inf).any():
@@ -202,7 +215,7 @@ def _segments(d: np.ndarray, c: np.ndarray) -> _Segments:
 
 
 def _solve(d: np.ndarray, c: np.ndarray, budget: Any, hulls: _Segments, enough: float = 0.0) -> Choice:
-    """Fill and search, until the damage is no further from the bound of all choices than the share ``enough``."""
+    """Fill and search; a long search ends where the damage is no further from the bound than the share ``enough``."""
     k, chosen = np.arange(len(d)), hulls.start.copy()
     order = np.argsort(-hulls.density, kind="stable")
     item, to, cost, density = (v[order] for v in hulls[1:])
@@ -216,12 +229,13 @@ def _solve(d: np.ndarray, c: np.ndarray, budget: Any, hulls: _Segments, enough: 
     change, more = d - d[k, chosen][:, None], c - c[k, chosen][:, None]
     reduced = np.where(np.isfinite(d), change + price * more, np.inf)
     base, status, lost = float(d[k, chosen].sum()), "slack", -np.inf
-    relaxed = base - price * room
+    relaxed = float(base - price * room)
     if fit < density.size:
         tolerance = _ROUNDING * (float(np.abs(d[k, chosen]).sum()) + price * room)
         core = _Core(change, more, reduced, price, room, tolerance)
         core.fill(item[fit:], to[fit:])
-        lost = core.solve(enough * abs(base) - price * room if enough else -np.inf)
+        goal = enough * abs(base) - price * room if enough else -np.inf
+        lost = core.solve(goal) if enough < np.inf else -price * room
         for i, j in core.moves():
             chosen[i] = j
         status = "optimal" if lost >= core.best - core.tolerance else "bounded"
@@ -232,7 +246,7 @@ def _solve(d: np.ndarray, c: np.ndarray, budget: Any, hulls: _Segments, enough: 
         spent=c[k, chosen].sum().item(),
         budget=budget,
         status=status,
-        lower_bound=max(relaxed, base + lost) if status == "bounded" else damage,
+        lower_bound=float(max(relaxed, base + lost)) if status == "bounded" else damage,
         relaxed=relaxed,
         price=price,
         reduced=np.maximum(reduced, 0.0),
@@ -245,8 +259,8 @@ def knapsack(
     """Take steps of the largest total gain within a budget.
 
     ``gain`` is that of the first, second, ... step of every item, falling, ``(K, L)``; what gains nothing is never taken. A
-    step of item k costs ``cost_k > 0``. Steps by falling density that miss no more than the share ``enough`` of the gain are
-    not searched for better ones.
+    step of item k costs ``cost_k > 0``. A search that takes long ends with what misses no more than the share ``enough`` of the
+    gain; there is none where that is infinite.
 
     Returns:
         ``(counts, bound, exact, price, spread)``: steps of every item, an upper bound of the gain, whether the counts are
@@ -306,9 +320,10 @@ class _Core:
         return items[order], sell, buy
 
     def solve(self, goal: float) -> float:
-        """Search until a plan reaches the goal; return what no state that was let go can fall below, infinite without any."""
-        if self.best <= goal:
-            return -self.price * self.room
+        """Search; return what no state that was let go can fall below, infinite without any.
+
+        A search that takes long ends where a plan has reached the goal.
+        """
         alive = self._open(self.reduced) & ((self.more != 0) | (self.change < 0))
         items, sell, buy = self._order(alive)
         room, value = np.array([self.room]), np.zeros(1)
@@ -324,7 +339,7 @@ class _Core:
             if fits.size and value[fits].min() < self.best:
                 state = int(fits[np.argmin(value[fits])])
                 self.best, self.reached = float(value[state]), (len(self.history), state)
-            near = self.best <= goal
+            near = self.best <= goal and made > _LONG
             bound = _bounds(room, value, float(sell[step + 1]), float(buy[step + 1]))
             keep = _undominated(room, value, np.flatnonzero(bound < self.best - self.tolerance))
             most = max(_STATES // (1 + int(later[step])), 1)
@@ -378,7 +393,7 @@ def near_ties(choice: Choice, error: ArrayLike) -> list[tuple[int, int, float, f
     ``error`` of the damages, ``(K, m)``, of two alternatives are added in squares; where they were measured on one text they
     fall and rise together, so this is on the safe side. Two of them count as noise.
     """
-    e, k = np.asarray(error, dtype=np.float64), np.arange(len(choice.chosen))
+    e, k = np.broadcast_to(np.asarray(error, dtype=np.float64), choice.reduced.shape), np.arange(len(choice.chosen))
     excess = choice.reduced - choice.reduced[k, choice.chosen][:, None]
     noise = 2.0 * np.sqrt(e**2 + e[k, choice.chosen][:, None] ** 2)
     close = np.isfinite(excess) & (np.abs(excess) < noise)

@@ -12,7 +12,7 @@ so there is no tolerance and no iteration cap:
   the number of knots left: O(log K) passes over the data.
 
 Sums are of nonnegative terms taken afresh at every t, never differences of prefix sums, so weights may span
-1e-300..1e300. The paper (section 5) bisects to a tolerance instead.
+1e-300..1e300. The paper (section 3.2) bisects to a tolerance instead.
 """
 
 from __future__ import annotations

@@ -99,9 +99,11 @@ def _finite(v: Vector, name: str) -> Vector:
 
 
 def _vector(values: ArrayLike, name: str, size: int | None = None) -> Vector:
+    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
+        raise NotFinite(f"{name} has masked values.", "Every value must be known.", "Fill or drop them.")
     try:
         v = np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # a tensor with a graph
         raise InvalidInput(f"{name} is not a vector of numbers ({error}).", "", "Give one number per block.") from error
     if v.ndim == 0 and size is not None:
         return np.full(size, float(v))

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 
 from ..errors import InfeasibleBudget, InvalidInput, NotFinite
 from .dual import monotone_root
-from .inputs import Vector, choice, cost_vector, number, weight_vector
+from .inputs import Vector, choice, cost_vector, number, spoken_amount, weight_vector
 from .programs import capacity_bounds, sparsity_bounds, weigh
 from .separable import Function, Program, Solution, reciprocal
 from .utilities import CalibratedPenalty, resolve
@@ -26,7 +26,34 @@ _ROUNDING = 1e-12
 
 
 class JointSolution(Solution):
-    """A :class:`Solution` whose value holds capacities and then sparsities, shape ``(2K,)``."""
+    """A :class:`Solution` whose value holds capacities and then sparsities, shape ``(2K,)``.
+
+    Its ``shadow_price`` is lambda: a unit of the net budget goes to both halves, and with one more of them the objective is
+    lower by that.
+    """
+
+    @property
+    def message(self) -> str:
+        """The status in a sentence, with the cheapest remedy where there is something to remedy."""
+        p: JointProgram = self.program
+        budget, slack = spoken_amount(self.budget), spoken_amount(self.slack)
+        if (p.low == p.high).all():
+            return "Every floor equals its cap, so nothing is left to decide. Raise the caps, or lower the floors."
+        if self.status == "binding":
+            change = f"{'lowers' if self.multiplier >= 0 else 'raises'} the objective by {abs(self.multiplier):.3g}"
+            return f"The budget binds: one more unit of it {change} (the shadow price)."
+        if self.status == "saturated" and (self.capacity <= p.adapt.low).all():
+            return (
+                f"{budget} is the least that can be reached: every block is pruned to its cap, and none has more than its "
+                "floor. Raise the budget, or max_sparsity."
+            )
+        if self.status == "saturated":
+            return "Every block is at both of its caps: only larger ones can change it. Raise them, or lower the budget."
+        most = p.net(p.adapt.high, p.prune.low)
+        exactly = "spend='exactly'" + ("" if self.budget <= most else f" with a budget of {spoken_amount(most)}")
+        if self.status == "degenerate":
+            return f"Nothing is adapted beyond the floors and nothing is pruned: prices decide. Use {exactly} to spend it."
+        return f"The budget does not bind: prices alone decide, and {slack} of {budget} is left. Use {exactly} to spend it."
 
     @property
     def capacity(self) -> Vector:
@@ -197,7 +224,7 @@ def _certified(
         status=status,
         multiplier=multiplier,
         multiplier_interval=interval,
-        shadow_price=0.0 if slack else p,
+        shadow_price=multiplier,
         primal=primal,
         dual=dual,
         gap=abs(primal - dual) / size if size > 0 else 0.0,

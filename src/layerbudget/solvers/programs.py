@@ -1,6 +1,6 @@
 r"""The two programs of the paper, solved exactly: capacity by water-filling, sparsity by water-filling from the other side.
 
-**Capacity** (paper section 4, Theorem 1; :doc:`/theory`, section 3), ``phi(e) = log(1 + e)``:
+**Capacity** (paper, Theorem 2; :doc:`/theory`, section 3), ``phi(e) = log(1 + e)``:
 
     minimise   sum_k  alpha c_k e_k - gamma w_k phi(e_k)
     subject to sum_k  c_k e_k <= B,    0 <= e_k <= u_k
@@ -8,7 +8,7 @@ r"""The two programs of the paper, solved exactly: capacity by water-filling, sp
 Stationarity gives ``e_k = clip(t w_k / c_k - 1, 0, u_k)`` with ``t = gamma / (alpha + lambda)``: a water level over the ground
 ``c_k / w_k``. Spending is piecewise linear in t, so the level is found exactly.
 
-**Sparsity** (paper section 5; :doc:`/theory`, section 4), ``psi(rho) = rho^2``:
+**Sparsity** (paper, Theorem 3; :doc:`/theory`, section 4), ``psi(rho) = rho^2``:
 
     minimise   sum_k  b n_k (1 - rho_k) + eta w_k psi(rho_k)
     subject to sum_k  n_k rho_k >= S,   rho_min_k <= rho_k <= rho_max_k
@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..errors import DegenerateScores, InfeasibleBudget, InvalidInput, LengthMismatch
+from .dual import piecewise_root
 from .inputs import Vector, bound_vector, choice, cost_vector, number, spoken_amount, weight_vector
 from .separable import Function, Program, Solution, solve
 from .utilities import CalibratedPenalty, resolve
@@ -153,7 +154,7 @@ def sparsify(
     bits, eta = number(bits, "bits"), number(eta, "eta", positive=True)
     f = resolve(penalty, concave=False)
     low, high = sparsity_bounds(min_sparsity, max_sparsity, k, f)
-    target = _sparsity_target(n, wanted, low, high, exactly=spend == "exactly")
+    target = _sparsity_target(n, wanted, low, high, _limits(f, k), exactly=spend == "exactly")
     w = weigh(q, n, exponent, exponent_on, literal=units == "literal")
     if units == "relative":
         bits, eta = bits * k / float(np.add.reduce(n)), eta * k / float(np.add.reduce(w))
@@ -209,23 +210,28 @@ def sparsity_bounds(low: ArrayLike, high: ArrayLike, size: int, penalty: Functio
             "They need 0 <= min_sparsity <= max_sparsity <= 1.",
             f"Correct the bounds of block {k}.",
         )
-    if not isinstance(penalty, CalibratedPenalty):
-        limit = getattr(penalty, "limit", 1.0)
-        if a.max() > limit:
-            k = int(np.argmax(a > limit))
-            raise InvalidInput(
-                f"Block {k} has min_sparsity {a[k]!r}, and the {penalty.name} goes to {limit!r}.",
-                "Pruning a block to nothing costs infinitely much there.",
-                f"Lower the floor of block {k}, or use penalty='quadratic'.",
-            )
-        return a, np.minimum(b, limit)
-    if penalty.blocks != size:
+    limit = _limits(penalty, size)
+    if (a > limit).any():
+        k = int(np.argmax(a > limit))
+        why, remedy = "To prune all of a block costs infinitely much there.", "use penalty='quadratic'"
+        ends = f"the {penalty.name} goes to {float(limit[k])!r}"
+        if isinstance(penalty, CalibratedPenalty):
+            ends, why, remedy = f"its curve ends at {limit[k]:g}", "Nothing is assumed beyond it.", "measure further"
+        raise InvalidInput(
+            f"Block {k} has min_sparsity {float(a[k])!r}, and {ends}.", why, f"Lower the floor of block {k}, or {remedy}."
+        )
+    return a, np.minimum(b, limit)
+
+
+def _limits(penalty: Function, size: int) -> Vector:
+    """How far a penalty goes, ``(K,)``: to 1, to the end of a barrier, or to the last ratio of every measured curve."""
+    if isinstance(penalty, CalibratedPenalty) and penalty.blocks != size:
         raise LengthMismatch(
             f"There are {penalty.blocks} calibrated curves for {size} blocks.",
             "One curve per block is needed.",
             "Measure again.",
         )
-    return a, np.maximum(np.minimum(b, penalty.limit), a)
+    return np.broadcast_to(np.asarray(getattr(penalty, "limit", 1.0), dtype=np.float64), (size,))
 
 
 def _capacity_target(c: Vector, total: float, paid: float, low: Vector, high: Vector, *, exactly: bool) -> float:
@@ -248,20 +254,23 @@ def _capacity_target(c: Vector, total: float, paid: float, low: Vector, high: Ve
     return min(max(total, least), most) - paid
 
 
-def _sparsity_target(n: Vector, target: float, low: Vector, high: Vector, *, exactly: bool) -> float:
+def _sparsity_target(n: Vector, target: float, low: Vector, high: Vector, limit: Vector, *, exactly: bool) -> float:
     everything, least, most = (float(np.dot(n, v)) for v in (np.ones(n.size), low, high))
     lowest, highest = math.ceil(least / everything * 1e4) / 1e4, math.floor(most / everything * 1e4) / 1e4  # as they are typed
     floor = math.floor(target / everything * 1e4) / 1e4
     if target > most * (1.0 + _ROUNDING):
-        held = low == high
-        others = float(np.add.reduce(n[~held]))
-        wanted = (target - float(np.dot(n[held], high[held]))) / others if others else 2.0
-        cap = math.ceil(wanted * 1e4) / 1e4
+        top = np.where(low == high, high, limit)
+        level, _, _ = piecewise_root(n, np.zeros(n.size), n * low, n * top, min(target, float(np.dot(n, top))))
+        cap = math.ceil(level * 1e4 - 1e-9) / 1e4
+        more = f"Raise max_sparsity to at least {cap:.4g}, or prune less."
+        if target > float(np.dot(n, top)) * (1.0 + _ROUNDING):
+            ends = top[low < high]
+            more = "Prune less." if not ends.size or ends.min() >= 1.0 else f"Prune less: the penalty goes to {ends.min():.6g}."
         raise InfeasibleBudget(
             f"{spoken_amount(target)} parameters ({target / everything:.4g} of all) are to go and the caps allow "
             f"{spoken_amount(most)} ({most / everything:.4g}).",
             f"The global sparsity must lie in [{lowest:.4g}, {highest:.4g}].",
-            f"Raise max_sparsity to at least {cap:.4g}, or prune less." if cap <= 1.0 else "Prune less.",
+            more,
         )
     if exactly and target < least * (1.0 - _ROUNDING):
         raise InfeasibleBudget(

@@ -7,7 +7,7 @@ from numpy.typing import ArrayLike
 
 from ..errors import DegenerateScores, InfeasibleBudget, InvalidInput
 from .dual import piecewise_root
-from .inputs import Vector
+from .inputs import Vector, whole_number
 
 
 def layerif_experts(values: ArrayLike, total: int, *, exponent: float = 2.0) -> np.ndarray:
@@ -94,6 +94,7 @@ def _finite(values: ArrayLike) -> Vector:
 
 
 def _enough(total: int, size: int, minimum: int = 1) -> None:
+    whole_number(total, "total")
     if total < size * minimum:
         raise InfeasibleBudget(
             f"{total} experts cannot give {minimum} to each of {size} blocks.",

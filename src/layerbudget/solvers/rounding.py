@@ -20,10 +20,10 @@ from numpy.typing import ArrayLike
 from ..errors import InfeasibleBudget, InvalidInput, NotFinite
 from .choices import knapsack
 from .inputs import Vector, bound_vector, choice, cost_vector, number, whole_number
-from .separable import Solution, solve
+from .separable import Program, Solution, solve
 
 _ROUNDING = 1e-12
-_NEAR = 1e-9  # a decision that misses no larger share of what is gained is not searched for a better one
+_NEAR = 1e-9  # a long search ends with a decision that misses no larger share of what is gained
 METHODS = ("auto", "floor")
 
 
@@ -32,8 +32,8 @@ class RoundedCapacity:
     """Integer decision: ``counts``, shape ``(K,)``, with their utility ``value`` and what they ``spent`` of the ``budget``.
 
     No integer decision is better than ``bound``; ``optimum`` is that of the continuous program. ``gap`` is
-    ``(bound - value) / |bound|``, zero where the counts are proven optimal (``exact``); nothing better is searched for where it
-    is below 1e-9. ``price`` is the utility per unit of budget, where the method finds one.
+    ``(bound - value) / |bound|``, zero where the counts are proven optimal (``exact``); a search that takes long
+    ends where it is below 1e-9. ``price`` is the utility per unit of budget, where the method finds one.
     """
 
     counts: np.ndarray
@@ -49,6 +49,10 @@ class RoundedCapacity:
 
     def __post_init__(self) -> None:
         self.counts.flags.writeable = False
+
+    def __repr__(self) -> str:
+        proven = "optimal" if self.exact else f"gap={self.gap:.1e}"
+        return f"RoundedCapacity({self.counts}, value={self.value:.6g}, spent={self.spent:.6g} of {self.budget:.6g}, {proven})"
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the counts, as plain values."""
@@ -69,8 +73,11 @@ def round_capacity(solution: Solution, *, method: str = "auto", multiple: int = 
     [4, 2, 0]
     """
     p = solution.program
-    if p.sign > 0:
-        raise InvalidInput("This is a sparsity solution.", "round_capacity takes allocations.", "Use round_parameters.")
+    if not isinstance(p, Program) or p.sign > 0:
+        what = "a sparsity solution" if isinstance(p, Program) else "the solution of a joint program"
+        raise InvalidInput(
+            f"This is {what}.", "round_capacity takes those of allocate.", "Use round_parameters for sparsities."
+        )
     choice(method, "method", METHODS)
     step = whole_number(multiple, "multiple")
     floor = np.ceil(solution.lower / step - 1e-9) * step
@@ -101,7 +108,7 @@ def round_capacity(solution: Solution, *, method: str = "auto", multiple: int = 
     else:
         method = "greedy" if problem.equal else "exact"
     value, optimum = problem.utility(counts), problem.utility(solution.value)
-    bound = value if exact else max(min(bound, max(optimum, value)), value)
+    bound = value if exact else float(max(min(bound, max(optimum, value)), value))
     return RoundedCapacity(
         counts=np.round(counts).astype(np.int64),
         value=value,
@@ -220,7 +227,7 @@ def allocate_increments(
     if not rows:
         raise InvalidInput("There is no block.", "The budget is divided over one block or more.", "Give one row per block.")
     c = cost_vector(cost, size) * step
-    low = np.ceil(bound_vector(lower, size, "lower", 0.0) / step - 1e-9).astype(np.int64)
+    low = np.ceil(bound_vector(lower, size, "lower", 0.0) / step - 1e-9)
     high = np.floor(bound_vector(upper, size, "upper", np.inf) / step + 1e-9)
     groups = [np.add.reduceat(row, np.arange(0, row.size, step)) if row.size else row for row in rows]
     left = total * (1 + _ROUNDING) - float(c @ low)
@@ -237,6 +244,7 @@ def allocate_increments(
             f"It must be at least {total - left:g}.",
             "Raise the budget or lower the floors.",
         )
+    low = low.astype(np.int64)
     top = np.minimum(high, [max(len(g), n) for g, n in zip(groups, low, strict=True)]).astype(np.int64)
     offered = [g[n:t] for g, n, t in zip(groups, low, top, strict=True)]
     gain = np.zeros((size, max(map(len, offered))))
@@ -248,7 +256,7 @@ def allocate_increments(
     value = sum(float(g[:n].sum()) for g, n in zip(groups, units, strict=True))
     owner = np.repeat(np.arange(size), list(map(len, offered)))
     optimum = paid + _relaxed(np.concatenate(offered), c[owner], max(total - float(c @ low), 0.0))
-    bound = value if exact else max(min(paid + bound, optimum), value)
+    bound = value if exact else float(max(min(paid + bound, optimum), value))
     return RoundedCapacity(
         counts=units * step,
         value=value,
@@ -264,7 +272,12 @@ def allocate_increments(
 
 
 def _row(values: ArrayLike, k: int) -> Vector:
-    row = np.asarray(values, dtype=np.float64)
+    try:
+        row = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidInput(
+            f"The worths of block {k} are no numbers ({error}).", "", "Give a row of numbers per block."
+        ) from error
     if row.ndim != 1 or not np.isfinite(row).all():
         raise NotFinite(f"The worths of block {k} are no row of finite numbers.", "", "Score again.")
     if (row < 0).any() or (np.diff(row) > 1e-9 * row.max(initial=0.0)).any():
@@ -289,14 +302,24 @@ def round_parameters(values: ArrayLike, numel: ArrayLike, total: int, caps: Arra
     ``values`` and ``caps`` are sparsities; no count exceeds ``floor(caps * numel)`` unless the total demands it. What blocks at
     their caps cannot take goes to the others, which may then have more than one beyond.
 
+    Raises:
+        InfeasibleBudget: A total above the number of all parameters.
+        InvalidInput: An input outside its domain.
+
     >>> round_parameters([0.25, 0.5, 0.5], [3, 3, 3], 4).tolist()
     [1, 2, 1]
     """
-    n = np.asarray(numel, dtype=np.int64)
-    ideal = np.asarray(values, dtype=np.float64) * n
-    top = np.minimum(np.floor(np.asarray(caps, dtype=np.float64) * n * (1 + 1e-15)).astype(np.int64), n)
+    v, wanted = bound_vector(values, np.size(values), "values", 0.0), number(total, "total")
+    n = cost_vector(numel, v.size, "numel").astype(np.int64)
+    if wanted != int(wanted) or not np.isfinite(v).all():
+        raise InvalidInput("The total is not whole, or a sparsity is not finite.", "Parameters are counted.", "Correct it.")
+    if wanted > n.sum():
+        what = f"{wanted:,.0f} parameters are to go, of {n.sum():,}"
+        raise InfeasibleBudget(f"{what}.", f"At most {n.sum():,} can.", "Prune less.")
+    ideal = v * n
+    top = np.minimum(np.floor(bound_vector(caps, v.size, "caps", 1.0) * n * (1 + 1e-15)).astype(np.int64), n)
     counts = np.clip(np.floor(ideal).astype(np.int64), 0, top)
-    while (missing := int(total) - int(counts.sum())) != 0:
+    while (missing := int(wanted) - int(counts.sum())) != 0:
         rest: Vector = ideal - counts
         step = 1 if missing > 0 else -1
         able = counts < (top if (counts < top).any() else n) if step > 0 else counts > 0
@@ -316,31 +339,42 @@ def few_levels(values: ArrayLike, weights: ArrayLike, levels: int) -> Vector:
         minimise   sum_k n_k (rho_k - c_{s(k)})^2     over  N levels c and an assignment s.
 
     In one dimension the groups of an optimum are intervals of the sorted values and a level is the weighted mean of its group,
-    so ``sum n_k c_{s(k)} = sum n_k rho_k``: what the plan spends stays. Dynamic programming is exact, in ``O(N K^2)``.
+    so ``sum n_k c_{s(k)} = sum n_k rho_k``: what the plan spends stays. Dynamic programming is exact. The first value of the
+    last group rises with its last one (the cost of a group has the Monge property), so the ends are looked at by halving, in
+    ``O(N K log K)``.
 
     Raises:
-        InvalidInput: Fewer than one level.
+        InvalidInput: Fewer than one level, values that are not finite, or weights that are not positive, one per value.
 
     >>> few_levels([0.1, 0.5, 0.2, 0.6], [1, 1, 1, 1], 2).round(6).tolist()
     [0.15, 0.55, 0.15, 0.55]
     """
-    v, n = np.asarray(values, dtype=np.float64), np.asarray(weights, dtype=np.float64)
-    if levels < 1:
-        raise InvalidInput(f"{levels} levels are asked for.", "At least one is needed.", "Ask for 3.")
+    v = bound_vector(values, np.size(values), "values", 0.0)
+    n = cost_vector(weights, v.size, "weights")
+    if not np.isfinite(v).all():
+        raise NotFinite("A value is not finite.", "Every value must be finite.", "Correct it.")
+    levels = whole_number(levels, "levels")
     order = np.argsort(v, kind="stable")
     x, w = v[order], n[order]
-    size, count = len(x), min(int(levels), len(np.unique(x)))
+    size, count = len(x), min(levels, len(np.unique(x)))
     mass, first, second = (np.concatenate([[0.0], np.cumsum(w * x**p)]) for p in (0, 1, 2))
-    best = np.full((count + 1, size + 1), np.inf)
-    cut = np.zeros((count + 1, size + 1), dtype=np.int64)
-    best[0, 0] = 0.0
+    best, cut = np.full(size + 1, np.inf), np.zeros((count + 1, size + 1), dtype=np.int64)
+    best[0] = 0.0
     for k in range(1, count + 1):
-        for j in range(k, size + 1):
-            i = np.arange(k - 1, j)  # starts of the last group; its squared distance from its mean is added
+        before, best = best, np.full(size + 1, np.inf)
+        jobs = [(k, size, k - 1, size - 1)]  # ends of the last group, and starts that it may have
+        while jobs:
+            low, high, least, most = jobs.pop()
+            j = (low + high) // 2
+            i = np.arange(least, min(most, j - 1) + 1)
             spread = second[j] - second[i] - (first[j] - first[i]) ** 2 / (mass[j] - mass[i])
-            distances = best[k - 1, i] + np.maximum(spread, 0.0)
-            cut[k, j] = i[int(np.argmin(distances))]
-            best[k, j] = distances.min()
+            distances = before[i] + np.maximum(spread, 0.0)  # squared, from the means of the groups
+            at = int(np.argmin(distances))
+            best[j], cut[k, j] = distances[at], i[at]
+            if low < j:
+                jobs.append((low, j - 1, least, int(i[at])))
+            if j < high:
+                jobs.append((j + 1, high, int(i[at]), most))
     result, end = np.empty(size), size
     for k in range(count, 0, -1):
         start = int(cut[k, end])

@@ -17,22 +17,9 @@ import numpy as np
 from .dual import monotone_root, piecewise_root
 from .inputs import Vector, spoken_amount
 
-_STATUSES = {
-    "binding": "The budget binds: one more unit of it raises the {what} by {price} (the shadow price).",
-    "slack": "The budget does not bind: the price per unit alone decides, and part of the budget is left.",
-    "saturated": "Every block is at its cap: only larger caps can change the decision.",
-    "degenerate": "Every block sits at the same bound: the constants decide, the scores do not.",
-}
-_REMEDIES = {
-    ("saturated", -1): " Raise the cap, or lower the budget to leave a choice.",
-    ("saturated", 1): " Raise the cap, or lower the budget to leave a choice.",
-    ("degenerate", -1): " No block earns more than its base. Use spend='exactly' to spend the budget, or units='relative' so "
-    "that costs and weights are compared on one scale.",
-    ("degenerate", 1): " The bits saved outweigh the penalty everywhere, so {spent} parameters go instead of the "
-    "{budget} asked for. Use spend='exactly' to prune what was asked for.",
-    ("slack", -1): " {slack} of {budget} is left; spend='exactly' spends it.",
-    ("slack", 1): " {slack} more than the {budget} asked for is pruned; spend='exactly' stops there.",
-}
+_NOTHING_LEFT = "Every floor equals its cap, so nothing is left to decide. Raise the caps, or lower the floors."
+_SATURATED = "Every block is at its cap: only larger caps can change the decision. Raise the cap, or lower the budget."
+_CONSTANTS = "Every block sits at the same bound: the constants decide, the scores do not."
 
 
 class Function(Protocol):
@@ -171,13 +158,48 @@ class Solution:
     @property
     def message(self) -> str:
         """The status in a sentence, with the cheapest remedy where there is something to remedy."""
-        if self.status == "slack" and isinstance(self.program, Program) and self.program.cannot_bind():
-            spent, budget = spoken_amount(self.spent), spoken_amount(self.budget)
-            return f"The floors alone prune {spent}, and {budget} was asked for. Lower min_sparsity."
-        amounts = {name: spoken_amount(getattr(self, name)) for name in ("spent", "budget", "slack")}
-        amounts |= {"price": f"{self.shadow_price:.3g}", "what": "utility" if self.program.sign < 0 else "penalty"}
-        remedy = _REMEDIES.get((self.status, self.program.sign), "")
-        return (_STATUSES[self.status] + remedy).format(**amounts)
+        p: Program = self.program
+        if (p.low == p.high).all():
+            return _NOTHING_LEFT
+        if self.status == "binding":
+            what = "utility" if p.sign < 0 else "penalty"
+            return f"The budget binds: one more unit of it raises the {what} by {self.shadow_price:.3g} (the shadow price)."
+        if self.status == "saturated":
+            return _SATURATED
+        return self._on_allocation(p) if p.sign < 0 else self._on_sparsity(p)
+
+    def _on_allocation(self, p: Program) -> str:
+        """What prices decide, or floors that leave nothing of the budget."""
+        spent, budget, slack = (spoken_amount(v) for v in (self.spent, self.budget, self.slack))
+        if p.target <= float(np.dot(p.amount, p.low)) * (1.0 + 1e-12):
+            return "The budget pays for base and floors alone. Raise the budget, or lower the floors."
+        most = spoken_amount(p.budget - p.target + float(np.dot(p.amount, p.high)))
+        exactly = f"spend='exactly' with a budget of {most}" if p.cannot_bind() else "spend='exactly'"
+        if self.status == "degenerate":
+            return (
+                f"{_CONSTANTS} No block earns more than its base. Use {exactly} to spend it, or units='relative' so that "
+                "costs and weights are compared on one scale."
+            )
+        if p.cannot_bind():
+            caps = f"The caps take at most {most}, so a budget of {budget} does not bind: the price per unit alone decides"
+            return f"{caps}, and {spent} is spent. Raise the caps, or use {exactly}."
+        why = "The budget does not bind: the price per unit alone decides, and part of the budget is left."
+        return f"{why} {slack} of {budget} is left; spend='exactly' spends it."
+
+    def _on_sparsity(self, p: Program) -> str:
+        """What the saved bits decide, or floors that prune more than is asked for."""
+        spent, budget, slack = (spoken_amount(v) for v in (self.spent, self.budget, self.slack))
+        if p.cannot_bind():
+            least = spoken_amount(float(np.dot(p.amount, p.low)))
+            more = f", and the bits saved bring it to {spent}" if least != spent else ""
+            return f"The floors alone prune {least} where {budget} was asked for{more}. Lower min_sparsity."
+        if self.status == "degenerate":
+            return (
+                f"{_CONSTANTS} The bits saved outweigh the penalty everywhere, so {spent} parameters go instead of the "
+                f"{budget} asked for. Use spend='exactly' to prune what was asked for."
+            )
+        why = "The budget does not bind: the bits saved alone decide, and more goes than was asked for."
+        return f"{why} {slack} more than the {budget} asked for is pruned; spend='exactly' stops there."
 
     def certificate(self) -> dict[str, Any]:
         """Return everything but the decision, as plain JSON values."""

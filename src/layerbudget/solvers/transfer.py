@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 
 from ..errors import LengthMismatch
 from .dual import piecewise_root
-from .inputs import Vector, cost_vector, weight_vector
+from .inputs import Vector, cost_vector, number, weight_vector
 from .programs import allocate, sparsify, weigh
 from .separable import Program, Solution
 
@@ -85,7 +85,7 @@ def transfer_allocation(
         exponent_on: ``density`` or ``block``.
         alpha: Price per unit of cost.
         gamma: Weight of the utility.
-        **options: Further arguments of ``allocate``.
+        **options: Further arguments of ``allocate``, but for ``units``: both sides have one objective.
 
     >>> t = transfer_allocation([1.0, 2.0], [2.0, 1.0], 1.0, 4.0, spend="exactly")
     >>> 0 <= t.regret <= t.sharp_bound <= t.bound
@@ -93,9 +93,14 @@ def transfer_allocation(
     """
     pair = _pair(source, target)
     c = cost_vector(cost, pair[0].size)
-    factor = gamma * _unit(c, exponent, exponent_on)
-    options |= {"exponent": exponent, "exponent_on": exponent_on, "units": "literal", "gamma": factor}
-    a, b = (allocate(q, c, budget, alpha=alpha / float(c.mean()), **options) for q in pair)
+    factor = number(gamma, "gamma", positive=True) * _unit(c, exponent, exponent_on)
+    given: dict[str, Any] = {
+        "exponent": exponent,
+        "exponent_on": exponent_on,
+        "gamma": factor,
+        "alpha": number(alpha, "alpha") / float(c.mean()),
+    }
+    a, b = (allocate(q, c, budget, **given, **options, units="literal") for q in pair)
     return _transfer(a, b, pair, factor * _sensitivity(pair, c, exponent, exponent_on))
 
 
@@ -122,7 +127,7 @@ def transfer_sparsity(
         bits: Description length saved per pruned parameter.
         eta: Weight of the penalty.
         spend: ``at_least`` or ``exactly``.
-        **options: Further arguments of ``sparsify``.
+        **options: Further arguments of ``sparsify``, but for ``units``.
 
     >>> t = transfer_sparsity([1.0, 2.0], [2.0, 1.0], 1.0, sparsity=0.2, min_sparsity=0.05)
     >>> 0 <= t.regret <= t.sharp_bound <= t.bound
@@ -130,9 +135,14 @@ def transfer_sparsity(
     """
     pair = _pair(source, target)
     n = cost_vector(numel, pair[0].size, "numel")
-    factor = eta * _unit(n, exponent, exponent_on)
-    options |= {"exponent": exponent, "exponent_on": exponent_on, "units": "literal", "eta": factor, "spend": spend}
-    a, b = (sparsify(q, n, bits=bits / float(n.mean()), **options) for q in pair)
+    factor = number(eta, "eta", positive=True) * _unit(n, exponent, exponent_on)
+    given: dict[str, Any] = {
+        "exponent": exponent,
+        "exponent_on": exponent_on,
+        "eta": factor,
+        "bits": number(bits, "bits") / float(n.mean()),
+    }
+    a, b = (sparsify(q, n, **given, spend=spend, **options, units="literal") for q in pair)
     return _transfer(a, b, pair, factor * _sensitivity(pair, n, exponent, exponent_on))
 
 

@@ -22,7 +22,7 @@ _AT_KNOT = 1e-12
 
 
 class _Log:
-    """``phi(e) = log(1 + e)``, the paper's utility (section 4); with ``t = 1 / price``."""
+    """``phi(e) = log(1 + e)``, the paper's utility (section 2.3); with ``t = 1 / price``."""
 
     name, concave = "log", True
     value = staticmethod(lambda x: np.log1p(x))
@@ -56,7 +56,7 @@ class _Power:
 
 
 class _Quadratic:
-    """``psi(rho) = rho^2``, the paper's penalty (section 5); with ``t = price``."""
+    """``psi(rho) = rho^2``, the paper's penalty (section 3.1); with ``t = price``."""
 
     name, concave = "quadratic", False
     value = staticmethod(lambda x: x * x)

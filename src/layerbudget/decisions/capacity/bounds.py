@@ -212,6 +212,6 @@ def check_caps(problem: Problem) -> None:
         raised = f", or raise {_NAMES[problem.kind]['cap']}" if ((problem.high < sides) & ~problem.held).any() else ""
         raise InfeasibleBudget(
             f"The caps can take {spoken_amount(most)} and the budget is {spoken_amount(problem.target)}.",
-            f"All of it is spent in proportion, so it is at most {spoken_amount(most)}.",
-            f"Lower the budget{raised}.",
+            f"All of it is to be spent, so it is at most {spoken_amount(most)}.",
+            f"Lower the budget to {spoken_amount(most)}{raised}.",
         )

@@ -71,5 +71,7 @@ def one_budget(budgets: Mapping[str, Any], default: str) -> Budget:
             f"Give exactly one of {', '.join(budgets)}.",
             "For example budget='64M params'.",
         )
-    (value,) = named.values()
+    ((name, value),) = named.items()
+    if name != "budget" and value < 0:
+        raise InvalidInput(f"{name} is {value:g}.", "It is a positive number.", "Give one, for example 8.")
     return parse_budget(value, default=default)

@@ -70,7 +70,6 @@ def in_proportion(problem: Problem, value: ArrayLike, *, method: str = "auto", n
         k = int(np.argmin(v))
         what = f"The rule {name} gave {problem.blocks[k].name} the value {v[k]:g}."
         raise InvalidInput(what, "Capacities are in proportion to values, which are zero or more.", "Correct it.")
-    check_caps(problem)
     v = np.maximum(v / v.max(), 1e-12) if v.any() else np.ones(v.size)
     level, _, _ = piecewise_root(cost * v, np.zeros(v.size), cost * low, cost * high, problem.target)
     wish = np.minimum(level * v, high.max())
@@ -84,6 +83,8 @@ def _allocated(
 ) -> RuleResult:
     """Solve the program of the paper and round."""
     base = 0.0 if problem.base is None else problem.base
+    if spend == "exactly":
+        check_caps(problem)
     solution = allocate(
         weights, problem.amount, problem.target, spend=spend, base=base, lower=problem.low, upper=problem.high, **options
     )

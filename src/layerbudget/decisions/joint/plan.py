@@ -109,10 +109,16 @@ def plan_joint(
 def _limit(budget: str | float, bytes_per_parameter: float) -> tuple[float, str]:
     """The net bytes of a budget, and its text."""
     wanted = parse_budget(budget, default="bytes")
-    if wanted.unit not in ("bytes", "params") or wanted.relative:
+    if wanted.unit not in ("bytes", "params"):
         raise UnknownUnit(
             f"The joint budget {budget!r} is in {wanted.unit}.",
             "It must be in bytes or parameters.",
+            "Write '-2GiB' or '-1B params'.",
+        )
+    if wanted.relative:
+        raise InvalidInput(
+            f"The joint budget {budget!r} is a percentage.",
+            "It is net: what adapters take less what pruning frees, in bytes or parameters.",
             "Write '-2GiB' or '-1B params'.",
         )
     return wanted.amount * (bytes_per_parameter if wanted.unit == "params" else 1.0), wanted.text
