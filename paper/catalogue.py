@@ -42,8 +42,8 @@ class Experiment:
 
     @property
     def command(self) -> str:
-        """The command that runs it again."""
-        return f"python -m paper run {self.name}"
+        """The command that runs it again; what keeps cells reads the tasks' files."""
+        return f"python -m paper run {self.name}{' --data-dir DIR' if self.keeps else ''}"
 
     def open(self) -> Callable[..., Outcome]:
         """Return the function that runs it."""

@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+from layerbudget.data.tasks import NAMES
 from layerbudget.errors import NotFound
+from layerbudget.evaluation.harness import LOCAL
 from layerbudget.finetuning.protocol import PRESETS, Protocol
 
 TASKS: Mapping[str, str] = {
@@ -75,5 +77,9 @@ def need_data(data_dir: Path | str | None) -> Path:
         NotFound: None was named, or it is not there.
     """
     if data_dir is None or not Path(data_dir).is_dir():
-        raise NotFound("The tasks' files are needed.", "", "Name their folder with --data-dir.")
+        raise NotFound(
+            "The tasks' files are needed.",
+            f"Folders below --data-dir hold them as they were published: {', '.join(sorted({*NAMES, *LOCAL}))}.",
+            "Name that folder with --data-dir; those of the tasks that the experiment asks for are enough.",
+        )
     return Path(data_dir)

@@ -250,7 +250,7 @@ def test_forbidden_formats_are_not_used_and_kept_ones_are():
         ({"keep": {"lm_head": "slow-cpu"}}, "no format 'slow-cpu'"),
         (
             {"keep": {"head": "IQ2_XXS"}},
-            "lm_head is to be kept in IQ2_XXS, .*Measure it too .--formats IQ2_XXS,IQ2_S,",
+            "lm_head is to be kept in IQ2_XXS, .*Measure it too .plan bits MODEL --formats IQ2_XXS,IQ2_S,",
         ),
         ({"keep": {"nothing": "Q8_0"}}, "no matrix matches"),
         ({"keep": {"(": "Q8_0"}}, "no regular expression"),

@@ -149,7 +149,7 @@ class CacheRuntime:
         for form in chosen:
             short = [w for w in widths if w % form.group]
             if short:
-                whole = f"plan in 16 bits (--formats {self.names[-1]}; plan memory: --cache {self.names[-1]})"
+                whole = f"plan in 16 bits (--formats {self.names[-1]} --bits 16; plan memory: --cache {self.names[-1]})"
                 smaller = f"choose another group size (plan cache: --group {math.gcd(*widths, _GROUPS[-1])}), or "
                 ways = smaller + whole if form.name.startswith("int") and not _group(form.name, 0) else whole
                 raise InvalidInput(

@@ -81,10 +81,11 @@ class Limits:
         if (empty := np.flatnonzero(~has.any(axis=1))).size:
             wanted = [find_format(kind, table.family).name for kind in self.keep.values()]
             if lost := [name for name in wanted if name not in table.formats]:
+                menu = ",".join((lost[0], *table.formats[:-1]))
                 raise InvalidInput(
                     f"{table.blocks[empty[0]].name} is to be kept in {lost[0]}, which is not among the formats to choose from.",
                     f"These are {', '.join(table.formats)}.",
-                    f"Measure it too (--formats {','.join((lost[0], *table.formats[:-1]))}), or keep it in one of those.",
+                    f"Measure it too (plan bits MODEL --formats {menu}), or keep it in one of those.",
                 )
             raise InvalidInput(
                 f"{table.blocks[empty[0]].name} may not have any format that it can have.",
