@@ -291,7 +291,7 @@ def _split(model: nn.Module, blocks: Sequence[Block], target: Runtime, what: str
     raise InvalidInput(
         f"No file holds {len(kept)} of {len(matrices)} matrices ({share:.0%} of the weights) in fewer than 16 bits, first "
         f"{kept[0].name}: {reasons[kept[0].name]}.",
-        f"In 16 bits they alone take {16 * share:.2f} bits per weight of all that is planned." if free else "No other is left.",
+        f"They alone then take {16 * share:.2f} bits per weight of all that is planned." if free else "None is left to plan.",
         f"{keep}, or {other}." if free else f"{other[0].upper()}{other[1:]}.",
     )
 
