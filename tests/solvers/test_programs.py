@@ -447,4 +447,4 @@ def test_records_are_plain_values():
     rounded = round_capacity(allocate(np.ones(50), np.linspace(1, 2, 50), 100, spend="exactly"))
     for record in (found.certificate(), rounded.to_dict()):
         assert all(type(v) in (str, int, float, bool, list, type(None)) for v in record.values()), record
-    assert "\n" not in repr(found) and repr(rounded).startswith("RoundedCapacity([")
+    assert "\n" not in repr(found) + repr(rounded) and repr(rounded).startswith("RoundedCapacity([")

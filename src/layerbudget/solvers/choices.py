@@ -85,7 +85,7 @@ class Choice:
 
     def __repr__(self) -> str:
         found = f"damage={self.damage:.6g}, spent={self.spent:,} of {self.budget:,} {self.unit}, gap={self.gap:.1e}"
-        return f"{type(self).__name__}({self.status}, {self.chosen}, {found})"
+        return f"{type(self).__name__}({self.status}, {np.array2string(self.chosen, threshold=12)}, {found})"
 
     def certificate(self) -> dict[str, Any]:
         """Return everything but the choice, with the fields that the certificate of every plan has, as plain values."""

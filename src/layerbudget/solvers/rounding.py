@@ -52,7 +52,8 @@ class RoundedCapacity:
 
     def __repr__(self) -> str:
         proven = "optimal" if self.exact else f"gap={self.gap:.1e}"
-        return f"RoundedCapacity({self.counts}, value={self.value:.6g}, spent={self.spent:.6g} of {self.budget:.6g}, {proven})"
+        found = f"value={self.value:.6g}, spent={self.spent:.6g} of {self.budget:.6g}, {proven}"
+        return f"{type(self).__name__}({np.array2string(self.counts, threshold=12)}, {found})"
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the counts, as plain values."""
