@@ -113,7 +113,7 @@ def on_program(plan: Plan, price: str = "") -> list[str]:
     if price and c["status"] == "binding" and c.get("shadow_price"):
         sentences.append(price)
     if c["at_lower"] or c["at_upper"]:
-        sentences.append(f"{c['at_lower']} blocks sit at their floor and {c['at_upper']} at their cap.")
+        sentences.append(f"Blocks at their floor: {c['at_lower']}, at their cap: {c['at_upper']}.")
     inert = [n for n in c["inert"] if n == "weights" or plan.hyperparameters.get(n) is not None]
     if inert := ["scores" if name == "weights" else name for name in inert]:
         sentences.append(f"These settings cannot change this plan: {', '.join(inert)}.")
