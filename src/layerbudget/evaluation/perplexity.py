@@ -34,7 +34,7 @@ from ..execution.modes import inference, overflowed
 from ..execution.outputs import Outputs
 from ..execution.processes import process_group, shard
 from ..progress import Progress, Steps
-from ..sensitivity.sequences import per_token
+from ..sensitivity.sequences import need_predictions, per_token
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,6 +131,7 @@ def perplexity(
     check_fits(model, data)
     group, counts = process_group(), predicted(data)
     group.check_shares([data.samples], option="--windows")
+    need_predictions(counts)
     mine = shard(data)
     runs = _runs(mine, batch_size, next(model.parameters()).device)
     losses: list[np.ndarray] = []

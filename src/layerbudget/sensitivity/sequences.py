@@ -23,6 +23,18 @@ def deviations(sums: np.ndarray, counts: np.ndarray, mean: ArrayLike) -> np.ndar
     return (sums - np.asarray(mean)[..., None] * counts) * (spread / tokens)
 
 
+def need_predictions(counts: np.ndarray) -> None:
+    """Refuse sequences of which no token is predicted.
+
+    Raises:
+        NotEnoughText: They are that.
+    """
+    if not counts.sum():
+        problem = "No token of this text is predicted, so there is no mean over them."
+        needed = "The first token of a window is never predicted, nor are labels of -100."
+        raise NotEnoughText(problem, needed, "Use windows of 2 tokens or more, with labels.")
+
+
 def per_token(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
     """Mean per token of sums over sequences, and its standard error; of one sequence the error is zero.
 
@@ -33,9 +45,6 @@ def per_token(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
     Raises:
         NotEnoughText: No sequence has a token that counts.
     """
-    if not counts.sum():
-        problem = "No token of this text is predicted, so there is no mean over them."
-        needed = "The first token of a window is never predicted, nor are labels of -100."
-        raise NotEnoughText(problem, needed, "Use windows of 2 tokens or more, with labels.")
+    need_predictions(counts)
     mean = float(sums.sum() / counts.sum())
     return mean, float(np.linalg.norm(deviations(sums, counts, mean)))
