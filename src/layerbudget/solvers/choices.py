@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..errors import InfeasibleBudget, InvalidInput, LengthMismatch, NotFinite
-from .inputs import Vector
+from .inputs import Vector, in_a_line
 
 _STATES, _LONG, _WORK = 1_000_000, 3_000_000, 100_000_000  # states of an item; of all, for a search that is long, at most
 _GREEDY = 5_000  # segments that are tried as a first plan
@@ -85,7 +85,7 @@ class Choice:
 
     def __repr__(self) -> str:
         found = f"damage={self.damage:.6g}, spent={self.spent:,} of {self.budget:,} {self.unit}, gap={self.gap:.1e}"
-        return f"{type(self).__name__}({self.status}, {np.array2string(self.chosen, threshold=12)}, {found})"
+        return f"{type(self).__name__}({self.status}, {in_a_line(self.chosen)}, {found})"
 
     def certificate(self) -> dict[str, Any]:
         """Return everything but the choice, with the fields that the certificate of every plan has, as plain values."""

@@ -90,6 +90,15 @@ def spoken_amount(value: float) -> str:
     return f"{value:,.0f}" if abs(value) < 1e15 and (value == round(value) or abs(value) >= 1e5) else f"{value:.6g}"
 
 
+def in_a_line(counts: np.ndarray) -> str:
+    """Whole numbers, the middle left out where they are many.
+
+    >>> in_a_line(np.arange(20))
+    '[0 1 2 ... 17 18 19]'
+    """
+    return np.array2string(counts, threshold=12, max_line_width=1000)
+
+
 def _finite(v: Vector, name: str) -> Vector:
     bad = ~np.isfinite(v)
     if bad.any():

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 
 from ..errors import InfeasibleBudget, InvalidInput, NotFinite
 from .choices import knapsack
-from .inputs import Vector, bound_vector, choice, cost_vector, number, whole_number
+from .inputs import Vector, bound_vector, choice, cost_vector, in_a_line, number, whole_number
 from .separable import Program, Solution, solve
 
 _ROUNDING = 1e-12
@@ -51,9 +51,9 @@ class RoundedCapacity:
         self.counts.flags.writeable = False
 
     def __repr__(self) -> str:
-        proven = "optimal" if self.exact else f"gap={self.gap:.1e}"
-        found = f"value={self.value:.6g}, spent={self.spent:.6g} of {self.budget:.6g}, {proven}"
-        return f"{type(self).__name__}({np.array2string(self.counts, threshold=12)}, {found})"
+        proven = "exact" if self.exact else f"gap={self.gap:.1e}"
+        found = f"value={self.value:.6g}, optimum={self.optimum:.6g}, spent={self.spent:.6g} of {self.budget:.6g}, {proven}"
+        return f"{type(self).__name__}({in_a_line(self.counts)}, {found})"
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the counts, as plain values."""

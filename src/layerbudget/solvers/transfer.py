@@ -94,13 +94,9 @@ def transfer_allocation(
     pair = _pair(source, target)
     c = cost_vector(cost, pair[0].size)
     factor = number(gamma, "gamma", positive=True) * _unit(c, exponent, exponent_on)
-    given: dict[str, Any] = {
-        "exponent": exponent,
-        "exponent_on": exponent_on,
-        "gamma": factor,
-        "alpha": number(alpha, "alpha") / float(c.mean()),
-    }
-    a, b = (allocate(q, c, budget, **given, **options, units="literal") for q in pair)
+    price = number(alpha, "alpha") / float(c.mean())
+    options |= {"exponent": exponent, "exponent_on": exponent_on}
+    a, b = (allocate(q, c, budget, alpha=price, gamma=factor, units="literal", **options) for q in pair)
     return _transfer(a, b, pair, factor * _sensitivity(pair, c, exponent, exponent_on))
 
 
@@ -136,13 +132,9 @@ def transfer_sparsity(
     pair = _pair(source, target)
     n = cost_vector(numel, pair[0].size, "numel")
     factor = number(eta, "eta", positive=True) * _unit(n, exponent, exponent_on)
-    given: dict[str, Any] = {
-        "exponent": exponent,
-        "exponent_on": exponent_on,
-        "eta": factor,
-        "bits": number(bits, "bits") / float(n.mean()),
-    }
-    a, b = (sparsify(q, n, **given, spend=spend, **options, units="literal") for q in pair)
+    price = number(bits, "bits per parameter") / float(n.mean())
+    options |= {"exponent": exponent, "exponent_on": exponent_on, "spend": spend}
+    a, b = (sparsify(q, n, bits=price, eta=factor, units="literal", **options) for q in pair)
     return _transfer(a, b, pair, factor * _sensitivity(pair, n, exponent, exponent_on))
 
 

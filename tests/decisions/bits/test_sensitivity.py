@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import gc
 import shutil
-import signal
 import types
 
 import numpy as np
@@ -454,8 +453,12 @@ def test_a_walk_that_was_stopped_behind_its_last_layer_repeats_no_layer(method, 
     model, data = zoo.build("llama-tied", hidden_size=64, intermediate_size=64), zoo.tokens(10, 12)
     asked = {"family": "gguf", "method": method, "draws": 2, "bits": 5.0, "batch_size": 4}
     whole = plan_bits(model, data, save_scores=tmp_path / "whole.json", **asked)
+
+    def stop(_):
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as stopped:
-        stopped.setattr(backward._Layers, "_lookup", lambda _: signal.raise_signal(signal.SIGINT))
+        stopped.setattr(backward._Layers, "_lookup", stop)
         with pytest.raises(KeyboardInterrupt):
             plan_bits(model, data, resume=tmp_path / "parts", **asked)
     monkeypatch.setattr(backward._Layers, "_layer", lambda *_, **__: pytest.fail("a layer was measured again"))
