@@ -93,8 +93,8 @@ def spoken_amount(value: float) -> str:
 def in_a_line(counts: np.ndarray) -> str:
     """Whole numbers, the middle left out where they are many.
 
-    >>> in_a_line(np.arange(20))
-    '[0 1 2 ... 17 18 19]'
+    >>> in_a_line(np.arange(10, 30))
+    '[10 11 12 ... 27 28 29]'
     """
     return np.array2string(counts, threshold=12, max_line_width=1000)
 
