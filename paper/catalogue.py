@@ -56,7 +56,8 @@ EXPERIMENTS = (
     Experiment(
         name="histogram", items=("figure-1",), summary="gains of a model's layers with errors and noise floor",
         home=".histogram:run_histogram", reads=("model", "data_dir"),
-        small="64 windows of 128 tokens of C4 (without its file: of Python's standard library); part (b) is a diagram", full="128 windows of 2048 tokens of C4",
+        small="64 windows of 128 tokens of C4 (without its file: of Python's standard library); part (b) is a diagram",
+        full="128 windows of 2048 tokens of C4",
     ),
     Experiment(
         name="pruning", items=("table-1", "table-2"), summary="seven zero-shot tasks after pruning by MDL and LayerIF",
