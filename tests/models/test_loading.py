@@ -10,6 +10,7 @@ from tests import zoo
 from layerbudget.cli import main
 from layerbudget.cost.sizes import shape_of, shape_of_config
 from layerbudget.errors import BadModel, CorruptFile, InvalidInput
+from layerbudget.evaluation.perplexity import perplexity
 from layerbudget.finetuning.adapters import classifier_loader
 from layerbudget.models.blocks import partition
 from layerbudget.models.experts import cut_experts, find_experts
@@ -135,10 +136,17 @@ def test_a_classifier_with_another_number_of_labels_gets_a_fresh_head(tmp_path):
     assert classifier_loader(str(tmp_path), 2)(0).classifier.weight.shape[0] == 2
 
 
-def test_perplexity_of_a_model_that_predicts_no_next_token_is_refused(bert, data):
-    from layerbudget.errors import BadModel
-    from layerbudget.evaluation.perplexity import perplexity
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_mixture_computes_in_float64_and_one_window_has_no_error(stream, tmp_path):
+    """torch's grouped product of matrices does not know this precision."""
+    saved = zoo.build("mixtral")
+    saved.save_pretrained(tmp_path)
+    exact = perplexity(load_model(str(tmp_path), dtype="float64", stream=stream), zoo.tokens(1, 12))
+    assert exact.value == pytest.approx(perplexity(saved, zoo.tokens(1, 12)).value, rel=1e-5)
+    assert exact.standard_error == 0.0
 
+
+def test_perplexity_of_a_model_that_predicts_no_next_token_is_refused(bert, data):
     with pytest.raises(BadModel, match="predicts no next token"):
         perplexity(bert, data)
 
