@@ -242,6 +242,8 @@ def main() -> None:
     parser.add_argument("--steps", nargs="+", default=["plan", "quality", "speed", "table"])
     parser.add_argument("--out", type=Path, default=RESULTS)
     a = parser.parse_args()
+    if a.depth and "once" in a.steps:
+        parser.error("--depth is for the step plan, not for once")
     torch.set_num_threads(1)
     a.scratch.mkdir(parents=True, exist_ok=True)
     for step in a.steps:

@@ -19,7 +19,7 @@ from ..errors import InfeasibleBudget, InvalidInput, NotFinite
 from .dual import monotone_root
 from .inputs import Vector, choice, cost_vector, number, spoken_amount, weight_vector
 from .programs import capacity_bounds, sparsity_bounds, weigh
-from .separable import Function, Program, Solution, reciprocal
+from .separable import NOTHING_LEFT, Function, Program, Solution, reciprocal
 from .utilities import CalibratedPenalty, resolve
 
 _ROUNDING = 1e-12
@@ -38,7 +38,7 @@ class JointSolution(Solution):
         p: JointProgram = self.program
         budget, slack = spoken_amount(self.budget), spoken_amount(self.slack)
         if (p.low == p.high).all():
-            return "Every floor equals its cap, so nothing is left to decide. Raise the caps, or lower the floors."
+            return NOTHING_LEFT
         if self.status == "binding":
             change = f"{'lowers' if self.multiplier >= 0 else 'raises'} the objective by {abs(self.multiplier):.3g}"
             return f"The budget binds: one more unit of it {change} (the shadow price)."

@@ -17,7 +17,7 @@ import numpy as np
 from .dual import monotone_root, piecewise_root
 from .inputs import Vector, spoken_amount
 
-_NOTHING_LEFT = "Every floor equals its cap, so nothing is left to decide. Raise the caps, or lower the floors."
+NOTHING_LEFT = "Every floor equals its cap, so nothing is left to decide. Raise the caps, or lower the floors."
 _SATURATED = "Every block is at its cap: only larger caps can change the decision. Raise the cap, or lower the budget."
 _CONSTANTS = "Every block sits at the same bound: the constants decide, the scores do not."
 
@@ -160,7 +160,7 @@ class Solution:
         """The status in a sentence, with the cheapest remedy where there is something to remedy."""
         p: Program = self.program
         if (p.low == p.high).all():
-            return _NOTHING_LEFT
+            return NOTHING_LEFT
         if self.status == "binding":
             what = "utility" if p.sign < 0 else "penalty"
             return f"The budget binds: one more unit of it raises the {what} by {self.shadow_price:.3g} (the shadow price)."
